@@ -1,0 +1,98 @@
+"""Files that are either the old one or the new one, never half of each, whatever kills the process.
+
+The new content goes to a temporary file in the same directory (a rename across file systems would be a copy), is
+flushed to the disk, and replaces the target in one step; then the directory entry is flushed too. A process that was
+killed while writing leaves its temporary file behind: the next write of the same target sweeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import secrets
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_SUFFIX = ".memkit-tmp"
+
+
+@contextlib.contextmanager
+def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Open ``path`` for writing so that it changes as a whole, when the block ends without an error.
+
+    Args:
+        path: The file to write. Its directory must exist. A symbolic link stays a link: the file behind it changes.
+            A file that exists keeps its permissions.
+
+    Yields:
+        A binary file. If the block raises, or the process dies at any instant, ``path`` is what it was before.
+
+    Raises:
+        OSError: The file cannot be written (disk full, read-only); ``path`` is untouched and nothing is left behind.
+    """
+    target = Path(os.path.realpath(path))
+    _sweep(target)
+    temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                temporary.chmod(target.stat().st_mode & 0o7777)
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _fsync_directory(target.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically; see `atomic_writer`."""
+    with atomic_writer(path) as file:
+        file.write(data)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8 with plain newlines, atomically; see `atomic_writer`."""
+    write_bytes(path, text.encode())
+
+
+def _prefix(target: Path) -> str:
+    # The host is part of the name: on a shared file system a process number says nothing about another machine. The
+    # checksum stands for the target's own name, which may already be as long as the file system allows.
+    return f".{zlib.crc32(target.name.encode()):08x}.{zlib.crc32(platform.node().encode()):08x}."
+
+
+def _sweep(target: Path) -> None:
+    """Remove temporary files for ``target`` whose writers on this host are dead."""
+    if os.name != "posix":  # no harmless way to ask whether a process lives
+        return
+    prefix = _prefix(target)
+    for stale in target.parent.glob(f"{prefix}*{_SUFFIX}"):
+        pid = stale.name.removeprefix(prefix).split(".", 1)[0]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            stale.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's process
+    return True
+
+
+def _fsync_directory(directory: Path) -> None:
+    if os.name != "posix":  # Windows cannot open a directory
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

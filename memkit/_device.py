@@ -1,0 +1,184 @@
+"""The only door to the machine: accelerators through torch, host memory through psutil, /proc and cgroups."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from memkit._errors import ConfigError
+from memkit._records import DeviceMemory, HostMemory
+
+_PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
+_CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-aligned number
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Turn ``"auto"``, a device name or a device into a device that is there.
+
+    Args:
+        device: ``"auto"`` takes the accelerator of this machine, or the CPU where there is none.
+
+    Returns:
+        The device; an accelerator without an index gets the current one.
+
+    Raises:
+        ConfigError: The name is not a device, or this machine does not have it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = {"cpu", "meta"} | ({accelerator.type} if accelerator else set())
+    resolved = (accelerator or torch.device("cpu")) if device == "auto" else _parse_device(device)
+    if resolved is None or resolved.type not in there:
+        raise ConfigError(
+            f"device={device!r}",
+            got=repr(device),
+            expected=f"'auto' or a device of this machine: {', '.join(sorted(there))}",
+            fix="pass device='auto', or run where that device is.",
+        )
+    index: int | None = resolved.index  # torch's own stub forgets the None
+    if index is None and accelerator and resolved.type == accelerator.type:
+        return torch.device(resolved.type, torch.accelerator.current_device_index())
+    return resolved
+
+
+def _parse_device(device: str | torch.device) -> torch.device | None:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Read the allocator and the driver of an accelerator; for the CPU, which keeps no count, all is None."""
+    if device.type in {"cpu", "meta"}:
+        return DeviceMemory()
+    if device.type == "mps":
+        return DeviceMemory(
+            allocated_bytes=torch.mps.current_allocated_memory(),
+            reserved_bytes=torch.mps.driver_allocated_memory(),
+            total_bytes=torch.mps.recommended_max_memory(),
+        )
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    return DeviceMemory(
+        allocated_bytes=torch.accelerator.memory_allocated(device),
+        reserved_bytes=torch.accelerator.memory_reserved(device),
+        peak_bytes=torch.accelerator.max_memory_allocated(device),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+    )
+
+
+def release_cached_memory() -> None:
+    """Collect reference cycles, then give the accelerator allocator's unused blocks back to the driver."""
+    gc.collect()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return
+    if accelerator.type == "mps":
+        torch.mps.empty_cache()
+    else:
+        torch.accelerator.empty_cache()
+
+
+def under_memory_pressure(backend: str) -> bool:
+    """Say whether a backend is nearly full, to judge an error message that can mean several things.
+
+    Args:
+        backend: ``"cpu"`` or ``"host"`` for this process's host memory, else the type of an accelerator.
+
+    Returns:
+        True when less than a tenth of the memory is free (cached blocks of torch's own allocator count as free).
+        False where the backend is absent or keeps no count: what cannot be read is not taken for pressure.
+    """
+    if backend in {"cpu", "host"}:
+        host = host_memory()
+        return host.available_bytes < _PRESSURE * host.total_bytes
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != ("cuda" if backend == "hip" else backend):
+        return False
+    memory = device_memory(resolve_device())
+    if memory.total_bytes is None or memory.allocated_bytes is None or memory.reserved_bytes is None:
+        return False
+    if memory.free_bytes is None:  # MPS: what the driver gave this process, against what it recommends
+        return memory.total_bytes - memory.reserved_bytes < _PRESSURE * memory.total_bytes
+    free_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
+    return free_bytes < _PRESSURE * memory.total_bytes
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read the host's memory as this process may use it: machine, container (cgroup v1 and v2) and resource limits.
+
+    Args:
+        root: The file system root whose ``/proc`` and ``/sys`` are read; another one in tests.
+
+    Returns:
+        The reading. The tightest limit decides what is available.
+    """
+    machine = psutil.virtual_memory()
+    available = [(machine.available, "machine")]
+    totals = [machine.total]
+    for name, limit_bytes, used_bytes in (*_cgroup_limits(root), *_resource_limits(root)):
+        available.append((max(0, limit_bytes - used_bytes), name))
+        totals.append(limit_bytes)
+    available_bytes, limited_by = min(available)
+    return HostMemory(
+        rss_bytes=psutil.Process().memory_info().rss,
+        available_bytes=available_bytes,
+        total_bytes=min(totals),
+        limited_by=limited_by,
+    )
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, limit, used without reclaimable cache) for the process's memory cgroup and each of its parents."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        # Inside a container the path can be the host's: then only the mount itself is there to be read.
+        for level in (folder, *folder.parents):
+            limit, used = _read(level / files[0]).strip(), _read(level / files[1]).strip()
+            if limit.isdecimal() and used.isdecimal() and int(limit) < _CGROUP_V1_UNLIMITED:
+                yield "cgroup", int(limit), max(0, int(used) - _stat_value(level, files[2]))
+            if level == mount:
+                break
+
+
+def _stat_value(cgroup: Path, key: str) -> int:
+    for line in _read(cgroup / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, soft limit, used) for RLIMIT_DATA and RLIMIT_AS where they are set."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return
+    status = dict(line.split(":", 1) for line in _read(root / "proc/self/status").splitlines() if ":" in line)
+    for name, limit_id, field in (
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
+        ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
+    ):
+        soft_limit = resource.getrlimit(limit_id)[0]
+        if soft_limit != resource.RLIM_INFINITY and field in status:
+            yield name, soft_limit, int(status[field].split()[0]) * 1024
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,26 @@
+"""Behaviour that rooms share, as small protocols: what a component may ask of an object that somebody else wrote."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class GradScaler(Protocol):
+    """A loss scaler with the call forms of `torch.amp.GradScaler`."""
+
+    def is_enabled(self) -> bool:
+        """Say whether the scaler does anything."""
+
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Multiply a loss by the current scale."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimiser's gradients by the scale, and note infinities."""
+
+    def step(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Step the optimiser unless an infinity was noted."""
+
+    def update(self) -> None:
+        """Adapt the scale, once after all optimisers."""

@@ -1,0 +1,108 @@
+"""Random state: capture and restore all of it, torch's, NumPy's and Python's."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memkit._errors import FileFormatError
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RandomState:
+    """The random state of torch (CPU and current accelerator), NumPy's global generator and Python's `random`.
+
+    Attributes:
+        cpu: uint8 tensor, torch's CPU state.
+        accelerator: uint8 tensor, the current accelerator device's state; None where there is none in use.
+        numpy: NumPy's legacy global state, as `numpy.random.get_state` gives it.
+        python: As `random.getstate` gives it.
+    """
+
+    cpu: torch.Tensor
+    accelerator: torch.Tensor | None
+    numpy: tuple[Any, ...]
+    python: tuple[Any, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state)."""
+        name, key, position, has_gauss, cached_gaussian = self.numpy
+        version, internal, gauss_next = self.python
+        return {
+            "version": _VERSION,
+            "cpu": self.cpu,
+            "accelerator": self.accelerator,
+            "numpy": [name, torch.from_numpy(key.astype(np.int64)), position, has_gauss, cached_gaussian],
+            "python": [version, list(internal), gauss_next],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RandomState:
+        """Rebuild the state from `state_dict`.
+
+        Raises:
+            FileFormatError: The version is not one that this memkit reads.
+        """
+        if state.get("version") != _VERSION:
+            raise FileFormatError(
+                "RandomState.from_state_dict(state)",
+                got=f"version {state.get('version')!r}",
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
+        name, key, position, has_gauss, cached_gaussian = state["numpy"]
+        version, internal, gauss_next = state["python"]
+        return cls(
+            cpu=state["cpu"],
+            accelerator=state["accelerator"],
+            numpy=(name, key.numpy().astype(np.uint32), position, has_gauss, cached_gaussian),
+            python=(version, tuple(internal), gauss_next),
+        )
+
+
+def capture() -> RandomState:
+    """Capture the random state of torch, NumPy and Python; copies a few kilobytes, and starts no accelerator."""
+    module = _accelerator_module()
+    return RandomState(
+        cpu=torch.get_rng_state(),
+        accelerator=module.get_rng_state() if module else None,
+        numpy=np.random.get_state(legacy=True),  # type: ignore[arg-type]  # noqa: NPY002 - stub says dict; user code may draw from it
+        python=random.getstate(),
+    )
+
+
+def restore(state: RandomState) -> None:
+    """Put a captured random state back."""
+    torch.set_rng_state(state.cpu)
+    module = _accelerator_module()
+    if module and state.accelerator is not None:
+        module.set_rng_state(state.accelerator)
+    np.random.set_state(state.numpy)  # noqa: NPY002 - the counterpart of capture()
+    random.setstate(state.python)
+
+
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Run a block that may draw random numbers, and leave the random state as it was before."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
+
+
+def _accelerator_module() -> Any:
+    """Return torch.cuda, torch.xpu or torch.mps where it is in use already, else None: capturing must not start one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    module = torch.get_device_module(accelerator)
+    return module if accelerator.type == "mps" or module.is_initialized() else None

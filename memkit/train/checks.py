@@ -1,0 +1,110 @@
+"""Checks of what a caller hands to the accumulator, each with the way out in its message."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from memkit._errors import ConfigError, InputError, InputTypeError
+
+
+def check_loss(loss: object) -> None:
+    """Check that a loss is a single number with its graph.
+
+    Raises:
+        InputTypeError: It is not a tensor.
+        InputError: It has more than one element, or no graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise InputTypeError(
+            "GradientAccumulator.backward(loss)",
+            got=f"a {type(loss).__name__}",
+            expected="the loss as a 0-dim tensor with its graph",
+            fix="pass the loss itself, not loss.item().",
+        )
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise InputError(
+            "GradientAccumulator.backward(loss)",
+            got=f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}",
+            expected="a single number with its graph",
+            fix="reduce the loss to its mean or sum, and compute it with gradients enabled and not detached.",
+        )
+
+
+def read_count(count: float | torch.Tensor, *, stay_on_device: bool) -> float | torch.Tensor:
+    """Check a micro-batch's weight, and turn it into a float unless it may stay on its device until the step.
+
+    Raises:
+        InputError: The weight is not a single finite number of zero or more.
+    """
+    if isinstance(count, torch.Tensor) and stay_on_device:
+        return count.detach().double().reshape(())
+    try:
+        number = math.nan if isinstance(count, bool | str) else float(count)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise InputError(
+            f"GradientAccumulator.backward(loss, count={count!r})",
+            got=repr(count),
+            expected="a finite weight of zero or more: rows, valid tokens, or a sum of class weights",
+            fix="pass what the mean loss was divided by.",
+        )
+    return number
+
+
+def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> None:
+    """Check how the loss was reduced; a sum cannot be made a mean without a count.
+
+    Raises:
+        InputError: Another reduction, or a sum without the count that the objective needs.
+    """
+    if reduction not in {"mean", "sum"}:
+        got, fix = repr(reduction), "say how the loss was reduced."
+    elif reduction == "sum" and needs_count and not has_count:
+        got, fix = "a sum without its count", "pass count=..., or build the accumulator with objective='sum'."
+    else:
+        return
+    raise InputError(
+        f"GradientAccumulator.backward(loss, reduction={reduction!r})",
+        got=got,
+        expected="reduction='mean', or reduction='sum' with the number of items that were summed",
+        fix=fix,
+    )
+
+
+def check_steps(steps: object) -> None:
+    """Check the number of micro-batches per step."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        refuse("steps", steps, "a whole number of micro-batches, 1 or more")
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Check a setting that has a few values."""
+    if value not in choices:
+        refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+
+
+def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimisers as a list; each must be a torch optimiser that needs no closure."""
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers:
+        refuse("optimizer", optimizers, "at least one optimiser")
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            refuse("optimizer", each, "a torch optimiser or a list of them")
+        if inspect.signature(each.step).parameters["closure"].default is inspect.Parameter.empty:
+            refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
+    return optimizers
+
+
+def refuse(name: str, value: object, expected: str) -> NoReturn:
+    """Refuse a setting of the accumulator."""
+    raise ConfigError(
+        f"GradientAccumulator({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
+    )

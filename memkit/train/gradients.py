@@ -1,0 +1,73 @@
+"""Small tools on gradients: scaled steps, gradient dtypes, what a graph can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit._protocols import GradScaler
+
+
+def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients in place; a factor of one touches nothing."""
+    if factor == 1.0:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)  # the batched form that torch's own optimisers use
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(factor)
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Say whether any parameter of an optimiser has a gradient."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Step through the scaler, and find out whether the optimiser really stepped.
+
+    `torch.amp.GradScaler.step` does not say. It skips by not calling the optimiser, which a hook on the optimiser sees
+    without waiting for the device; a fused optimiser is called in any case and skips by the count of infinities that
+    the scaler lends it.
+    """
+    stepped = False
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001 - the hook's signature
+        nonlocal stepped
+        found_inf = getattr(optimizer, "found_inf", None)
+        stepped = found_inf is None or not bool(found_inf)
+
+    handle = optimizer.register_step_post_hook(note)
+    try:
+        scaler.step(optimizer)
+    finally:
+        handle.remove()
+    return stepped
+
+
+def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    """Search the graph for `checkpoint(use_reentrant=True)`, which refuses a backward that is told where to stop."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        seen.add(node)
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)

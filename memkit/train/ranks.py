@@ -1,0 +1,186 @@
+"""What several processes must agree on when they accumulate gradients together: counts, gradients, buffers.
+
+Two ways of sharing a model need two ways of exchanging gradients:
+
+* `Replicas` (DistributedDataParallel): no communication inside forward or backward at all. Each rank accumulates on its
+  own and the ranks exchange one explicit sum per optimiser step. A rank that runs out of memory, splits its batch or
+  has fewer batches than another cannot make the others wait for a collective that never comes.
+* `Shards` (`fully_shard`, FSDP2): every backward reduce-scatters as usual. Holding back would keep the unsharded
+  gradients, the very memory that sharding saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memkit._errors import ConfigError
+from memkit._units import MIB
+
+_BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small beside the gradients
+
+
+class Ranks:
+    """Sums over the processes of one or more process groups.
+
+    Args:
+        groups: Groups to reduce over, one after the other.
+        device: Where numbers must lie for the groups' backend.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._groups = groups
+        self._device = device
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that share the gradient."""
+        num_ranks = 1
+        for group in self._groups:
+            num_ranks *= dist.get_world_size(group)
+        return num_ranks
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Return each number summed over the ranks; all ranks must call it, with equally many numbers."""
+        return self._reduce(numbers, dist.ReduceOp.SUM)
+
+    def max(self, number: float) -> float:
+        """Return the largest of the ranks' numbers; all ranks must call it."""
+        return self._reduce([number], dist.ReduceOp.MAX)[0]
+
+    def _reduce(self, numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(packed, operation, group=group)
+        values: list[float] = packed.tolist()
+        return values
+
+
+class Shards(Ranks):
+    """Ranks that hold shards of the parameters; each backward averages the gradient over them by itself."""
+
+
+class Replicas(Ranks):
+    """Ranks that hold whole copies of the parameters under DistributedDataParallel.
+
+    From construction to `close` the modules are in DDP's own ``no_sync`` state.
+
+    Args:
+        modules: The DDP modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.parallel.DistributedDataParallel]) -> None:
+        super().__init__([modules[0].process_group], modules[0].device)
+        self._modules = modules
+        self._no_sync = contextlib.ExitStack()
+        for module in modules:
+            self._no_sync.enter_context(module.no_sync())
+
+    def close(self) -> None:
+        """Let DDP synchronise in backward again."""
+        self._no_sync.close()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
+        """Sum the gradients over the ranks, in buckets.
+
+        Args:
+            parameters: The same on every rank, in the same order.
+            present: For each parameter, whether any rank has a gradient. A rank without one contributes zeros.
+        """
+        gradients = []
+        for parameter, has_gradient in zip(parameters, present, strict=True):
+            if has_gradient and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
+            if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
+                dist.all_reduce(bucket[0], group=self._groups[0])
+                continue
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat, group=self._groups[0])
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the first rank's buffers, as DDP does before the forward that follows a synchronisation."""
+        group = self._groups[0]
+        for module in self._modules:
+            if not module.broadcast_buffers:
+                continue
+            for name, buffer in module.module.named_buffers():
+                if name not in module.parameters_to_ignore:
+                    dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+
+
+def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter]) -> Ranks | None:
+    """Find out how the gradient of ``parameters`` is shared between processes.
+
+    Args:
+        model: The model or models, as wrapped for distributed training; None for one process or sharded parameters.
+        parameters: What the optimisers update.
+
+    Returns:
+        `Replicas` for DDP, `Shards` for parameters sharded by ``fully_shard``, None for a single process.
+
+    Raises:
+        ConfigError: The first-generation FullyShardedDataParallel, or a mesh of several dimensions, whose data
+            dimension cannot be told from a tensor dimension.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    models = [model] if isinstance(model, nn.Module) else (model or [])
+    modules = [module for each in models for module in each.modules()]
+    replicated = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
+    if replicated:
+        return Replicas(replicated)
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules):
+        raise ConfigError(
+            "GradientAccumulator(model=...)",
+            got="a FullyShardedDataParallel module, which owns its gradients",
+            expected="DistributedDataParallel, or a module sharded by torch.distributed.fsdp.fully_shard",
+            fix="shard the model with fully_shard(model); the rest of the loop stays as it is.",
+        )
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    if not meshes:
+        return None
+    mesh = meshes.pop()
+    if meshes or mesh.ndim != 1:
+        raise ConfigError(
+            "GradientAccumulator(model=...)",
+            got=f"parameters on {'several device meshes' if meshes else f'a {mesh.ndim}-dimensional device mesh'}",
+            expected="parameters sharded over one 1-dimensional mesh, the ranks that see different data",
+            fix="accumulate with the loop's own loss scaling here; please report the layout so that it can be added.",
+        )
+    return Shards([mesh.get_group()], torch.device(mesh.device_type))
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that may be spread over ranks; all of them must call it."""
+    full_tensor = getattr(tensor, "full_tensor", None)  # a DTensor, whose module is slow to import
+    return full_tensor() if full_tensor else tensor
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group gradients that can share one flat tensor; a sparse one stands alone."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            yield [gradient]
+            continue
+        key = gradient.dtype, gradient.device
+        if sizes.get(key, 0) + gradient.nbytes > _BUCKET_BYTES and key in open_buckets:
+            yield open_buckets.pop(key)
+            sizes[key] = 0
+        open_buckets.setdefault(key, []).append(gradient)
+        sizes[key] = sizes.get(key, 0) + gradient.nbytes
+    yield from open_buckets.values()

@@ -1,0 +1,29 @@
+"""Police for every test: a fresh seed, and no leaked dtype, gradient mode, environment or thread."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "memkit", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("memkit")
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    torch.manual_seed(0)
+    np.random.seed(0)
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    changed = {key for key, _ in set(os.environ.items()) ^ set(environment.items())}
+    assert changed <= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is set by torch's first optimiser
+    assert set(threading.enumerate()) <= threads

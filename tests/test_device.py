@@ -1,0 +1,131 @@
+"""The door to the machine: devices, and host memory as the tightest limit leaves it."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import memkit as mk
+from memkit import _device
+from memkit._records import DeviceMemory
+
+requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@requires_cpu_only
+def test_auto_is_the_cpu_where_there_is_no_accelerator():
+    assert _device.resolve_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:banana", "", "xla"])
+def test_a_device_that_is_not_there_lists_those_that_are(device):
+    with pytest.raises(mk.ConfigError, match=r"expected 'auto' or a device of this machine: .*cpu.*meta"):
+        _device.resolve_device(device)
+
+
+def test_the_cpu_keeps_no_count_and_none_is_not_zero():
+    assert _device.device_memory(torch.device("cpu")) == DeviceMemory(None, None, None, None, None)
+
+
+def test_cgroup_v2_takes_the_tightest_level_and_gives_back_the_page_cache(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/one\n",
+            "sys/fs/cgroup/jobs/one/memory.max": "max\n",
+            "sys/fs/cgroup/jobs/one/memory.current": "100\n",
+            "sys/fs/cgroup/jobs/memory.max": "5000000\n",
+            "sys/fs/cgroup/jobs/memory.current": "3000000\n",
+            "sys/fs/cgroup/jobs/memory.stat": "anon 1000000\ninactive_file 1500000\n",
+            "sys/fs/cgroup/memory.current": "3000000\n",
+        },
+    )
+    host = _device.host_memory(root)
+    assert (host.available_bytes, host.total_bytes, host.limited_by) == (3_500_000, 5_000_000, "cgroup")
+
+
+def test_cgroup_v1_inside_a_container_that_sees_only_its_own_mount(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "3:cpu,cpuacct:/docker/abc\n2:memory:/docker/abc\n1:name=systemd:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "4500000\n",
+            "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 200000\n",
+        },
+    )
+    host = _device.host_memory(root)
+    assert (host.available_bytes, host.total_bytes, host.limited_by) == (0, 4_000_000, "cgroup")
+
+
+def test_cgroup_v1_without_a_limit_says_so_with_a_huge_number(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "2:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
+    host = _device.host_memory(root)
+    assert host.limited_by == "machine"
+    assert host.total_bytes == psutil.virtual_memory().total
+
+
+CHILD = """
+import resource, psutil
+from memkit import _device
+before = _device.host_memory()
+data = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmData"))
+limit = data + 100 * 2**20
+resource.setrlimit(resource.{name}, (limit, resource.RLIM_INFINITY))
+host = _device.host_memory()
+print(host.limited_by, host.available_bytes <= 100 * 2**20, host.total_bytes == limit, host.rss_bytes > 10 * 2**20)
+held = bytearray({held} * 2**20)
+print(_device.under_memory_pressure("cpu"), _device.under_memory_pressure("cuda"))
+"""
+
+
+@pytest.mark.parametrize(("held", "pressure"), [(1, False), (88, True)])
+def test_a_real_resource_limit_decides_what_is_available(held, pressure):
+    if resource.getrlimit(resource.RLIMIT_DATA)[1] != resource.RLIM_INFINITY:
+        pytest.skip("Requires: [no hard RLIMIT_DATA]")
+    script = CHILD.format(name="RLIMIT_DATA", held=held)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines() == ["RLIMIT_DATA True True True", f"{pressure} False"]
+
+
+def test_release_runs_the_collector():
+    class Node:
+        pass
+
+    import weakref
+
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    del node
+    _device.release_cached_memory()
+    assert gone() is None
+
+
+@pytest.mark.gpu
+def test_cuda_memory_counts():
+    device = _device.resolve_device("cuda")
+    before = _device.device_memory(device)
+    held = torch.empty(2**20, device=device)
+    after = _device.device_memory(device)
+    assert after.allocated_bytes - before.allocated_bytes == held.nbytes
+    assert after.total_bytes > after.free_bytes > 0

@@ -1,0 +1,560 @@
+"""Accumulation equals the full batch, in float64, for every split and every weight; the naive forms do not."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit as mk
+
+ROWS, TOKENS, CLASSES = 48, 6, 7
+
+
+class TokenModel(nn.Module):
+    """(N, T, C) -> (N, T, classes), with a residual (gradient sums inside the graph) and an unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(5, 16)
+        self.norm = nn.LayerNorm(16)
+        self.mix = nn.Conv1d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16, CLASSES)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = torch.tanh(self.embed(x))
+        x = x + F.gelu(self.mix(self.norm(x).transpose(1, 2)).transpose(1, 2))
+        return self.head(x)
+
+
+def make_problem():
+    generator = torch.Generator().manual_seed(3)
+    torch.manual_seed(1)
+    model = TokenModel().double()
+    x = torch.randn(ROWS, TOKENS, 5, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=generator)
+    lengths = torch.randint(1, TOKENS + 1, (ROWS,), generator=generator)
+    lengths[7:12] = 0  # rows without any label: alone in a micro-batch their mean is 0 / 0
+    y[torch.arange(TOKENS)[None] >= lengths[:, None]] = -100
+    weight = torch.rand(CLASSES, dtype=torch.float64, generator=generator) + 0.1
+    return model, x, y, weight
+
+
+def row_loss(model, x, y, weight):
+    return model(x).pow(2).mean(), float(len(x))
+
+
+def token_loss(model, x, y, weight):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()), float((y != -100).sum())
+
+
+def class_weighted_loss(model, x, y, weight):
+    valid = y[y != -100]
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), weight=weight), float(weight[valid].sum())
+
+
+def device_count_loss(model, x, y, weight):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()), (y != -100).sum()
+
+
+def token_sum_loss(model, x, y, weight):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum"), (y != -100).sum()
+
+
+MEAN_LOSSES = [row_loss, token_loss, class_weighted_loss, device_count_loss]
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative_error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def full_batch_gradient(loss_fn):
+    model, *batch = make_problem()
+    loss_fn(model, *batch)[0].backward()
+    return gradient(model)
+
+
+def stepped_gradient(accumulator, model, microbatches):
+    """Run one group and return the gradient that the optimiser was given."""
+    seen = []
+    handle = accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    for arguments, keywords in microbatches:
+        accumulator.backward(*arguments, **keywords)
+        accumulator.step()
+    accumulator.flush()
+    handle.remove()
+    assert len(seen) == 1
+    return seen[0]
+
+
+def accumulated_gradient(loss_fn, sizes, *, steps=None, reduction="mean", **keywords):
+    model, x, y, weight = make_problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = mk.GradientAccumulator(optimizer, steps or len(sizes), **keywords)
+
+    def microbatches():
+        for part_x, part_y in zip(x.split(sizes), y.split(sizes), strict=True):
+            yield loss_fn(model, part_x, part_y, weight), {"reduction": reduction}
+
+    return stepped_gradient(accumulator, model, microbatches())
+
+
+@pytest.mark.parametrize("loss_fn", MEAN_LOSSES)
+@pytest.mark.parametrize("size", range(1, ROWS + 1))
+def test_every_size_of_micro_batch_gives_the_full_batch_gradient(loss_fn, size):
+    sizes = [size] * (ROWS // size) + ([ROWS % size] if ROWS % size else [])
+    assert relative_error(accumulated_gradient(loss_fn, sizes), full_batch_gradient(loss_fn)) <= 1e-14
+
+
+@given(cuts=st.sets(st.integers(1, ROWS - 1)), loss_fn=st.sampled_from(MEAN_LOSSES), spare=st.integers(0, 3))
+def test_any_split_gives_the_full_batch_gradient(cuts, loss_fn, spare):
+    edges = [0, *sorted(cuts), ROWS]
+    sizes = [b - a for a, b in pairwise(edges)]
+    # spare > 0: the group is longer than the data, and flush() ends it
+    got = accumulated_gradient(loss_fn, sizes, steps=len(sizes) + spare)
+    assert relative_error(got, full_batch_gradient(loss_fn)) <= 1e-14
+
+
+@given(cuts=st.sets(st.integers(1, ROWS - 1)))
+def test_sums_with_their_count_give_the_full_batch_mean(cuts):
+    edges = [0, *sorted(cuts), ROWS]
+    sizes = [b - a for a, b in pairwise(edges)]
+    got = accumulated_gradient(token_sum_loss, sizes, reduction="sum")
+    assert relative_error(got, full_batch_gradient(token_loss)) <= 1e-14
+
+
+@pytest.mark.parametrize("sizes", [[48], [13, 13, 13, 9], [5] * 9 + [3]])
+def test_sum_objective_gives_the_gradient_of_the_sum(sizes):
+    want = full_batch_gradient(token_sum_loss)
+    got = accumulated_gradient(token_sum_loss, sizes, reduction="sum", objective="sum")
+    assert relative_error(got, want) <= 1e-14
+    # a mean with its count is the same sum
+    got = accumulated_gradient(token_loss, sizes, objective="sum")
+    assert relative_error(got, want) <= 1e-14
+
+
+@pytest.mark.parametrize("loss_fn", [token_loss, class_weighted_loss])
+def test_the_mean_of_means_is_wrong(loss_fn):
+    """Negative control: what most loops do."""
+    model, x, y, weight = make_problem()
+    keep = torch.arange(ROWS) // 6 != 1  # without the rows that have no label, whose mean is NaN
+    parts = list(zip(x[keep].split(7), y[keep].split(7), strict=True))
+    for part_x, part_y in parts:
+        (loss_fn(model, part_x, part_y, weight)[0] / len(parts)).backward()
+    naive = gradient(model)
+    assert relative_error(naive, full_batch_gradient(loss_fn)) > 0.01
+
+
+def test_class_weighted_mean_weighed_by_tokens_is_wrong():
+    """Negative control: the weight of a class-weighted mean is the sum of the class weights, not the token count."""
+
+    def by_tokens(model, x, y, weight):
+        return class_weighted_loss(model, x, y, weight)[0], float((y != -100).sum())
+
+    got = accumulated_gradient(by_tokens, [7] * 6 + [6])
+    assert relative_error(got, full_batch_gradient(class_weighted_loss)) > 1e-3
+
+
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)])
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_zero_count_contributes_exactly_nothing_even_if_its_mean_is_nan(count, position):
+    def run(with_empty):
+        model, x, y, weight = make_problem()
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2 + with_empty)
+        parts = [token_loss(model, x[:7], y[:7], weight), token_loss(model, x[20:], y[20:], weight)]
+        if with_empty:
+            empty = F.cross_entropy(model(x[7:12]).flatten(0, 1), y[7:12].flatten())
+            assert empty.isnan()
+            parts.insert(position, (empty, count))
+        return stepped_gradient(accumulator, model, ((part, {}) for part in parts))
+
+    torch.testing.assert_close(run(with_empty=True), run(with_empty=False), rtol=0, atol=0)
+
+
+def test_a_group_that_weighs_nothing_does_not_step():
+    model, x, y, weight = make_problem()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    before = copy.deepcopy(model.state_dict())
+    accumulator = mk.GradientAccumulator(optimizer, steps=2)
+    for _ in range(2):
+        accumulator.backward(token_loss(model, x[7:9], y[7:9], weight)[0], count=0)
+        assert accumulator.step() is False
+    assert accumulator.num_steps == 0
+    assert accumulator.num_microbatches == 0
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("num_batches", "steps"), [(13, 4), (5, 3), (1, 4)])
+def test_tail_group_has_the_right_size(num_batches, steps):
+    """52 samples in micro-batches of 4, steps=4: accelerate and Lightning give the last group 0.25 of its gradient."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    data = torch.randn(num_batches * 4, 3, dtype=torch.float64)
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    accumulator = mk.GradientAccumulator(optimizer, steps=steps)
+    for x in data.split(4):
+        accumulator.backward(model(x).pow(2).mean(), count=len(x))
+        accumulator.step()
+    accumulator.flush()
+    groups = data.split(4 * steps)
+    assert len(seen) == len(groups) == accumulator.num_steps
+    for got, group in zip(seen, groups, strict=True):
+        model.zero_grad()
+        model(group).pow(2).mean().backward()
+        assert abs((got.norm() / gradient(model).norm()).item() - 1) <= 1e-12
+
+
+def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
+    model, x, _, _ = make_problem()
+    plain = copy.deepcopy(model).float()
+    model = model.float()
+    accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+    for part in x[:32].float().split(8):
+        (plain(part).pow(2).mean() / 4).backward()
+    got = stepped_gradient(
+        accumulator, model, (((model(part).pow(2).mean(), 8), {}) for part in x[:32].float().split(8))
+    )
+    torch.testing.assert_close(got, gradient(plain), rtol=0, atol=0)
+
+
+def test_default_count_weighs_micro_batches_equally():
+    model, x, _, _ = make_problem()
+    got = stepped_gradient(
+        mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=3),
+        model,
+        (((model(part).pow(2).mean(),), {}) for part in x.split(16)),
+    )
+    assert relative_error(got, full_batch_gradient(row_loss)) <= 1e-14
+
+
+def test_half_precision_sums_do_not_overflow():
+    """Counts of 60,000: undivided, the float16 sum of gradients would pass 65,504."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    accumulator = mk.GradientAccumulator(torch.optim.SGD([weight], lr=0.0), steps=4)
+    for _ in range(4):
+        accumulator.backward((weight * 3).sum(), count=60_000)
+    assert accumulator.num_microbatches == 4
+    naive = weight.detach().clone().requires_grad_()
+    for _ in range(4):
+        ((naive * 3).sum() * 60_000).backward()
+    assert naive.grad.isinf().all()
+    assert weight.grad.isfinite().all()
+    seen = []
+    accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
+    accumulator.step()
+    torch.testing.assert_close(seen[0], torch.full_like(weight, 3), rtol=2**-10, atol=0)
+
+
+def test_float32_accumulation_of_bfloat16_gradients():
+    def run(accumulate_dtype):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 8).bfloat16()
+        x = torch.randn(96, 16).bfloat16()
+        reference = copy.deepcopy(model).double()
+        reference(x.double()).pow(2).mean().backward()
+        accumulator = mk.GradientAccumulator(
+            torch.optim.SGD(model.parameters(), lr=0.1), steps=96, accumulate_dtype=accumulate_dtype
+        )
+        got = stepped_gradient(accumulator, model, (((model(row).pow(2).mean(), 1), {}) for row in x.split(1)))
+        assert got.dtype == torch.bfloat16
+        accumulator.close()
+        assert all(p.grad_dtype == torch.bfloat16 for p in model.parameters())
+        return relative_error(got.double(), gradient(reference))
+
+    assert run(torch.float32) < 3e-3 < 8e-3 < run(None)
+
+
+class TestScaler:
+    def make(self, steps=2, **keywords):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, **keywords)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        return model, optimizer, scaler, mk.GradientAccumulator(optimizer, steps, scaler=scaler, max_grad_norm=0.25)
+
+    def test_unscales_before_clipping_and_updates_once(self):
+        model, _, scaler, accumulator = self.make()
+        reference = copy.deepcopy(model)
+        x = torch.randn(7, 4)
+        for part in x.split([5, 2]):
+            accumulator.backward(model(part).pow(2).mean(), count=len(part))
+            stepped = accumulator.step()
+        assert stepped is True
+        optimizer = torch.optim.SGD(reference.parameters(), lr=0.5)
+        reference(x).pow(2).mean().backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.25)
+        optimizer.step()
+        torch.testing.assert_close(accumulator.grad_norm, norm)
+        torch.testing.assert_close(model.weight, reference.weight)
+        assert scaler.get_scale() == 1024.0
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_an_infinity_skips_the_step_and_says_so(self, fused):
+        model, _, scaler, accumulator = self.make(fused=fused)
+        before = model.weight.detach().clone()
+        accumulator.backward(model(torch.ones(1, 4)).sum())
+        assert accumulator.step() is False
+        accumulator.backward(model(torch.full((1, 4), float("inf"))).sum())
+        assert accumulator.step() is False
+        assert accumulator.num_steps == 0
+        assert scaler.get_scale() == 512.0
+        torch.testing.assert_close(model.weight, before, rtol=0, atol=0)
+        for _ in range(2):
+            accumulator.backward(model(torch.ones(1, 4)).sum())
+            stepped = accumulator.step()
+        assert stepped is True
+        assert accumulator.num_steps == 1
+
+    def test_two_optimizers_share_one_update(self):
+        """The second optimiser's gradients are unscaled by the same factor although the first one overflowed."""
+        torch.manual_seed(0)
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        accumulator = mk.GradientAccumulator(optimizers, scaler=scaler)
+        before = second.bias.detach().clone()
+        loss = first(torch.full((1, 2), float("inf"))).sum() + second(torch.ones(1, 2)).sum()
+        accumulator.backward(loss)
+        assert accumulator.step() is True
+        torch.testing.assert_close(second.bias, before - 1.0)
+        assert scaler.get_scale() == 512.0
+
+    def test_an_optimizer_without_gradients_is_left_alone(self):
+        """GradScaler itself stops with an AssertionError there."""
+        used, unused = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (used, unused)]
+        accumulator = mk.GradientAccumulator(optimizers, scaler=torch.amp.GradScaler("cpu"))
+        accumulator.backward(used(torch.ones(1, 2)).sum())
+        assert accumulator.step() is True
+
+    def test_float16_parameters_need_float32_accumulation(self):
+        model = nn.Linear(2, 2).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with pytest.raises(mk.ConfigError, match="float16 parameters"):
+            mk.GradientAccumulator(optimizer, scaler=scaler)
+        with mk.GradientAccumulator(optimizer, scaler=scaler, accumulate_dtype=torch.float32) as accumulator:
+            before = model.bias.detach().clone()
+            accumulator.backward(model(torch.ones(1, 2).half()).sum())
+            assert accumulator.step() is True
+            torch.testing.assert_close(model.bias, before - 0.5)
+
+
+class TestSideBySide:
+    def test_gan_accumulators_never_mix(self):
+        """Interleaved micro-batches: the generator's loss runs through the discriminator, and adds nothing to it."""
+
+        def run(interleaved):
+            torch.manual_seed(0)
+            disc, gen = nn.Linear(3, 1).double(), nn.Linear(2, 3).double()
+            noise, real = torch.randn(6, 2).double(), torch.randn(6, 3).double()
+            acc_d = mk.GradientAccumulator(torch.optim.SGD(disc.parameters(), lr=0.1), steps=3)
+            acc_g = mk.GradientAccumulator(torch.optim.SGD(gen.parameters(), lr=0.1), steps=3)
+            seen = {}
+            acc_d._optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=gradient(disc)))
+            acc_g._optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=gradient(gen)))
+
+            def d_part(i):
+                fake = gen(noise[2 * i : 2 * i + 2]).detach()
+                acc_d.backward(F.softplus(disc(fake)).mean() + F.softplus(-disc(real[2 * i : 2 * i + 2])).mean(), 2)
+
+            def g_part(i):
+                acc_g.backward(F.softplus(-disc(gen(noise[2 * i : 2 * i + 2]))).mean(), 2)
+
+            for i in range(3):
+                d_part(i)
+                if interleaved:
+                    g_part(i)
+            if not interleaved:
+                for i in range(3):
+                    g_part(i)
+            acc_g.step()
+            acc_d.step()
+            return seen
+
+        got, want = run(interleaved=True), run(interleaved=False)
+        torch.testing.assert_close(got["d"], want["d"], rtol=1e-14, atol=0)
+        torch.testing.assert_close(got["g"], want["g"], rtol=1e-14, atol=0)
+
+    def test_gradients_of_all_reaches_other_leaves(self):
+        model, latent = nn.Linear(2, 1), torch.ones(1, 2, requires_grad=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mk.GradientAccumulator(optimizer).backward(model(latent).sum())
+        assert latent.grad is None
+        optimizer.zero_grad()
+        mk.GradientAccumulator(optimizer, gradients_of="all").backward(model(latent).sum())
+        torch.testing.assert_close(latent.grad, model.weight.detach())
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_checkpointed_blocks(self, use_reentrant):
+        """A reentrant checkpoint refuses a backward that is told where to stop; the graph is searched for it."""
+        model, x, _, _ = make_problem()
+
+        def loss(rows):
+            hidden = checkpoint(model, rows.clone().requires_grad_(), use_reentrant=use_reentrant)
+            return hidden.pow(2).mean()
+
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+        got = stepped_gradient(accumulator, model, (((loss(part), len(part)), {}) for part in x.split(13)))
+        assert relative_error(got, full_batch_gradient(row_loss)) <= 1e-14
+
+    def test_two_optimizers_are_clipped_jointly(self):
+        torch.manual_seed(0)
+        a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (a, b)]
+        accumulator = mk.GradientAccumulator(optimizers, max_grad_norm=1.0)
+        accumulator.backward((a(torch.ones(1, 2)) * 3 + b(torch.ones(1, 2)) * 4).sum())
+        assert accumulator.step() is True
+        torch.testing.assert_close(accumulator.grad_norm.item(), (6 * 9 + 6 * 16) ** 0.5)
+
+    def test_sparse_gradients(self):
+        torch.manual_seed(0)
+        embed = nn.Embedding(10, 3, sparse=True)
+        rows = torch.tensor([1, 2, 2, 5, 1])
+        want = copy.deepcopy(embed)
+        want(rows).pow(2).mean().backward()
+        optimizer = torch.optim.SGD(embed.parameters(), lr=0.1)
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(embed.weight.grad.to_dense()))
+        accumulator = mk.GradientAccumulator(optimizer, steps=2)
+        for part in rows.split(3):
+            accumulator.backward(embed(part).pow(2).mean(), count=len(part))
+            accumulator.step()
+        torch.testing.assert_close(seen[0], want.weight.grad.to_dense())
+
+
+class TestState:
+    def run(self, stop_after=None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        data = torch.randn(22, 3)
+
+        def make():
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            return optimizer, mk.GradientAccumulator(optimizer, steps=3)
+
+        optimizer, accumulator = make()
+        for i, part in enumerate(data.split(3)):
+            if i == stop_after:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), accumulator.state_dict()])
+                model = nn.Linear(3, 2)
+                optimizer, accumulator = make()
+                for thing, state in zip((model, optimizer, accumulator), saved, strict=True):
+                    thing.load_state_dict(state)
+            accumulator.backward(model(part).pow(2).mean(), count=len(part))
+            accumulator.step()
+        accumulator.flush()
+        return model.state_dict(), accumulator.num_steps
+
+    @pytest.mark.parametrize("stop_after", range(8))
+    def test_resume_anywhere_in_a_group_is_bit_identical(self, stop_after):
+        torch.testing.assert_close(self.run(stop_after), self.run(), rtol=0, atol=0)
+
+    def test_state_survives_a_weights_only_load(self, tmp_path):
+        model = nn.Linear(3, 2)
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+        accumulator.backward(model(torch.ones(2, 3)).sum(), count=torch.tensor(2))
+        torch.save(accumulator.state_dict(), tmp_path / "state.pt")
+        state = torch.load(tmp_path / "state.pt", weights_only=True)
+        assert state["count"] == 2.0
+        assert state["num_microbatches"] == 1
+
+    def test_state_of_another_model_is_refused(self):
+        model = nn.Linear(3, 2)
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
+        accumulator.backward(model(torch.ones(2, 3)).sum())
+        state = accumulator.state_dict()
+        other = mk.GradientAccumulator(torch.optim.SGD(nn.Sequential(model, nn.Linear(2, 2)).parameters(), lr=0.1))
+        with pytest.raises(mk.FileFormatError, match="2 gradients; expected version 1 with the gradients of 4"):
+            other.load_state_dict(state)
+        with pytest.raises(mk.FileFormatError, match="version 7"):
+            accumulator.load_state_dict({"version": 7})
+
+
+class TestMisuse:
+    def make(self, **keywords):
+        model = nn.Linear(2, 1)
+        return model, mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), **keywords)
+
+    def test_a_zero_grad_left_in_the_loop_is_found(self):
+        model, accumulator = self.make(steps=2)
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+        accumulator._optimizers[0].zero_grad()
+        with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
+            accumulator.backward(model(torch.ones(1, 2)).sum())
+
+    def test_gradients_from_elsewhere_are_dropped_with_a_warning(self):
+        model, accumulator = self.make()
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.warns(mk.MemkitWarning, match="gradients that another backward"):
+            accumulator.backward(model(torch.ones(1, 2)).sum())
+        torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
+
+    def test_steps_change_between_groups_only(self):
+        model, accumulator = self.make(steps=2)
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+        with pytest.raises(mk.StateError, match="1 of 2 micro-batches under way"):
+            accumulator.steps = 3
+        assert accumulator.flush() is True
+        accumulator.steps = 1
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+        assert accumulator.step() is True
+
+    @pytest.mark.parametrize(
+        ("loss", "error", "text"),
+        [
+            (1.5, mk.InputTypeError, "not loss.item"),
+            (torch.ones(3, requires_grad=True), mk.InputError, r"shape \(3,\)"),
+            (torch.tensor(1.0), mk.InputError, "requires_grad=False"),
+        ],
+    )
+    def test_a_loss_that_cannot_be_used(self, loss, error, text):
+        with pytest.raises(error, match=text):
+            self.make()[1].backward(loss)
+
+    @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), True, "3", torch.ones(2), None])
+    def test_a_count_that_is_no_weight(self, count):
+        model, accumulator = self.make()
+        reduction = "sum" if count is None else "mean"
+        with pytest.raises(mk.InputError, match=r"weight of zero or more|number of items that were summed"):
+            accumulator.backward(model(torch.ones(1, 2)).sum(), count=count, reduction=reduction)
+        assert accumulator.num_microbatches == 0
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"steps": 0},
+            {"steps": 2.0},
+            {"steps": True},
+            {"max_grad_norm": 0.0},
+            {"max_grad_norm": float("nan")},
+            {"objective": "max"},
+            {"gradients_of": "model"},
+            {"accumulate_dtype": torch.float16},
+        ],
+    )
+    def test_settings_that_make_no_sense(self, settings):
+        with pytest.raises(mk.ConfigError, match=next(iter(settings))):
+            self.make(**settings)
+
+    def test_an_optimizer_that_needs_a_closure(self):
+        optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
+        with pytest.raises(mk.ConfigError, match=r"LBFGS.*without evaluating the loss again"):
+            mk.GradientAccumulator(optimizer)
+
+    @pytest.mark.parametrize("optimizer", [[], nn.Linear(2, 1), [nn.Linear(2, 1)]])
+    def test_what_is_no_optimizer(self, optimizer):
+        with pytest.raises(mk.ConfigError, match="optimiser"):
+            mk.GradientAccumulator(optimizer)
