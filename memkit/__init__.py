@@ -7,6 +7,7 @@ has no side effect; the code behind a name lives in the room that `_HOMES` says.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from memkit._version import __version__
@@ -18,10 +19,17 @@ if TYPE_CHECKING:
         InputError,
         InputTypeError,
         MemkitError,
+        MemkitOutOfMemoryError,
         MemkitWarning,
         StateError,
     )
+    from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
+    from memkit.planning.config import TrainingConfig
+    from memkit.planning.estimate import MemoryEstimate
+    from memkit.planning.formula import estimate_memory_usage
+    from memkit.planning.presets import get_preset_config
+    from memkit.planning.summary import print_config_summary
     from memkit.train.accumulate import GradientAccumulator
 
 _HOMES = {
@@ -31,10 +39,18 @@ _HOMES = {
     "InputError": "_errors",
     "InputTypeError": "_errors",
     "MemkitError": "_errors",
+    "MemkitOutOfMemoryError": "_errors",
     "MemkitWarning": "_errors",
+    "MemoryEstimate": "planning.estimate",
     "StateError": "_errors",
+    "TrainingConfig": "planning.config",
+    "estimate_memory_usage": "planning.formula",
     "format_bytes": "_units",
+    "get_preset_config": "planning.presets",
+    "is_out_of_memory": "_oom",
     "parse_bytes": "_units",
+    "print_config_summary": "planning.summary",
+    "recover_from_oom": "_oom",
 }
 
 __all__ = [
@@ -44,12 +60,23 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "MemkitError",
+    "MemkitOutOfMemoryError",
     "MemkitWarning",
+    "MemoryEstimate",
     "StateError",
+    "TrainingConfig",
     "__version__",
+    "estimate_memory_usage",
     "format_bytes",
+    "get_preset_config",
+    "is_out_of_memory",
     "parse_bytes",
+    "print_config_summary",
+    "recover_from_oom",
 ]
+
+# A library logs, and leaves it to the application whether anybody sees it.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Benchmarks: twins of plain PyTorch, memkit and peers; one committed result file per case."""

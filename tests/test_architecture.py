@@ -1,0 +1,27 @@
+"""The house law that no linter holds: short files, no print, no hasattr, every example in a docstring runs."""
+
+import ast
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "memkit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_file(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "the first line of a file says what it is for"
+    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "print" not in calls or "cli" in path.parts
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith(("__main__", "__init__"))])
+def test_docstring_examples_run(module):
+    assert doctest.testmod(importlib.import_module(module)).failed == 0
