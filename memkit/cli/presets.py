@@ -1,0 +1,67 @@
+"""`memkit presets`: the table of presets, or one preset with its estimated memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+
+from memkit._units import GIB
+from memkit.planning.config import TrainingConfig
+from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.presets import PRESETS, get_preset_config
+from memkit.planning.summary import print_config_summary
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("presets", help="show the presets, or one of them in full")
+    parser.add_argument("name", nargs="?", help=f"{', '.join(PRESETS)}; without it, the table of all")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="the number on the card's box")
+    parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.name is not None:
+        _show_one(arguments.name, arguments.gpu_memory, as_json=arguments.json)
+    elif arguments.gpu_memory is not None:
+        arguments.parser.error("--gpu-memory needs the name of a preset")
+    else:
+        _show_table(as_json=arguments.json)
+    return 0
+
+
+def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = get_preset_config(name, gpu_memory_gb)
+    for warning in caught:
+        print(f"memkit: warning: {warning.message}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(_record(config), indent=2))
+    else:
+        print_config_summary(config)
+
+
+def _show_table(*, as_json: bool) -> None:
+    configs = {name: get_preset_config(name) for name in PRESETS}
+    if as_json:
+        print(
+            json.dumps(
+                [{"cards": PRESETS[name].cards, **_record(config)} for name, config in configs.items()], indent=2
+            )
+        )
+        return
+    print(f"{'preset':<8} {'cards':<16} {'batch':>5} {'accumulation':>12} {'channels':>8} {'estimated total':>15}")
+    for name, config in configs.items():
+        total = f"{estimate_memory_usage(config).total_bytes / GIB:.2f} GiB"
+        print(
+            f"{name:<8} {PRESETS[name].cards:<16} {config.batch_size:>5} {config.gradient_accumulation_steps:>12} "
+            f"{config.model_channels:>8} {total:>15}"
+        )
+
+
+def _record(config: TrainingConfig) -> dict[str, object]:
+    return {"config": config.model_dump(), "estimate": estimate_memory_usage(config).as_dict()}

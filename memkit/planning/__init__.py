@@ -1,0 +1,1 @@
+"""Planning room: what a training step will need, known before it runs."""

@@ -1,0 +1,95 @@
+"""The `memkit presets` command, as typed in a shell."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memkit._version import __version__
+from memkit.cli import main
+from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.presets import get_preset_config
+
+
+def test_the_table(capsys):
+    assert main(["presets"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["preset", "cards", "batch", "accumulation", "channels", "estimated", "total"]
+    assert [line.split()[0] for line in lines[1:]] == ["low", "medium", "high"]
+    assert lines[2].split()[-5:-2] == ["2", "4", "64"]
+
+
+def test_the_table_as_json(capsys):
+    assert main(["presets", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert [(record["config"]["preset"], record["cards"]) for record in records] == [
+        ("low", "8-12 GB"),
+        ("medium", "16-24 GB"),
+        ("high", "32 GB and more"),
+    ]
+
+
+def test_one_preset(capsys):
+    assert main(["presets", "medium", "--gpu-memory", "24"]) == 0
+    out, err = capsys.readouterr()
+    assert "fits" in out
+    assert not err
+
+
+def test_one_preset_as_json(capsys):
+    assert main(["presets", "medium", "--gpu-memory", "24", "--json"]) == 0
+    config = get_preset_config("medium", 24)
+    assert json.loads(capsys.readouterr().out) == {
+        "config": config.model_dump(),
+        "estimate": estimate_memory_usage(config).as_dict(),
+    }
+
+
+def test_a_warning_goes_to_stderr_and_leaves_json_whole(capsys):
+    assert main(["presets", "high", "--gpu-memory", "16", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["config"]["preset"] == "high"
+    assert err == "memkit: warning: preset 'high' (32 GB and more) does not fit a card of 16 GB; 'medium' fits.\n"
+
+
+@pytest.mark.parametrize("arguments", [["hgih"], ["low", "--gpu-memory", "nan"], ["low", "--gpu-memory", "-8"]])
+def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
+    assert main(["presets", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("memkit: error: get_preset_config(")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "required: COMMAND"),
+        (["presets", "low", "--gpu-memory", "24GB"], "invalid float value: '24GB'"),
+        (["presets", "--gpu-memory", "24"], "needs the name of a preset"),
+    ],
+)
+def test_wrong_usage_exits_with_2(capsys, arguments, text):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_python_dash_m_without_torch():
+    """A table must not take the seconds that importing torch takes."""
+    script = (
+        "import runpy, sys; sys.argv = ['memkit', 'presets', 'low']\n"
+        "try: runpy.run_module('memkit', run_name='__main__')\n"
+        "except SystemExit as done: assert not done.code\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Estimated memory" in done.stdout
+
+
+def test_version():
+    done = subprocess.run([sys.executable, "-m", "memkit", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"memkit {__version__}\n"
