@@ -1,0 +1,147 @@
+"""Run a forward again as if for the first time: random state and buffers as they were, statistics updated once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from memkit import _rng
+
+_Buffer = tuple[nn.Module, str]
+
+
+class BufferWatch:
+    """Knows which of a module's buffers its forward changes, so that only those are ever copied.
+
+    A BatchNorm's statistics and a spectral norm's vectors change; a mask or a table of positions, which can be large,
+    does not. The first snapshot copies all buffers; what the first forward left alone is not copied again.
+
+    Args:
+        module: The module, with its children.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._changing: set[_Buffer] | None = None
+
+    def snapshot(self) -> BufferSnapshot:
+        """Copy the buffers that a forward may change, and note the state of all others."""
+        copies, marks = {}, {}
+        for owner, name, buffer in _buffers(self._module):
+            marks[owner, name] = _mark(buffer)
+            if self._changing is None or (owner, name) in self._changing:
+                copies[owner, name] = buffer.detach().clone()
+        return BufferSnapshot(copies, marks)
+
+    def learn(self, snapshot: BufferSnapshot) -> None:
+        """Compare with a snapshot taken before a forward that has run to its end; forget copies not needed."""
+        changed = {
+            (owner, name)
+            for owner, name, buffer in _buffers(self._module)
+            if snapshot.marks.get((owner, name)) != _mark(buffer)
+        }
+        self._changing = changed | (self._changing or set())
+        for key in snapshot.copies.keys() - self._changing:
+            del snapshot.copies[key]
+
+
+class BufferSnapshot:
+    """Values of buffers at one instant.
+
+    Args:
+        copies: The values, by owner and name.
+        marks: Identity and version of every buffer.
+    """
+
+    def __init__(self, copies: dict[_Buffer, torch.Tensor], marks: dict[_Buffer, tuple[int, int]]) -> None:
+        self.copies = copies
+        self.marks = marks
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back in place."""
+        for (owner, name), value in self.copies.items():
+            buffer = getattr(owner, name)
+            if buffer.shape == value.shape:
+                buffer.copy_(value)
+            else:
+                setattr(owner, name, value.clone())
+
+
+class Replay:
+    """One forward that will run again: enter the object itself around the first run, `again` around a repetition.
+
+    The repetition starts from the buffers and from NumPy's and Python's random state that the first run started from
+    (torch's own state is `torch.utils.checkpoint`'s business), and leaves no trace: the buffers are swapped for copies
+    while it runs, not overwritten, so that tensors saved for backward stay valid.
+
+    Args:
+        watch: The watch of the module whose forward it is.
+    """
+
+    def __init__(self, watch: BufferWatch) -> None:
+        self._watch = watch
+        self._buffers: BufferSnapshot
+        self._random: _rng.HostRandomState
+
+    def __enter__(self) -> None:
+        self._buffers = self._watch.snapshot()
+        self._random = _rng.capture_host()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._watch.learn(self._buffers)
+
+    @property
+    def again(self) -> AbstractContextManager[None]:
+        """A context for the repetition; may be entered once for every repetition."""
+        return _Again(self)
+
+    @contextlib.contextmanager
+    def repetition(self) -> Iterator[None]:
+        """Run a block in the first run's circumstances, and leave no trace."""
+        random_now = _rng.capture_host()
+        buffers_now = {(owner, name): getattr(owner, name) for owner, name in self._buffers.copies}
+        for (owner, name), value in self._buffers.copies.items():
+            setattr(owner, name, value.clone())
+        _rng.restore_host(self._random)
+        try:
+            yield
+        finally:
+            _rng.restore_host(random_now)
+            for (owner, name), buffer in buffers_now.items():
+                setattr(owner, name, buffer)
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """A repetition that can be entered more than once: a graph that is kept is recomputed for each backward."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._replay.repetition())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            yield owner, name, buffer
+
+
+def _mark(buffer: torch.Tensor) -> tuple[int, int]:
+    """Identity and version: a buffer that was overwritten or replaced has another mark."""
+    return id(buffer), buffer._version  # noqa: SLF001 - autograd's own count of in-place changes; no public form
