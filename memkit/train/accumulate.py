@@ -24,11 +24,14 @@ from memkit.train.checks import (
     refuse,
 )
 from memkit.train.gradients import (
+    add_gradients,
     has_gradient,
     has_reentrant_checkpoint,
+    list_parameters,
     multiply_gradients,
-    scaled_step,
     set_gradient_dtype,
+    step_optimizers,
+    widen_gradients,
 )
 from memkit.train.ranks import Ranks, Replicas, Shards, find_ranks, whole_tensor
 
@@ -64,6 +67,7 @@ class GradientAccumulator:
     Attributes:
         num_microbatches: Micro-batches in the group that is under way.
         num_steps: Optimiser steps that really happened.
+        is_torn: An error stopped a backward in the middle; the group can only be discarded.
         grad_norm: Total gradient norm before clipping at the last step, a 0-dim tensor; None without clipping.
 
     Raises:
@@ -102,7 +106,7 @@ class GradientAccumulator:
     ) -> None:
         self._optimizers = list_optimizers(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._parameters = self._list_parameters()
+        self._parameters = list_parameters(self._optimizers)
         check_steps(steps)
         check_choice("objective", objective, ("mean", "sum"))
         check_choice("gradients_of", gradients_of, ("optimizer", "all"))
@@ -126,10 +130,11 @@ class GradientAccumulator:
         self._predivisor: float | None = None
         self._count: float | torch.Tensor = 0.0
         self._has_gradients = False
+        self.is_torn = False
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
-        self._widen_gradients()
+        widen_gradients(self._parameters, accumulate_dtype)
 
     @property
     def steps(self) -> int:
@@ -155,6 +160,7 @@ class GradientAccumulator:
         *,
         reduction: Literal["mean", "sum"] = "mean",
         retain_graph: bool = False,
+        all_or_nothing: bool = False,
     ) -> None:
         """Add one micro-batch's gradient to the group.
 
@@ -166,10 +172,13 @@ class GradientAccumulator:
                 device; with ``reduction="sum"`` it is read only at the step.
             reduction: ``"mean"``: ``loss`` is the mean over ``count``. ``"sum"``: ``loss`` is the sum over ``count``.
             retain_graph: As in `torch.Tensor.backward`.
+            all_or_nothing: Compute the whole gradient before any of it is added (one more set of gradients): an error
+                in the middle then leaves the group as it was, and not `is_torn`. Ignored where it is not possible:
+                with sharded parameters, ``gradients_of="all"`` and reentrant checkpoints.
 
         Raises:
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.
-            StateError: The group's gradients are gone: somebody called ``optimizer.zero_grad()``.
+            StateError: The group's gradients are gone (somebody called ``optimizer.zero_grad()``) or torn.
         """
         check_loss(loss)
         check_reduction(reduction, has_count=count is not None, needs_count=self._objective == "mean")
@@ -182,7 +191,8 @@ class GradientAccumulator:
         if reduction == "mean":
             weight = float(weight_sum)
         if weight or isinstance(self._ranks, Shards):  # the other shards wait for this rank's backward
-            self._backward(loss, weight / (self._predivisor or 1.0), retain_graph=retain_graph)
+            weight /= self._predivisor or 1.0
+            self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
         self.num_microbatches += 1
 
@@ -193,7 +203,22 @@ class GradientAccumulator:
             True when an optimiser really stepped (not in the middle of a group, not when the scaler found an infinity,
             not when the whole group weighed nothing). After a complete group the gradients are gone either way.
         """
-        return self._finish(last=False)[0] if self.num_microbatches >= self._steps else False
+        return self.finish() if self.num_microbatches >= self._steps else False
+
+    def finish(self) -> bool:
+        """Step with the group as it is, complete or not; under DDP all ranks must call it together.
+
+        Returns:
+            True when an optimiser really stepped.
+        """
+        return self._finish(last=False)[0]
+
+    def discard(self) -> None:
+        """Drop the group that is under way, with its gradients."""
+        self._zero_grad()
+        self._count = 0.0
+        self._has_gradients = self.is_torn = False
+        self.num_microbatches = 0
 
     def flush(self) -> bool:
         """Step with the incomplete last group, exactly weighted; does nothing where none is under way.
@@ -265,7 +290,7 @@ class GradientAccumulator:
     ) -> None:
         self.close()
 
-    def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool) -> None:
+    def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
         if not weight and not bool(torch.isfinite(loss)):
             raise InputError(
                 "GradientAccumulator.backward(loss, count=0)",
@@ -276,19 +301,26 @@ class GradientAccumulator:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        torch.autograd.backward(
-            scaled,
-            grad_tensors=torch.full_like(scaled, weight),
-            retain_graph=retain_graph,
-            inputs=self._parameters if self._only_own else None,
-        )
+        root = torch.full_like(scaled, weight)
+        if all_or_nothing and self._only_own:
+            gradients = torch.autograd.grad(
+                scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
+            )
+            self.is_torn = True
+            add_gradients(self._parameters, gradients)
+        else:
+            self.is_torn = True
+            inputs = self._parameters if self._only_own else None
+            torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
+        self.is_torn = False
         self._has_gradients = True
 
     def _open_group(self) -> None:
         """Before a group's first backward see that no foreign gradient is there; before a later one, that ours are."""
+        self._check_whole()
         if self.num_microbatches == 0:
-            self._parameters = self._list_parameters()  # a parameter group may have been added
-            self._widen_gradients()
+            self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
+            widen_gradients(self._parameters, self._accumulate_dtype)
             if any(parameter.grad is not None for parameter in self._parameters):
                 warnings.warn(
                     "GradientAccumulator.backward: gradients that another backward() left on this optimiser's "
@@ -308,6 +340,7 @@ class GradientAccumulator:
 
     def _finish(self, *, last: bool) -> tuple[bool, bool]:
         """End the group on all ranks: (an optimiser really stepped, all ranks are in `flush`)."""
+        self._check_whole()
         total, present, everybody_is_here = float(self._count), [], last
         if self._ranks is not None:
             have = [float(parameter.grad is not None) for parameter in self._parameters]
@@ -321,12 +354,18 @@ class GradientAccumulator:
                 self._ranks.sum_gradients(self._parameters, present)
                 self._ranks.broadcast_buffers()
             stepped = self._step_optimizers()
-        self._zero_grad()
-        self._count = 0.0
-        self._has_gradients = False
-        self.num_microbatches = 0
+        self.discard()
         self.num_steps += stepped
         return stepped, everybody_is_here
+
+    def _check_whole(self) -> None:
+        if self.is_torn:
+            raise StateError(
+                "GradientAccumulator",
+                got="a group that holds half of a backward: an error stopped it in the middle",
+                expected="whole gradients",
+                fix="call accumulator.discard() and run the group's micro-batches again.",
+            )
 
     def _normalize(self, total: float) -> None:
         """Turn the accumulated sum into the group's mean (or sum)."""
@@ -341,19 +380,11 @@ class GradientAccumulator:
             for optimizer in active:
                 self._scaler.unscale_(optimizer)
         if self._max_grad_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-            self.grad_norm = whole_tensor(norm)
+            self.grad_norm = whole_tensor(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
         if self._accumulate_dtype is not None:
             for parameter in self._parameters:
                 set_gradient_dtype(parameter, parameter.dtype)
-        if not self._scaler:
-            for optimizer in active:
-                optimizer.step()
-            return bool(active)
-        stepped = [scaled_step(self._scaler, optimizer) for optimizer in active]
-        if active:
-            self._scaler.update()  # once, after all: an update in between would unscale the next one wrongly
-        return any(stepped)
+        return step_optimizers(active, self._scaler)
 
     def _choose_predivisor(self, count: float | torch.Tensor) -> float | None:
         expected = float(count) * self._steps
@@ -361,17 +392,7 @@ class GradientAccumulator:
             expected = self._ranks.max(expected)
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
 
-    def _list_parameters(self) -> list[nn.Parameter]:
-        unique = {id(p): p for each in self._optimizers for group in each.param_groups for p in group["params"]}
-        return [parameter for parameter in unique.values() if parameter.requires_grad]
-
     def _zero_grad(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._widen_gradients()
-
-    def _widen_gradients(self) -> None:
-        if self._accumulate_dtype is not None:
-            for parameter in self._parameters:
-                if parameter.dtype in {torch.bfloat16, torch.float16}:
-                    set_gradient_dtype(parameter, self._accumulate_dtype)
+        widen_gradients(self._parameters, self._accumulate_dtype)

@@ -12,6 +12,25 @@ from torch.optim import Optimizer
 from memkit._protocols import GradScaler
 
 
+def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """List the trainable parameters of the optimisers, each once."""
+    unique = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
+    return [parameter for parameter in unique.values() if parameter.requires_grad]
+
+
+def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Add gradients to what the parameters have, bit for bit as autograd does."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient)
+        elif gradient.is_sparse or gradient.stride() == parameter.stride():
+            parameter.grad = gradient.detach().to(parameter.grad_dtype)
+        else:  # autograd too gives a gradient its parameter's memory layout, which fused optimisers need
+            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype).copy_(gradient)
+
+
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place; a factor of one touches nothing."""
     if factor == 1.0:
@@ -30,7 +49,19 @@ def has_gradient(optimizer: Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-def scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def step_optimizers(optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> bool:
+    """Step each optimiser, through the scaler where there is one; return whether any really stepped."""
+    if scaler is None:
+        for optimizer in optimizers:
+            optimizer.step()
+        return bool(optimizers)
+    stepped = [_scaled_step(scaler, optimizer) for optimizer in optimizers]
+    if optimizers:
+        scaler.update()  # once, after all: an update in between would unscale the next one wrongly
+    return any(stepped)
+
+
+def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Step through the scaler, and find out whether the optimiser really stepped.
 
     `torch.amp.GradScaler.step` does not say. It skips by not calling the optimiser, which a hook on the optimiser sees
@@ -66,8 +97,15 @@ def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
     return False
 
 
-def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
     """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
     gradient, parameter.grad = parameter.grad, None
     parameter.grad_dtype = dtype
     parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
+def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Let autograd keep the gradients of half-precision parameters in ``dtype``; None changes nothing."""
+    for parameter in parameters if dtype is not None else ():
+        if parameter.dtype in {torch.bfloat16, torch.float16}:
+            set_gradient_dtype(parameter, dtype)

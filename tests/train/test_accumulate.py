@@ -435,6 +435,75 @@ class TestSideBySide:
         torch.testing.assert_close(seen[0], want.weight.grad.to_dense())
 
 
+class _FailsInBackward(torch.autograd.Function):
+    """Stands for an allocation that fails in the middle of a backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+class TestInterruptedBackward:
+    def run(self, *, all_or_nothing):
+        """Fail in the second micro-batch after the last layer's gradient, then repeat what is lost."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+        x = torch.randn(5, 3).double()
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        first, second = x.split([3, 2])
+        accumulator.backward(model(first).pow(2).mean(), count=3)
+        before = gradient(model).clone()
+        with pytest.raises(torch.OutOfMemoryError):
+            accumulator.backward(
+                model[1](_FailsInBackward.apply(model[0](second))).pow(2).mean(), count=2, all_or_nothing=all_or_nothing
+            )
+        changed = not torch.equal(gradient(model), before)
+        if accumulator.is_torn:
+            with pytest.raises(mk.StateError, match=r"half of a backward.*discard\(\)"):
+                accumulator.backward(model(second).pow(2).mean(), count=2)
+            with pytest.raises(mk.StateError, match="half of a backward"):
+                accumulator.flush()
+            accumulator.discard()
+            accumulator.backward(model(first).pow(2).mean(), count=3)
+        accumulator.backward(model(second).pow(2).mean(), count=2, all_or_nothing=all_or_nothing)
+        assert accumulator.step() is True
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).double()
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        plain(x).pow(2).mean().backward()
+        optimizer.step()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-14, atol=1e-16)
+        return changed
+
+    def test_all_or_nothing_leaves_the_group_as_it_was(self):
+        assert self.run(all_or_nothing=True) is False
+
+    def test_half_a_backward_is_never_stepped_with(self):
+        """Negative control and guard: plain backward does leave half of it behind, and the group says so."""
+        assert self.run(all_or_nothing=False) is True
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_both_ways_give_the_same_bits(self, dtype):
+        def run(all_or_nothing):
+            torch.manual_seed(0)
+            shared = nn.Linear(4, 4)
+            model = nn.Sequential(shared, nn.ReLU(), shared, nn.Conv1d(1, 1, 1)).to(dtype)
+            model[3].to(memory_format=torch.contiguous_format)
+            accumulate_dtype = torch.float32 if dtype == torch.bfloat16 else None
+            accumulator = mk.GradientAccumulator(
+                torch.optim.SGD(model.parameters(), lr=0.1), steps=3, accumulate_dtype=accumulate_dtype
+            )
+            for part in torch.randn(7, 1, 4).to(dtype).split(3):
+                accumulator.backward(model(part).pow(2).mean(), count=len(part), all_or_nothing=all_or_nothing)
+            return [p.grad for p in model.parameters()]
+
+        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+
 class TestState:
     def run(self, stop_after=None):
         torch.manual_seed(0)
