@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from memkit.planning.presets import get_preset_config
     from memkit.planning.summary import print_config_summary
     from memkit.train.accumulate import GradientAccumulator
+    from memkit.train.contrastive import cached_backward
+    from memkit.train.penalty import gradient_penalty
+    from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _HOMES = {
     "ConfigError": "_errors",
@@ -41,12 +44,15 @@ _HOMES = {
     "MemkitError": "_errors",
     "MemkitOutOfMemoryError": "_errors",
     "MemkitWarning": "_errors",
+    "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
     "StateError": "_errors",
     "TrainingConfig": "planning.config",
+    "cached_backward": "train.contrastive",
     "estimate_memory_usage": "planning.formula",
     "format_bytes": "_units",
     "get_preset_config": "planning.presets",
+    "gradient_penalty": "train.penalty",
     "is_out_of_memory": "_oom",
     "parse_bytes": "_units",
     "print_config_summary": "planning.summary",
@@ -62,13 +68,16 @@ __all__ = [
     "MemkitError",
     "MemkitOutOfMemoryError",
     "MemkitWarning",
+    "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
     "StateError",
     "TrainingConfig",
     "__version__",
+    "cached_backward",
     "estimate_memory_usage",
     "format_bytes",
     "get_preset_config",
+    "gradient_penalty",
     "is_out_of_memory",
     "parse_bytes",
     "print_config_summary",

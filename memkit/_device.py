@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
     )
 
 
+def prefers_bfloat16(device: torch.device) -> bool:
+    """Say whether a device computes faster in bfloat16 than in float32, in hardware and not by emulation."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - no public form
+    return device.type == "xpu"
+
+
 def release_cached_memory() -> None:
     """Collect reference cycles, then give the accelerator allocator's unused blocks back to the driver."""
     gc.collect()
@@ -81,6 +91,37 @@ def release_cached_memory() -> None:
         torch.mps.empty_cache()
     else:
         torch.accelerator.empty_cache()
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Let this process take at most ``num_bytes`` more than it has now; a real limit, and it stays.
+
+    On CUDA torch's allocator refuses more. For the CPU on Linux the kernel does: soft RLIMIT_DATA, which counts heaps,
+    anonymous mappings and thread stacks, but no libraries. Start thread pools before.
+
+    Args:
+        device: Whose memory.
+        num_bytes: What may still be taken.
+
+    Raises:
+        ConfigError: This system has no such limit.
+    """
+    memory = device_memory(device)
+    if device.type == "cuda" and memory.reserved_bytes is not None and memory.total_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction((memory.reserved_bytes + num_bytes) / memory.total_bytes, device)
+        return
+    used = _status_bytes(Path("/"), "VmData")
+    if device.type != "cpu" or used is None:
+        raise ConfigError(
+            f"limit_memory({device})",
+            got=f"{device.type} on {sys.platform}",
+            expected="CUDA, or the CPU on Linux",
+            fix="run it there.",
+        )
+    import resource  # Windows has none
+
+    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard_limit))
 
 
 def under_memory_pressure(backend: str) -> bool:
@@ -167,14 +208,19 @@ def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
         import resource
     except ImportError:  # Windows has none
         return
-    status = dict(line.split(":", 1) for line in _read(root / "proc/self/status").splitlines() if ":" in line)
     for name, limit_id, field in (
         ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
         ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
     ):
         soft_limit = resource.getrlimit(limit_id)[0]
-        if soft_limit != resource.RLIM_INFINITY and field in status:
-            yield name, soft_limit, int(status[field].split()[0]) * 1024
+        used = _status_bytes(root, field)
+        if soft_limit != resource.RLIM_INFINITY and used is not None:
+            yield name, soft_limit, used
+
+
+def _status_bytes(root: Path, field: str) -> int | None:
+    status = dict(line.split(":", 1) for line in _read(root / "proc/self/status").splitlines() if ":" in line)
+    return int(status[field].split()[0]) * 1024 if field in status else None
 
 
 def _read(path: Path) -> str:

@@ -164,8 +164,8 @@ def recover_from_oom(fn: Callable[[int], _Result], sizes: SupportsIndex | Iterab
         except Exception as exc:
             if not is_out_of_memory(exc):
                 raise
-            failures.append((size, _describe(exc)))
-            _clear_frames(exc)
+            failures.append((size, describe_error(exc)))
+            drop_frames(exc)
         _logger.warning("out of memory at size %d: %s", *failures[-1])
         release_cached_memory()
     raise MemkitOutOfMemoryError(
@@ -177,7 +177,34 @@ def recover_from_oom(fn: Callable[[int], _Result], sizes: SupportsIndex | Iterab
     )
 
 
-def _clear_frames(exc: BaseException) -> None:
+def retry_once(fn: Callable[[], _Result], what: str) -> _Result:
+    """Call ``fn``; after an out-of-memory release what is cached and call it once more.
+
+    Args:
+        fn: Does all of its work or none of it.
+        what: What it does, for the error.
+
+    Raises:
+        MemkitOutOfMemoryError: It ran out of memory twice.
+    """
+    for _ in range(2):
+        try:
+            return fn()
+        except Exception as exc:
+            if not is_out_of_memory(exc):
+                raise
+            failure = describe_error(exc)
+            drop_frames(exc)
+        release_cached_memory()
+    raise MemkitOutOfMemoryError(
+        what,
+        got=f"out of memory, twice: {failure}",
+        expected="memory for its temporary results",
+        fix="leave more memory free: a smaller micro-batch, checkpointing, a lower precision.",
+    )
+
+
+def drop_frames(exc: BaseException) -> None:
     """Drop the locals of the failed call: who else keeps the error (a logger, a notebook) must not keep its tensors."""
     for link in _links(exc):
         traceback.clear_frames(link.__traceback__)
@@ -230,7 +257,7 @@ def _text(exc: BaseException) -> str:
         return ""
 
 
-def _describe(exc: BaseException) -> str:
+def describe_error(exc: BaseException) -> str:
     return ": ".join([type(exc).__name__, *_text(exc).splitlines()[:1]])[:_LONGEST_DESCRIPTION]
 
 

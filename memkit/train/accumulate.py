@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._errors import FileFormatError, InputError, MemkitWarning, StateError
+from memkit._oom import retry_once
 from memkit._protocols import GradScaler
 from memkit.train.checks import (
     check_choice,
@@ -33,6 +35,7 @@ from memkit.train.gradients import (
     step_optimizers,
     widen_gradients,
 )
+from memkit.train.guard import StepGuard
 from memkit.train.ranks import Ranks, Replicas, Shards, find_ranks, whole_tensor
 
 _VERSION = 1
@@ -46,9 +49,8 @@ class GradientAccumulator:
     (deferred normalisation). So ragged tails, padding, class weights and short last groups are exact, and nothing has
     to be known in advance.
 
-    Memory cost: none beyond the gradients that the plain loop keeps; with ``accumulate_dtype=torch.float32`` 2 bytes
-    more per half-precision parameter. Between ranks, one bucket of 25 MiB. Time cost: one in-place multiplication of
-    the gradients per optimiser step, none where the factor is one.
+    Memory cost: none beyond the plain loop's gradients; between ranks, one bucket of 25 MiB. Time cost: one in-place
+    multiplication of the gradients per optimiser step, none where the factor is one.
 
     Args:
         optimizer: One optimiser, or several that step together (sharing ``scaler``, clipped jointly).
@@ -62,7 +64,9 @@ class GradientAccumulator:
         objective: ``"mean"``: the gradient of the weighted mean over the whole group. ``"sum"``: of the sum.
         gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
             GAN's two accumulators never mix. ``"all"``: to every leaf of the graph, as ``loss.backward()`` does.
-        accumulate_dtype: ``torch.float32`` sums the gradients of bfloat16 and float16 parameters in float32.
+        accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more.
+        guard_first_steps: During the first two steps keep a host copy of parameters and optimiser state, so that an
+            out-of-memory inside ``optimizer.step()`` leaves them as they were.
 
     Attributes:
         num_microbatches: Micro-batches in the group that is under way.
@@ -74,7 +78,7 @@ class GradientAccumulator:
         ConfigError: A setting is wrong: ``steps`` below 1, an optimiser that needs a closure, a scaler over float16
             parameters, a half-precision ``accumulate_dtype``.
 
-    Source: the deferred normalisation of torchtune's token-weighted recipes, extended to any weight.
+    Source: the deferred normalisation of torchtune's recipes, extended to any weight.
 
     Example:
         >>> import torch, memkit as mk
@@ -103,6 +107,7 @@ class GradientAccumulator:
         objective: Literal["mean", "sum"] = "mean",
         gradients_of: Literal["optimizer", "all"] = "optimizer",
         accumulate_dtype: torch.dtype | None = None,
+        guard_first_steps: bool = False,
     ) -> None:
         self._optimizers = list_optimizers(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -119,12 +124,11 @@ class GradientAccumulator:
         self._max_grad_norm = max_grad_norm
         self._objective = objective
         self._accumulate_dtype = accumulate_dtype
+        self._guard = StepGuard(self._optimizers) if guard_first_steps else None
         self._ranks: Ranks | None = find_ranks(model, self._parameters)
-        # None: not known yet, the first graph will tell. A sharded parameter is not the tensor in the graph, so
-        # autograd cannot be told to stop at it.
-        self._only_own: bool | None = None if gradients_of == "optimizer" else False
-        if isinstance(self._ranks, Shards):
-            self._only_own = False
+        # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
+        may_stop = gradients_of == "optimizer" and not isinstance(self._ranks, Shards)
+        self._only_own: bool | None = None if may_stop else False
         # The sum is kept divided by this power of two, so that it is about as large as the mean (half precision would
         # overflow) while the division itself rounds nothing. Chosen once, from the first weight that comes.
         self._predivisor: float | None = None
@@ -166,10 +170,9 @@ class GradientAccumulator:
 
         Args:
             loss: 0-dim loss of the micro-batch, with its graph.
-            count: The weight of the micro-batch: what its mean was divided by (rows, valid tokens, or the sum of class
-                weights). Defaults to 1: all micro-batches weigh the same. With count 0 the micro-batch contributes
-                exactly nothing, even where its mean is NaN. A tensor on an accelerator is read, which waits for the
-                device; with ``reduction="sum"`` it is read only at the step.
+            count: What the mean was divided by: rows, valid tokens, or a sum of class weights. Defaults to 1: all
+                weigh the same. With 0 the micro-batch contributes exactly nothing, even where its mean is NaN. A
+                tensor on an accelerator is read, which waits for it; with ``reduction="sum"`` only at the step.
             reduction: ``"mean"``: ``loss`` is the mean over ``count``. ``"sum"``: ``loss`` is the sum over ``count``.
             retain_graph: As in `torch.Tensor.backward`.
             all_or_nothing: Compute the whole gradient before any of it is added (one more set of gradients): an error
@@ -200,8 +203,8 @@ class GradientAccumulator:
         """Step the optimisers if the group is complete; call it after every `backward`.
 
         Returns:
-            True when an optimiser really stepped (not in the middle of a group, not when the scaler found an infinity,
-            not when the whole group weighed nothing). After a complete group the gradients are gone either way.
+            True when an optimiser really stepped: not inside a group, not when the scaler found an infinity or the
+            group weighed nothing. After a complete group the gradients are gone either way.
         """
         return self.finish() if self.num_microbatches >= self._steps else False
 
@@ -216,15 +219,14 @@ class GradientAccumulator:
     def discard(self) -> None:
         """Drop the group that is under way, with its gradients."""
         self._zero_grad()
-        self._count = 0.0
+        self._count, self.num_microbatches = 0.0, 0
         self._has_gradients = self.is_torn = False
-        self.num_microbatches = 0
 
     def flush(self) -> bool:
         """Step with the incomplete last group, exactly weighted; does nothing where none is under way.
 
-        Under DistributedDataParallel every rank must call it at the end of its data. A rank that ran out of data first
-        waits here and takes part, with weight zero, in the steps of the others.
+        Under DDP every rank must call it at the end of its data. A rank that ran out of data first waits here and takes
+        part, with weight zero, in the steps of the others.
 
         Returns:
             True when an optimiser really stepped.
@@ -238,10 +240,7 @@ class GradientAccumulator:
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain types and tensors, in the middle of a group with the gradients so far.
-
-        The tensors are the live ones; save them before the next `backward`.
-        """
+        """Return plain types and, in the middle of a group, its gradients so far: save them before the next step."""
         return {
             "version": _VERSION,
             "predivisor": self._predivisor,
@@ -348,13 +347,15 @@ class GradientAccumulator:
             present = [num > 0 for num in num_have]
             everybody_is_here = num_last == self._ranks.num_ranks
         stepped = False
-        if total > 0:
-            self._normalize(total)
-            if isinstance(self._ranks, Replicas):
-                self._ranks.sum_gradients(self._parameters, present)
-                self._ranks.broadcast_buffers()
-            stepped = self._step_optimizers()
-        self.discard()
+        try:
+            if total > 0:
+                self._normalize(total)
+                if isinstance(self._ranks, Replicas):
+                    self._ranks.sum_gradients(self._parameters, present)
+                    self._ranks.broadcast_buffers()
+                stepped = self._step_optimizers()
+        finally:
+            self.discard()
         self.num_steps += stepped
         return stepped, everybody_is_here
 
@@ -372,19 +373,21 @@ class GradientAccumulator:
         factor = (self._predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if isinstance(self._ranks, Shards):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
-        multiply_gradients(self._parameters, factor)
+        retry_once(lambda: multiply_gradients(self._parameters, factor), "normalising the gradients")
 
     def _step_optimizers(self) -> bool:
         active = [each for each in self._optimizers if has_gradient(each)]
         if self._scaler:
             for optimizer in active:
-                self._scaler.unscale_(optimizer)
+                retry_once(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
-            self.grad_norm = whole_tensor(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+            clip = functools.partial(nn.utils.clip_grad_norm_, self._parameters, self._max_grad_norm)
+            self.grad_norm = whole_tensor(retry_once(clip, "clipping the gradients"))
         if self._accumulate_dtype is not None:
             for parameter in self._parameters:
                 set_gradient_dtype(parameter, parameter.dtype)
-        return step_optimizers(active, self._scaler)
+        step = functools.partial(step_optimizers, active, self._scaler)
+        return self._guard.run(step) if self._guard else step()
 
     def _choose_predivisor(self, count: float | torch.Tensor) -> float | None:
         expected = float(count) * self._steps

@@ -12,6 +12,7 @@ Two ways of sharing a model need two ways of exchanging gradients:
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memkit._errors import ConfigError
+from memkit._oom import retry_once
 from memkit._units import MIB
 
 _BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small beside the gradients
@@ -101,7 +103,8 @@ class Replicas(Ranks):
             if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
                 dist.all_reduce(bucket[0], group=self._groups[0])
                 continue
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            # Tried twice before the collective: the other ranks would wait in it for one that has given up.
+            flat = retry_once(functools.partial(_flatten, bucket), "summing the gradients over ranks")
             dist.all_reduce(flat, group=self._groups[0])
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
@@ -167,6 +170,10 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that may be spread over ranks; all of them must call it."""
     full_tensor = getattr(tensor, "full_tensor", None)  # a DTensor, whose module is slow to import
     return full_tensor() if full_tensor else tensor
+
+
+def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memkit import _rng
+from memkit._errors import StateError
 
 _Buffer = tuple[nn.Module, str]
 
@@ -40,12 +41,7 @@ class BufferWatch:
 
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Compare with a snapshot taken before a forward that has run to its end; forget copies not needed."""
-        changed = {
-            (owner, name)
-            for owner, name, buffer in _buffers(self._module)
-            if snapshot.marks.get((owner, name)) != _mark(buffer)
-        }
-        self._changing = changed | (self._changing or set())
+        self._changing = snapshot.find_changed(by_value=self._changing is None) | (self._changing or set())
         for key in snapshot.copies.keys() - self._changing:
             del snapshot.copies[key]
 
@@ -62,9 +58,34 @@ class BufferSnapshot:
         self.copies = copies
         self.marks = marks
 
+    def find_changed(self, *, by_value: bool = False) -> set[_Buffer]:
+        """Find the buffers that changed since the snapshot.
+
+        A changed mark of one buffer counts for all of its owner's: batch_norm writes its running statistics without
+        raising their version, only ``num_batches_tracked`` shows it. Comparing values finds everything, but waits for
+        the device.
+        """
+        owners = {owner for (owner, name), mark in self.marks.items() if _mark(getattr(owner, name)) != mark}
+        return {
+            (owner, name)
+            for owner, name in self.marks
+            if owner in owners or (by_value and not _equal(self.copies[owner, name], getattr(owner, name)))
+        }
+
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the values back in place."""
+        """Write the values back in place.
+
+        Raises:
+            StateError: A buffer changed that no forward had changed before, so that nobody kept its value.
+        """
+        for owner, name in self.find_changed() - self.copies.keys():
+            raise StateError(
+                "rolling back a failed attempt",
+                got=f"the buffer {name!r} of a {type(owner).__name__}, changed for the first time by it",
+                expected="buffers that change in the first steps if they change at all",
+                fix="restart from the last checkpoint; switch modules between train() and eval() before training.",
+            )
         for (owner, name), value in self.copies.items():
             buffer = getattr(owner, name)
             if buffer.shape == value.shape:
@@ -140,6 +161,10 @@ def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             yield owner, name, buffer
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is itself here
 
 
 def _mark(buffer: torch.Tensor) -> tuple[int, int]:

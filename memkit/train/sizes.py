@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 _PATIENCE = 10  # clean steps before a larger size is tried again
 _MAX_PATIENCE = 640
+_BEYOND = 4  # times the patience before a size is tried that is known to have failed
 
 
 @dataclass(slots=True)
@@ -24,21 +26,37 @@ class SizeMemory:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
 
-    def limit(self, key: str, wanted: int) -> int:
-        """Return the size to run: ``wanted``, or less where that is known not to fit.
-
-        After enough clean steps the middle between what fits and what failed is tried, so that the size grows back
-        when memory does; each failure doubles the patience.
-        """
+    def largest(self, key: str) -> int | None:
+        """Return the largest size that may be expected to fit; None where nothing ever failed."""
         entry = self._entries.setdefault(key, _Entry())
-        if entry.failed is None or wanted <= entry.proven:
-            return wanted
-        if entry.clean >= entry.patience:
-            entry.clean = 0
-            if entry.failed - entry.proven <= max(1, entry.proven // 8):
-                entry.failed = 2 * entry.failed  # as near as it gets; but memory may have become free since
-            return max(1, min(wanted, (entry.proven + entry.failed) // 2))
-        return max(1, min(wanted, entry.proven or entry.failed // 2))
+        return None if entry.failed is None else max(1, entry.proven, entry.failed // 2)
+
+    def num_parts(self, key: str, size: int, at_least: int) -> int:
+        """Choose into how many parts to cut a batch.
+
+        After enough clean steps fewer parts are tried, half-way to the size that failed, and after a success fewer
+        again at once, so that the size grows back when memory does. Going beyond a size that failed takes more
+        patience, and each failure doubles it.
+
+        Args:
+            key: The input shape.
+            size: Size of the batch.
+            at_least: The fewest parts that are wanted.
+        """
+        largest = self.largest(key)
+        if largest is None:
+            return at_least
+        entry = self._entries[key]
+        num_parts = max(at_least, math.ceil(size / largest))
+        if num_parts == at_least or entry.clean < entry.patience:
+            return num_parts
+        middle = (entry.proven + (entry.failed or size)) // 2
+        fewer = max(at_least, min(num_parts - 1, math.ceil(size / max(1, middle))))
+        is_beyond = entry.failed is not None and math.ceil(size / fewer) >= entry.failed
+        if is_beyond and entry.clean < _BEYOND * entry.patience:
+            return num_parts
+        entry.clean = 0
+        return fewer
 
     def is_proven(self, key: str, size: int) -> bool:
         """Say whether this size, or a larger one, has run to its end."""
@@ -48,6 +66,8 @@ class SizeMemory:
     def note_success(self, key: str, size: int) -> None:
         """Note that a micro-batch of this size ran."""
         entry = self._entries.setdefault(key, _Entry())
+        if entry.failed is not None and size > entry.proven > 0:
+            entry.patience, entry.clean = _PATIENCE, _BEYOND * _PATIENCE  # it grows: go on without waiting
         entry.proven = max(entry.proven, size)
         if entry.failed is not None and entry.failed <= entry.proven:
             entry.failed = None
@@ -58,7 +78,8 @@ class SizeMemory:
         if entry.failed is not None:
             entry.patience = min(2 * entry.patience, _MAX_PATIENCE)
         entry.failed = size
-        entry.proven = min(entry.proven, size - 1)
+        if entry.proven >= size:
+            entry.proven = 0  # what ran before says nothing any more: something else has taken memory
         entry.clean = 0
 
     def note_clean_step(self, key: str) -> None:

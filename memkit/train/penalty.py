@@ -1,0 +1,111 @@
+"""Gradient penalties of a GAN's discriminator, in float32 whatever the precision around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from memkit._errors import InputError
+
+
+def gradient_penalty(
+    discriminator: Callable[[torch.Tensor], torch.Tensor],
+    real: torch.Tensor,
+    fake: torch.Tensor | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Penalise the discriminator's gradient with respect to its input: R1, or WGAN-GP where ``fake`` is given.
+
+    ``real`` alone: the mean over rows of ``||gradient||^2`` (R1; on fake samples alone it is R2). With ``fake``: the
+    mean over rows of ``(||gradient|| - 1)^2`` at a random point between each pair (WGAN-GP). Multiply by your weight.
+
+    Autocast is off inside, inputs are float32 (float64 stays), and parameters and buffers in half precision are used
+    as float32 copies, so that the value is the float32 one: in half precision a second derivative has no digits left.
+    Nor does it need a scaled inner gradient: scale the sum of the losses, as ever.
+
+    Args:
+        discriminator: A module or function of one tensor. What it returns, (N,), (N, 1) or patches (N, 1, H, W), is
+            summed. It runs once more, so its spectral norms and BatchNorms are updated once more.
+        real: Floating tensor (N, ...).
+        fake: Like ``real``. Neither gets a gradient.
+        generator: Draws the points between the pairs.
+
+    Returns:
+        0-dim tensor, float32 or float64, with a graph to the discriminator's parameters where gradients are enabled.
+
+    Raises:
+        InputError: The input is not floating or has no rows, the shapes differ, or the output does not depend on it.
+
+    Memory cost: one forward's activations and the graph of its backward; float32 copies of half-precision parameters.
+
+    Source: R1: Mescheder et al. 2018 (arXiv:1801.04406). WGAN-GP: Gulrajani et al. 2017 (arXiv:1704.00028).
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> discriminator = torch.nn.Linear(2, 1)
+        >>> penalty = mk.gradient_penalty(discriminator, torch.ones(3, 2))
+        >>> torch.testing.assert_close(penalty, discriminator.weight.square().sum())
+    """
+    points = _as_points(real, "real")
+    if fake is not None:
+        points = _between(points, _as_points(fake, "fake"), generator)
+    create_graph = torch.is_grad_enabled()
+    points = points.requires_grad_()
+    with torch.enable_grad(), torch.autocast(points.device.type, enabled=False):
+        outputs = _call(discriminator, points)
+        gradient: torch.Tensor | None = None
+        if outputs.requires_grad:
+            (gradient,) = torch.autograd.grad(outputs.sum(), points, create_graph=create_graph, allow_unused=True)
+        if gradient is None:
+            raise InputError(
+                "gradient_penalty(discriminator, real)",
+                got="an output that does not depend on the input",
+                expected="a discriminator that autograd can follow from its output to its input",
+                fix="do not detach inside the discriminator, and pass the tensor that it judges.",
+            )
+        # vector_norm has the gradient zero at zero, where the square root of a sum of squares has none.
+        norms = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
+        penalty: torch.Tensor = (norms - (0 if fake is None else 1)).square().mean()
+        return penalty
+
+
+def _as_points(rows: torch.Tensor, name: str) -> torch.Tensor:
+    if not rows.is_floating_point() or rows.ndim == 0 or rows.numel() == 0:
+        raise InputError(
+            f"gradient_penalty(discriminator, {name})",
+            got=f"a tensor of shape {tuple(rows.shape)} and {rows.dtype}",
+            expected="a floating tensor with rows in dimension 0",
+            fix=f"pass {name} as the discriminator's floating input; penalise embeddings rather than indices.",
+        )
+    return rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
+
+
+def _between(real: torch.Tensor, fake: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    if real.shape != fake.shape:
+        raise InputError(
+            "gradient_penalty(discriminator, real, fake)",
+            got=f"shapes {tuple(real.shape)} and {tuple(fake.shape)}",
+            expected="as many fake samples as real ones, of the same shape",
+            fix="cut the larger one.",
+        )
+    device = real.device if generator is None else generator.device
+    shares = torch.rand(len(real), dtype=real.dtype, device=device, generator=generator).to(real.device)
+    return torch.lerp(real, fake, shares.view(-1, *[1] * (real.ndim - 1)))
+
+
+def _call(discriminator: Callable[[torch.Tensor], torch.Tensor], points: torch.Tensor) -> torch.Tensor:
+    """Call the discriminator, with float32 in the place of parameters and buffers that are in half precision."""
+    if not isinstance(discriminator, nn.Module):
+        return discriminator(points)
+    widened = {
+        name: tensor.to(points.dtype)
+        for name, tensor in [*discriminator.named_parameters(), *discriminator.named_buffers()]
+        if tensor.dtype in {torch.float16, torch.bfloat16}
+    }
+    outputs: torch.Tensor = (
+        torch.func.functional_call(discriminator, widened, (points,)) if widened else discriminator(points)
+    )
+    return outputs

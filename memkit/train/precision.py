@@ -1,0 +1,84 @@
+"""The precision seam: autocast, loss scaling, or a model converted as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memkit import _device
+from memkit._errors import ConfigError
+
+Name = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
+_NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
+
+
+class Precision:
+    """How a step computes.
+
+    Args:
+        model: The model; ``"bf16-true"`` converts it until `close`.
+        name: None leaves all as it is; ``"auto"`` is ``"bf16-mixed"`` where the device is good at it, else None.
+        device: Where the model lies.
+
+    Attributes:
+        name: What was chosen; None for nothing.
+        scaler: The loss scaler of ``"fp16-mixed"``, else None.
+
+    Raises:
+        ConfigError: The name is not known.
+    """
+
+    def __init__(self, model: nn.Module, name: Name | None, device: torch.device) -> None:
+        if name not in (None, *_NAMES):
+            raise ConfigError(
+                f"precision={name!r}",
+                got=repr(name),
+                expected=f"None or one of {', '.join(map(repr, _NAMES))}",
+                fix="use 'bf16-mixed' on recent cards, 'fp16-mixed' on older ones.",
+            )
+        if name == "auto":
+            name = "bf16-mixed" if _device.prefers_bfloat16(device) else None
+        self.name = name
+        self.scaler = torch.amp.GradScaler(device.type) if name == "fp16-mixed" else None
+        self._device_type = device.type
+        self._converted: list[tuple[torch.Tensor, torch.dtype]] = []
+        self._cleanup = contextlib.ExitStack()
+        if name == "bf16-true":
+            self._convert(model)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """A context for forward and loss."""
+        match self.name:
+            case "bf16-mixed":
+                return torch.autocast(self._device_type, torch.bfloat16)
+            case "fp16-mixed":
+                return torch.autocast(self._device_type, torch.float16)
+            case _:
+                return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Give a converted model its dtypes back (the values keep bfloat16's digits)."""
+        self._cleanup.close()
+        for tensor, dtype in self._converted:
+            tensor.data = tensor.data.to(dtype)
+        self._converted = []
+
+    def _convert(self, model: nn.Module) -> None:
+        tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+        self._converted = [(tensor, tensor.dtype) for tensor in tensors]
+        for tensor in tensors:  # in place of the data: optimisers hold these very parameters
+            tensor.data = tensor.data.to(torch.bfloat16)
+        handle = model.register_forward_pre_hook(_inputs_to_bfloat16, with_kwargs=True)
+        self._cleanup.callback(handle.remove)
+
+
+def _inputs_to_bfloat16(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG001 - a hook's form
+    def convert(leaf: Any) -> Any:
+        return leaf.to(torch.bfloat16) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(convert, args), pytree.tree_map(convert, kwargs)

@@ -1,0 +1,237 @@
+"""One batch on its way through a step: its micro-batches, the attempts at them, and what happens when one fails."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from memkit import _rng
+from memkit._device import release_cached_memory
+from memkit._errors import InputError, MemkitOutOfMemoryError, StateError
+from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit.train.accumulate import GradientAccumulator
+from memkit.train.replay import BufferWatch
+from memkit.train.sizes import SizeMemory
+from memkit.train.split import count_elements, count_rows, shape_key, split_batch
+
+SplitFn = Callable[[Any, int], list[Any]]
+
+
+class Rollback:
+    """All random state and the buffers that a forward may change, at one instant.
+
+    Args:
+        watch: The watch of the model.
+    """
+
+    def __init__(self, watch: BufferWatch) -> None:
+        self._watch = watch
+        self._buffers = watch.snapshot()
+        self._random = _rng.capture()
+
+    def learn(self) -> None:
+        """Forget copies of buffers that the forward since then has left alone."""
+        retry_once(lambda: self._watch.learn(self._buffers), "comparing buffers")
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._buffers.restore()
+        _rng.restore(self._random)
+
+
+class Attempt:
+    """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block silently.
+
+    Args:
+        part: The micro-batch.
+        size: Its size, in rows or elements.
+        on_oom: ``"raise"`` lets an out-of-memory through.
+    """
+
+    def __init__(self, part: Any, size: int, on_oom: str) -> None:
+        self.part = part
+        self.size = size
+        self.is_trial = False
+        self.rollback: Rollback | None = None
+        self.failure: str | None = None
+        self.was_entered = False
+        self.is_added = False  # its gradient is in the sum
+        self.losses: list[tuple[torch.Tensor, float | torch.Tensor]] = []
+        self._on_oom = on_oom
+
+    def note_loss(self, loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
+        """Note a micro-batch's loss for the batch's mean; a mean over nothing (NaN) counts nothing."""
+        if not isinstance(count, torch.Tensor) and not count:
+            loss = torch.zeros_like(loss)
+        self.losses.append((loss if reduction == "sum" else loss * count, count))
+
+    def __enter__(self) -> Any:
+        self.was_entered = True
+        return self.part
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        # Only the text of the error is kept: the error itself holds the frames, and they hold the tensors.
+        if error is None or self._on_oom == "raise" or not is_out_of_memory(error):
+            return False
+        self.failure = describe_error(error)
+        drop_frames(error)
+        return True
+
+
+class Window:
+    """The micro-batches of one batch.
+
+    Args:
+        batch: The batch of one optimiser step.
+        num_parts: Micro-batches that are asked for; more where the size memory says so.
+        accumulator: Where the gradients go.
+        watch: The watch of the model.
+        sizes: What is known of sizes.
+        on_oom: ``"split"`` or ``"raise"``.
+        split_fn: Splits a packed batch; None splits rows.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        num_parts: int,
+        *,
+        accumulator: GradientAccumulator,
+        watch: BufferWatch,
+        sizes: SizeMemory,
+        on_oom: str,
+        split_fn: SplitFn | None,
+    ) -> None:
+        self._accumulator = accumulator
+        self._watch = watch
+        self._sizes = sizes
+        self._on_oom = on_oom
+        self._split_fn = split_fn
+        self._key = "packed" if split_fn else shape_key(batch)
+        self.size = self._measure(batch)
+        self.num_ooms = 0
+        self._done: list[Attempt] = []
+        self._rollback = self._take_rollback()
+        parts = self._split(batch, self.size, sizes.num_parts(self._key, self.size, min(num_parts, self.size)))
+        self._todo: deque[tuple[Any, int]] = deque(parts)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the micro-batches that are through, in order."""
+        return tuple(attempt.size for attempt in self._done)
+
+    def mean_loss(self) -> torch.Tensor:
+        """Return the weighted mean loss of the micro-batches that are through, 0-dim; nothing waits for the device."""
+        losses = [loss for attempt in self._done for loss in attempt.losses]
+        mean: torch.Tensor = sum(loss for loss, _ in losses) / sum(count for _, count in losses)  # type: ignore[assignment]  # sum() starts from 0
+        return mean
+
+    def next_attempt(self) -> Attempt | None:
+        """Return the next attempt; None when all micro-batches are through."""
+        if not self._todo:
+            if self.num_ooms == 0:
+                self._sizes.note_clean_step(self._key)
+            return None
+        part, size = self._todo[0]
+        attempt = Attempt(part, size, self._on_oom)
+        if self._on_oom == "split" and not self._sizes.is_proven(self._key, size):
+            attempt.is_trial = True
+            attempt.rollback = self._take_rollback() if self._done else self._rollback
+        return attempt
+
+    def settle(self, attempt: Attempt) -> None:
+        """Take note of how an attempt ended, after its block; plan again where it ran out of memory.
+
+        Raises:
+            MemkitOutOfMemoryError: It ran out of memory and cannot be made smaller.
+            StateError: The block was not entered, or did not call backward.
+        """
+        if attempt.failure is None:
+            _check_used(attempt)
+            if attempt.rollback is not None:
+                attempt.rollback.learn()
+            self._sizes.note_success(self._key, attempt.size)
+            self._done.append(attempt)
+            self._todo.popleft()
+            return
+        self.num_ooms += 1
+        attempt.losses.clear()
+        release_cached_memory()
+        self._sizes.note_failure(self._key, attempt.size)
+        if self._accumulator.is_torn or attempt.is_added or attempt.rollback is None:
+            self._start_over()
+        else:
+            attempt.rollback.restore()
+        self._plan_smaller(attempt)
+
+    def _start_over(self) -> None:
+        """Go back to the start of the window: the failed attempt is in the gradients, or nobody noted its start."""
+        self._accumulator.discard()
+        if self._rollback is not None:
+            self._rollback.restore()
+        self._todo.extendleft((each.part, each.size) for each in reversed(self._done))
+        self._done.clear()
+
+    def _plan_smaller(self, failed: Attempt) -> None:
+        limit = min(self._sizes.largest(self._key) or 0, failed.size - 1)
+        todo: list[tuple[Any, int]] = []
+        for part, size in self._todo:
+            if size < failed.size and size <= limit:
+                todo.append((part, size))
+                continue
+            smaller = self._split(part, size, max(2, math.ceil(size / limit))) if limit else []
+            if len(smaller) < 2:  # it could not be split
+                raise MemkitOutOfMemoryError(
+                    "MemoryEfficientTrainingWrapper",
+                    got=f"out of memory with a micro-batch of {size} {self._unit}: {failed.failure}",
+                    expected="one micro-batch that fits",
+                    fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, "
+                    "give split_fn=... to cut it.",
+                )
+            todo.extend(smaller)
+        self._todo = deque(todo)
+
+    def _split(self, part: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
+        if num_parts <= 1:
+            return [(part, size)]
+        if self._split_fn is None:
+            return [(each, count_rows(each)) for each in split_batch(part, num_parts)]
+        parts = self._split_fn(part, num_parts)
+        if type(parts) is not list or not parts:
+            raise InputError(
+                f"split_fn(batch, {num_parts})",
+                got=f"{parts!r:.60}",
+                expected="a list of at least one part",
+                fix="return a list of batches, one per part.",
+            )
+        return [(each, count_elements(each)) for each in parts]
+
+    def _measure(self, batch: Any) -> int:
+        return count_elements(batch) if self._split_fn else count_rows(batch)
+
+    @property
+    def _unit(self) -> str:
+        return "elements" if self._split_fn else "rows"
+
+    def _take_rollback(self) -> Rollback | None:
+        if self._on_oom == "raise":
+            return None
+        return retry_once(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
+
+
+def _check_used(attempt: Attempt) -> None:
+    if attempt.is_added:
+        return
+    raise StateError(
+        "for attempt in trainer.microbatches(batch)",
+        got="a micro-batch without trainer.backward()" if attempt.was_entered else "an attempt that was not entered",
+        expected="`with attempt as micro:` around forward, loss and trainer.backward(loss)",
+        fix="call trainer.backward(loss) once per attempt; pass count=0 for a micro-batch that is to weigh nothing.",
+    )

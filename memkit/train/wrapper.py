@@ -1,0 +1,357 @@
+"""One training step that fits: precision, checkpointing, accumulation, recovery from out-of-memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit import _device
+from memkit._errors import ConfigError, InputError, StateError
+from memkit._oom import retry_once
+from memkit.train.accumulate import GradientAccumulator
+from memkit.train.checkpointing import Checkpointing, Choice
+from memkit.train.precision import Name as PrecisionName
+from memkit.train.precision import Precision
+from memkit.train.replay import BufferWatch
+from memkit.train.sizes import SizeMemory
+from memkit.train.window import Attempt, SplitFn, Window
+
+_VERSION = 1
+Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule."""
+
+    def step(self) -> Any:
+        """Advance by one optimiser step."""
+
+
+class Average(Protocol):
+    """A running average of a model's weights, such as `torch.optim.swa_utils.AveragedModel`."""
+
+    def update_parameters(self, model: nn.Module) -> Any:
+        """Take the model's weights in."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        loss: The batch's loss, a 0-dim detached tensor; reading it waits for the device, keeping it does not.
+        grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
+        stepped: Whether the optimiser really stepped.
+        num_microbatches: Micro-batches that the step took.
+        num_ooms: Out-of-memory errors that were survived on the way.
+        peak_bytes: The device's largest allocated bytes so far; None where the device has no counter.
+        sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    stepped: bool
+    num_microbatches: int
+    num_ooms: int
+    peak_bytes: int | None
+    sizes: tuple[int, ...]
+
+
+class MemoryEfficientTrainingWrapper:
+    """Makes the step of a loop that you own fit, with the gradient of the whole batch.
+
+    A batch is split into micro-batches whose gradients add up exactly. When one runs out of memory it is rolled back
+    (gradients, buffers, random state), cut, and run again inside the same step: the effective batch, its weighting and
+    the number of steps stay. The size that fits is remembered per input shape, and grows back after clean steps.
+
+    Memory cost: a copy of the buffers that forwards change; while a micro-batch size is unproven, one more set of
+    gradients. Time cost: see ``docs/wrapper.md``.
+
+    Args:
+        model: Any module, also compiled, or wrapped by DistributedDataParallel.
+        optimizer: Its optimiser.
+        precision: None: as the model is. ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), ``"bf16-true"``
+            (the whole model), or ``"auto"``: bf16-mixed where the device is good at it.
+        accumulation_steps: Micro-batches per batch, at least; each call of `train_step` is one optimiser step.
+        checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, or a
+            callable ``(name, module) -> bool``.
+        max_grad_norm: Clip the total gradient norm.
+        scheduler: Stepped after each real optimiser step.
+        average: A running average of the weights, updated after each real optimiser step.
+        on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
+        split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
+            must say its weight.
+
+    Raises:
+        ConfigError: A setting is wrong; the message says which and what would work.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)
+        >>> x, y = torch.ones(5, 3), torch.zeros(5, 1)
+        >>> result = trainer.train_step((x, y), lambda model, micro: (model(micro[0]) - micro[1]).pow(2).mean())
+        >>> result.stepped, result.num_microbatches, result.sizes
+        (True, 2, (3, 2))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        precision: PrecisionName | None = None,
+        accumulation_steps: int = 1,
+        checkpoint: Choice | None = None,
+        offload: Collection[str] = (),
+        max_grad_norm: float | None = None,
+        scheduler: Scheduler | None = None,
+        average: Average | None = None,
+        memory: None = None,
+        on_oom: Literal["split", "raise"] = "split",
+        split_fn: SplitFn | None = None,
+    ) -> None:
+        _check_settings(accumulation_steps, on_oom, offload, memory)
+        self.model = model
+        self._device = _device_of(model)
+        self._accumulation_steps = accumulation_steps
+        self._scheduler = scheduler
+        self._average = average
+        self._on_oom: Literal["split", "raise"] = on_oom
+        self._split_fn = split_fn
+        self._cleanup = contextlib.ExitStack()
+        self._precision = Precision(model, precision, self._device)
+        self._cleanup.callback(self._precision.close)
+        self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
+        if self._checkpointing:
+            self._cleanup.callback(self._checkpointing.close)
+        half = self._precision.name == "bf16-true" and accumulation_steps > 1
+        self._accumulator = GradientAccumulator(
+            optimizer,
+            max_grad_norm=max_grad_norm,
+            scaler=self._precision.scaler,
+            model=model,
+            accumulate_dtype=torch.float32 if half else None,
+            guard_first_steps=on_oom == "split",
+        )
+        self._cleanup.callback(self._accumulator.close)
+        self._watch = BufferWatch(model)
+        self._sizes = SizeMemory()
+        self._attempt: Attempt | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Optimiser steps that really happened."""
+        return self._accumulator.num_steps
+
+    @property
+    def checkpointed_blocks(self) -> tuple[str, ...]:
+        """Names of the blocks that are recomputed in backward."""
+        return tuple(self._checkpointing.blocks) if self._checkpointing else ()
+
+    def train_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> StepResult:
+        """Run one optimiser step on a batch.
+
+        Args:
+            batch: A pytree of tensors with the rows in dimension 0, on the model's device.
+            loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or
+                ``(loss_sum, count)`` for losses with other weights: valid tokens, or a sum of class weights.
+
+        Returns:
+            What the step did. Nothing in it has waited for the device.
+
+        Raises:
+            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+        """
+        window = self._open_window(batch)
+        for attempt in self._attempts(window):
+            with attempt as micro:
+                self._run(micro, loss_fn)
+        stepped = self.step()
+        return StepResult(
+            loss=retry_once(window.mean_loss, "averaging the loss"),
+            grad_norm=self._accumulator.grad_norm,
+            stepped=stepped,
+            num_microbatches=len(window.sizes),
+            num_ooms=window.num_ooms,
+            peak_bytes=_device.device_memory(self._device).peak_bytes,
+            sizes=window.sizes,
+        )
+
+    def microbatches(self, batch: Any) -> Iterator[Attempt]:
+        """Yield attempts at the micro-batches of a batch, for a loop that is kept.
+
+        ``for attempt in trainer.microbatches(batch): with attempt as micro: ...``. After an out-of-memory the block
+        runs again with smaller parts. Local variables of your loop stay alive in the meantime; keep big ones inside
+        functions. Call `step` after the loop.
+
+        Args:
+            batch: As for `train_step`.
+
+        Raises:
+            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+            StateError: `step` was not called after the batch before.
+        """
+        yield from self._attempts(self._open_window(batch))
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """A context for forward and loss, as ``precision`` says."""
+        return self._precision.autocast()
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: float | torch.Tensor | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        """Add the micro-batch's gradient to the step; call it once inside ``with attempt as micro:``.
+
+        Args:
+            loss: 0-dim loss of the micro-batch.
+            count: Its weight; None takes the number of rows.
+            reduction: Whether ``loss`` is the mean or the sum over ``count``.
+        """
+        attempt = self._attempt
+        if attempt is None:
+            raise StateError(
+                "trainer.backward(loss)",
+                got="a call outside of an attempt",
+                expected="a call inside `with attempt as micro:` of trainer.microbatches(batch)",
+                fix="use trainer.train_step(batch, loss_fn), or loop over trainer.microbatches(batch).",
+            )
+        if count is None:
+            if self._split_fn is not None:
+                raise InputError(
+                    "trainer.backward(loss)",
+                    got="no count for a part made by split_fn",
+                    expected="the weight of the part, which its rows do not tell",
+                    fix="pass count=..., or return (loss_sum, count) from loss_fn.",
+                )
+            count = attempt.size
+        attempt.note_loss(loss.detach(), count, reduction)
+        self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=attempt.is_trial)
+        attempt.is_added = True
+
+    def step(self) -> bool:
+        """Step the optimiser with the batch's gradient, then the schedule and the average.
+
+        Returns:
+            True when the optimiser really stepped.
+        """
+        stepped = self._accumulator.finish()
+        if stepped:
+            if self._scheduler is not None:
+                self._scheduler.step()
+            if self._average is not None:
+                self._average.update_parameters(self.model)
+        return stepped
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Evaluate in the block: eval mode, no gradients; afterwards every module is in the mode that it was in."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.autocast():
+                yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""
+        scaler = self._precision.scaler
+        return {
+            "version": _VERSION,
+            "accumulator": self._accumulator.state_dict(),
+            "scaler": scaler.state_dict() if scaler else None,
+            "sizes": self._sizes.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self._accumulator.load_state_dict(state["accumulator"])
+        self._sizes.load_state_dict(state["sizes"])
+        if self._precision.scaler and state["scaler"]:
+            self._precision.scaler.load_state_dict(state["scaler"])
+
+    def close(self) -> None:
+        """Leave the model as it was found: own forwards, own dtypes, no hooks, DDP synchronising in backward."""
+        self._cleanup.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_window(self, batch: Any) -> Window:
+        if self._accumulator.num_microbatches:
+            raise StateError(
+                "trainer.microbatches(batch)",
+                got="a batch that was not stepped yet",
+                expected="one step() after the micro-batches of each batch",
+                fix="call trainer.step() after the loop over micro-batches.",
+            )
+        return Window(
+            batch,
+            self._accumulation_steps,
+            accumulator=self._accumulator,
+            watch=self._watch,
+            sizes=self._sizes,
+            on_oom=self._on_oom,
+            split_fn=self._split_fn,
+        )
+
+    def _attempts(self, window: Window) -> Iterator[Attempt]:
+        is_complete = False
+        try:
+            while (attempt := window.next_attempt()) is not None:
+                self._attempt = attempt
+                yield attempt
+                self._attempt = None
+                window.settle(attempt)
+            is_complete = True
+        finally:
+            self._attempt = None
+            if not is_complete:  # an error, or the loop was left: this step is lost, the next one starts clean
+                self._accumulator.discard()
+
+    def _run(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
+        # A function of its own: when it fails, its frame takes every tensor with it.
+        with self.autocast():
+            loss = loss_fn(self.model, micro)
+        if isinstance(loss, tuple):
+            self.backward(loss[0], loss[1], reduction="sum")
+        else:
+            self.backward(loss)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def _check_settings(accumulation_steps: object, on_oom: object, offload: Collection[str], memory: object) -> None:
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        _refuse("accumulation_steps", accumulation_steps, "a whole number of micro-batches, 1 or more")
+    if on_oom not in {"split", "raise"}:
+        _refuse("on_oom", on_oom, "'split' or 'raise'")
+    if offload:
+        _refuse("offload", offload, "nothing to offload: this version keeps all on the device")
+    if memory is not None:
+        _refuse("memory", memory, "None: this version has no budgets")
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise ConfigError(
+        f"MemoryEfficientTrainingWrapper({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
+    )

@@ -1,0 +1,211 @@
+"""Out-of-memory invariance: after any fault the run ends bit for bit where an undisturbed run with those sizes ends."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import memkit as mk
+from memkit import _rng
+from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
+
+ROWS, STEPS, ACCUMULATION = 13, 3, 2
+
+
+def make(model_name, optimizer_name):
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    model = MODELS[model_name]()
+    generator = torch.Generator().manual_seed(7)
+    batches = [
+        (torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 1, generator=generator)) for _ in range(STEPS)
+    ]
+    return model, OPTIMIZERS[optimizer_name](model.parameters()), batches
+
+
+def loss_fn(model, micro):
+    x, y = micro
+    return F.mse_loss(model(x + 0.01 * np.random.normal() + 0.01 * random.random()), y)
+
+
+def final_state(model, optimizer):
+    randomness = _rng.capture().state_dict()
+    randomness["numpy"] = randomness["numpy"][1:]  # the first is the generator's name
+    return dict(model.state_dict()), optimizer.state_dict(), randomness
+
+
+def recovered(model_name, optimizer_name, *places, on_oom="split"):
+    model, optimizer, batches = make(model_name, optimizer_name)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=ACCUMULATION, max_grad_norm=0.5, on_oom=on_oom
+    )
+    with FailingOperator(*places) as fault:
+        results = [trainer.train_step(batch, loss_fn) for batch in batches]
+    assert all(result.stepped for result in results)
+    assert sum(sum(result.sizes) for result in results) == STEPS * ROWS
+    return final_state(model, optimizer), [result.sizes for result in results], fault, results
+
+
+def undisturbed(model_name, optimizer_name, sizes):
+    """The same sizes, in a plain loop without any wrapper, under the same kind of mode."""
+    model, optimizer, batches = make(model_name, optimizer_name)
+    accumulator = mk.GradientAccumulator(optimizer, max_grad_norm=0.5)
+    with FailingOperator():
+        for (x, y), parts in zip(batches, sizes, strict=True):
+            for micro in zip(x.split(parts), y.split(parts), strict=True):
+                accumulator.backward(loss_fn(model, micro), count=len(micro[0]))
+            accumulator.finish()
+    return final_state(model, optimizer)
+
+
+def same(got, want):
+    try:
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    except AssertionError:
+        return False
+    return True
+
+
+def places_to_fail(model_name, optimizer_name, num_places):
+    """Spread over every operator of the first step and the second, optimiser steps of the first two included."""
+    num_operators = recovered(model_name, optimizer_name)[2].num_operators
+    chance = random.Random(model_name + optimizer_name)
+    return sorted(chance.sample(range(1, 2 * num_operators // 3), num_places))
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_a_fault_anywhere_changes_nothing_but_the_sizes(model_name, optimizer_name):
+    """204 places in all: forward, backward, clipping, the first two optimiser steps, and the bookkeeping between."""
+    references = {}
+    survived = 0
+    for place in places_to_fail(model_name, optimizer_name, 34):
+        state, sizes, fault, _ = recovered(model_name, optimizer_name, place)
+        assert fault.num_failures == 1
+        survived += 1
+        key = str(sizes)
+        if key not in references:
+            references[key] = undisturbed(model_name, optimizer_name, sizes)
+        torch.testing.assert_close(state, references[key], rtol=0, atol=0, msg=f"fault at operator {place}")
+    assert survived == 34
+    assert len(references) > 1  # some faults did change the sizes
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_two_faults_in_one_run(model_name):
+    num_operators = recovered(model_name, "adamw")[2].num_operators
+    places = [num_operators // 20, num_operators // 2]
+    state, sizes, fault, _ = recovered(model_name, "adamw", *places)
+    assert fault.num_failures == 2
+    torch.testing.assert_close(state, undisturbed(model_name, "adamw", sizes), rtol=0, atol=0)
+
+
+def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
+    """Negative control: the same recovery without putting random state and buffers back."""
+    from memkit.train import window
+
+    place = 25  # in the second half of the first forward: randomness has been drawn
+    state, sizes, *_ = recovered("conv", "adamw", place)
+    assert same(state, undisturbed("conv", "adamw", sizes))
+    monkeypatch.setattr(window.Rollback, "restore", lambda self: None)
+    state, sizes, *_ = recovered("conv", "adamw", place)
+    assert not same(state, undisturbed("conv", "adamw", sizes))
+
+
+def test_on_oom_raise_lets_it_through():
+    with pytest.raises(torch.OutOfMemoryError, match="planted fault"):
+        recovered("mlp", "sgd", 20, on_oom="raise")
+
+
+def test_a_step_that_can_never_fit_ends_with_a_typed_error():
+    model, optimizer, batches = make("mlp", "sgd")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+
+    def never(model, micro):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(mk.MemkitOutOfMemoryError, match=r"micro-batch of 1 rows: OutOfMemoryError.*checkpoint='auto'"):
+        trainer.train_step(batches[0], never)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert trainer.train_step(batches[0], loss_fn).stepped  # and the loop may go on
+
+
+def test_the_size_that_fits_is_remembered_and_grows_back():
+    model, optimizer, batches = make("mlp", "sgd")
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    capacity = 5
+
+    def limited(model, micro):
+        if len(micro[0]) > capacity:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_fn(model, micro)
+
+    first = trainer.train_step(batches[0], limited)
+    assert first.num_ooms == 1  # 13 rows fail; 6 at most, so nearly equal parts
+    assert first.sizes == (5, 4, 4)
+    again = trainer.train_step(batches[1], limited)
+    assert again.num_ooms == 0
+    grown = [trainer.train_step(batches[0], limited) for _ in range(30)]
+    assert max(max(result.sizes) for result in grown) == 5
+    assert sum(result.num_ooms for result in grown) <= 1
+    capacity = 100
+    sizes = [max(trainer.train_step(batches[0], limited).sizes) for _ in range(150)]
+    assert sizes[-1] == 13
+
+    resumed = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+    resumed.load_state_dict(trainer.state_dict())
+    capacity = 5
+    assert resumed._sizes.state_dict() == trainer._sizes.state_dict()
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_oom_in_the_first_optimizer_steps_leaves_all_as_it_was(optimizer_name, foreach):
+    """Every operator of the first two steps fails once, and then also its repetition: refused, nothing torn."""
+    model, optimizer, batches = make("mlp", optimizer_name)
+    for group in optimizer.param_groups:
+        group["foreach"] = foreach
+    with FailingOperator() as fault:
+        loss_fn(model, batches[0]).backward()
+        start = fault.num_operators
+        optimizer.step()
+        num_operators = fault.num_operators - start
+    assert num_operators > 3
+    for place in range(1, num_operators + 1):
+        for num_faults in (1, 2):
+            torch.manual_seed(1)
+            model, optimizer, batches = make("mlp", optimizer_name)
+            for group in optimizer.param_groups:
+                group["foreach"] = foreach
+            accumulator = mk.GradientAccumulator(optimizer, guard_first_steps=True)
+            accumulator.backward(loss_fn(model, batches[0]))
+            before = [p.detach().clone() for p in model.parameters()]
+            state = _step_with_faults(accumulator, optimizer, place, num_faults)
+            if num_faults == 1:
+                assert state == "stepped"
+            else:
+                assert state == "refused"
+                torch.testing.assert_close([p.detach() for p in model.parameters()], before, rtol=0, atol=0)
+                assert not optimizer.state
+
+
+def _step_with_faults(accumulator, optimizer, place, num_faults):
+    calls = []
+    original = optimizer.step
+
+    def step(*args, **kwargs):
+        calls.append(None)
+        if len(calls) <= num_faults:
+            with FailingOperator(place):
+                return original(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    optimizer.step = step
+    try:
+        return "stepped" if accumulator.step() else "skipped"
+    except mk.MemkitOutOfMemoryError as error:
+        return "refused" if "as they were before the step" in error.got else "torn"
