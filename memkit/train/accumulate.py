@@ -120,9 +120,7 @@ class GradientAccumulator:
             refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping")
         if self._scaler and accumulate_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
             refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
-        self._steps = steps
-        self._max_grad_norm = max_grad_norm
-        self._objective = objective
+        self._steps, self._max_grad_norm, self._objective = steps, max_grad_norm, objective
         self._accumulate_dtype = accumulate_dtype
         self._guard = StepGuard(self._optimizers) if guard_first_steps else None
         self._ranks: Ranks | None = find_ranks(model, self._parameters)

@@ -106,7 +106,7 @@ def probe_split(model: nn.Module, batch: Any, loss_fn: LossFn, *, max_parameter_
         >>> verdict.exact, verdict.modules
         (False, ('1',))
     """
-    suspects = tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))
+    suspects = scan_modules(model)
     try:
         num_rows = count_rows(batch)
         room_bytes = host_memory().available_bytes // 4
@@ -127,6 +127,11 @@ def probe_split(model: nn.Module, batch: Any, loss_fn: LossFn, *, max_parameter_
         reason = f"{type(exc).__name__}: {exc}"
     _logger.debug("split probe: not probed: %s", reason)
     return SplitVerdict(None, modules=suspects, reason=reason)
+
+
+def scan_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of modules in training mode that normalise over the rows of the batch, without running any."""
+    return tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))
 
 
 def warn_or_refuse(verdict: SplitVerdict, *, call: str) -> None:

@@ -18,6 +18,7 @@ from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
+from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.window import Attempt, SplitFn, Window
@@ -87,6 +88,8 @@ class MemoryEfficientTrainingWrapper:
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
+        probe: Check on the first batch that is split, once, whether its parts add up to the whole
+            (``docs/exactness-probe.md``): warn of BatchNorm, refuse a loss that compares rows.
 
     Raises:
         ConfigError: A setting is wrong; the message says which and what would work.
@@ -117,6 +120,7 @@ class MemoryEfficientTrainingWrapper:
         memory: None = None,
         on_oom: Literal["split", "raise"] = "split",
         split_fn: SplitFn | None = None,
+        probe: bool = True,
     ) -> None:
         _check_settings(accumulation_steps, on_oom, offload, memory)
         self.model = model
@@ -142,6 +146,7 @@ class MemoryEfficientTrainingWrapper:
             guard_first_steps=on_oom == "split",
         )
         self._cleanup.callback(self._accumulator.close)
+        self._wants_probe = probe and split_fn is None
         self._watch = BufferWatch(model)
         self._sizes = SizeMemory()
         self._attempt: Attempt | None = None
@@ -174,6 +179,7 @@ class MemoryEfficientTrainingWrapper:
         for attempt in self._attempts(window):
             with attempt as micro:
                 self._run(micro, loss_fn)
+        self._probe(window, lambda model: probe_split(model, batch, loss_fn))
         stepped = self.step()
         return StepResult(
             loss=retry_once(window.mean_loss, "averaging the loss"),
@@ -199,7 +205,9 @@ class MemoryEfficientTrainingWrapper:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             StateError: `step` was not called after the batch before.
         """
-        yield from self._attempts(self._open_window(batch))
+        window = self._open_window(batch)
+        yield from self._attempts(window)
+        self._probe(window, lambda model: SplitVerdict(None, modules=scan_modules(model)))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context for forward and loss, as ``precision`` says."""
@@ -324,6 +332,19 @@ class MemoryEfficientTrainingWrapper:
             self._attempt = None
             if not is_complete:  # an error, or the loop was left: this step is lost, the next one starts clean
                 self._accumulator.discard()
+
+    def _probe(self, window: Window, judge: Callable[[nn.Module], SplitVerdict]) -> None:
+        if not self._wants_probe or len(window.sizes) < 2:  # nothing was split
+            return
+        self._wants_probe = False
+        model = self.model
+        for wrapper in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
+            model = getattr(model, wrapper, model)
+        try:
+            warn_or_refuse(judge(model), call="MemoryEfficientTrainingWrapper")
+        except BaseException:
+            self._accumulator.discard()
+            raise
 
     def _run(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.

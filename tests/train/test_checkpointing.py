@@ -1,0 +1,223 @@
+"""Checkpointed blocks: bit-equal gradients, randomness and buffers; twice the forward; fewer saved bytes; no trace."""
+
+import copy
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import memkit as mk
+from memkit.train.checkpointing import Checkpointing, choose_blocks
+
+
+class Block(nn.Module):
+    """Everything that a careless recomputation would get wrong."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        self.norm = nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+        self.out = nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.arange(float(width)))
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        x = self.dropout(torch.relu(self.norm(self.linear(x + self.table))))
+        return scale * self.out(x) * (1 + 0.1 * random.random()) + 0.1 * np.random.normal()
+
+
+class Net(nn.Module):
+    def __init__(self, num_blocks=3):
+        super().__init__()
+        self.enter = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x, scale=0.5)
+        return self.head(x)
+
+
+def seed():
+    torch.manual_seed(3)
+    np.random.seed(3)
+    random.seed(3)
+
+
+def run(model, *, steps=2):
+    """Two steps of forward and backward; everything that must not depend on checkpointing."""
+    seed()
+    outputs = []
+    for _ in range(steps):
+        loss = model(torch.randn(6, 4)).pow(2).mean()
+        loss.backward()
+        outputs.append(loss.detach())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    draws = [torch.rand(1), torch.tensor(random.random()), torch.tensor(np.random.random())]
+    return outputs, gradients, dict(model.named_buffers()), draws
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", ["blocks.*"], ["blocks"], ["blocks.0", "blocks.2"], lambda name, _: "blocks." in name]
+)
+def test_bit_equal_to_the_plain_model(choice):
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    keys = list(model.state_dict())
+    checkpointing = Checkpointing(model, choice)
+    assert all(name.startswith("blocks.") and name.count(".") == 1 for name in checkpointing.blocks)
+    torch.testing.assert_close(run(model), run(plain), rtol=0, atol=0)
+    assert list(model.state_dict()) == keys
+    assert type(model.blocks[0]) is Block
+    checkpointing.close()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_torch_alone_gets_buffers_and_foreign_randomness_wrong():
+    """Negative control: the same blocks under `torch.utils.checkpoint`."""
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        forward = type(block).forward.__get__(block)
+        block.forward = lambda *args, f=forward, **kwargs: checkpoint(f, *args, use_reentrant=False, **kwargs)
+    got, want = run(model), run(plain)
+    assert got[2]["blocks.0.calls"] == 4
+    assert want[2]["blocks.0.calls"] == 2
+    assert not torch.equal(got[2]["blocks.0.norm.running_mean"], want[2]["blocks.0.norm.running_mean"])
+    assert any(not torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_a_kept_graph_is_recomputed_for_each_backward():
+    torch.manual_seed(0)
+    plain = Net()
+    model = copy.deepcopy(plain)
+    Checkpointing(model, "auto")
+    for each in (plain, model):
+        seed()
+        loss = each(torch.randn(6, 4)).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    torch.testing.assert_close(
+        [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], rtol=0, atol=0
+    )
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_runs_its_own_blocks(how):
+    """An EMA is a deep copy: a closure would go on calling the original's blocks."""
+    model = mlp_blocks()
+    Checkpointing(model, "auto")
+    x = torch.randn(6, 32)
+    want = model(x)
+    twin = how(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(twin(x), want)
+    twin(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def mlp_blocks(width=32, num_blocks=4):
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU()) for _ in range(num_blocks)
+    ]
+    return nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize(("is_checkpointed", "ratio"), [(False, 2.0), (True, 3.0)])
+def test_flops_of_backward_over_forward(is_checkpointed, ratio):
+    model = mlp_blocks()
+    if is_checkpointed:
+        Checkpointing(model, "auto")
+    x = torch.randn(5, 32, requires_grad=True)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(x).sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert backward.get_total_flops() == ratio * forward.get_total_flops()
+
+
+def saved_bytes(model, x):
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(x).sum()
+    del loss
+    return sum(size for pointer, size in storages.items() if pointer not in own)
+
+
+def test_only_the_inputs_of_the_blocks_are_kept():
+    x = torch.randn(64, 32, requires_grad=True)
+    model = mlp_blocks()
+    plain = saved_bytes(model, x)
+    Checkpointing(model, "auto")
+    kept = saved_bytes(model, x)
+    assert kept <= 4 * x.nbytes
+    assert plain >= 16 * x.nbytes
+
+
+class TestChoice:
+    def test_auto_takes_the_repeated_blocks(self):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        model = nn.Sequential(nn.Linear(4, 8), nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+        assert list(choose_blocks(model, "auto")) == ["1.layers.0", "1.layers.1", "1.layers.2"]
+
+    def test_a_pattern_that_matches_nothing_suggests_names(self):
+        with pytest.raises(mk.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
+            choose_blocks(Net(), ["block.0"])
+
+    def test_nothing_to_checkpoint(self):
+        with pytest.raises(mk.ConfigError, match="no block of Linear chosen"):
+            choose_blocks(nn.Linear(2, 2), "auto")
+
+    def test_through_the_wrapper(self):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, checkpoint=["blocks.*"])
+        assert trainer.checkpointed_blocks == ("blocks.0", "blocks.1", "blocks.2")
+        assert trainer.train_step(torch.randn(4, 4), lambda model, x: model(x).pow(2).mean()).stepped
+        trainer.close()
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_an_instance_forward_that_was_there_comes_back():
+    model = Net()
+    own = model.blocks[1].forward
+    model.blocks[1].forward = lambda x, scale: own(x, scale=2 * scale)
+    mine = model.blocks[1].__dict__["forward"]
+    checkpointing = Checkpointing(model, "auto")
+    run(model)
+    checkpointing.close()
+    assert model.blocks[1].__dict__["forward"] is mine
+
+
+def test_compiled_model():
+    torch.manual_seed(0)
+    plain = mlp_blocks()
+    model = copy.deepcopy(plain)
+    Checkpointing(model, "auto")
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 32)
+    compiled(x).pow(2).sum().backward()
+    plain(x).pow(2).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])

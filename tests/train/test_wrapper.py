@@ -1,0 +1,433 @@
+"""The wrapper in a loop: exact steps, precision, schedules, evaluation, packed batches, GANs, no trace afterwards."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit as mk
+
+
+def make(width=16, **keywords):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, mk.MemoryEfficientTrainingWrapper(model, optimizer, **keywords)
+
+
+def batches(num=3, rows=10):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(num):
+        x = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+        y = torch.randint(0, 3, (rows,), generator=generator)
+        y[::3] = -100
+        yield x, y
+
+
+def row_loss(model, micro):
+    return model(micro[0]).pow(2).mean()
+
+
+def token_loss(model, micro):
+    return F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] != -100).sum()
+
+
+def train_plainly(loss_fn):
+    model, optimizer, _ = make()
+    losses = []
+    for x, y in batches():
+        loss = loss_fn(model, (x, y))
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return dict(model.state_dict()), losses
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, 10, 25])
+@pytest.mark.parametrize("loss_fn", [row_loss, token_loss])
+def test_a_step_is_the_full_batch_step(steps, loss_fn):
+    model, _, trainer = make(accumulation_steps=steps)
+    results = [trainer.train_step(batch, loss_fn) for batch in batches()]
+    state, losses = train_plainly(loss_fn)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close([result.loss for result in results], losses, rtol=1e-12, atol=0)
+    assert [result.num_microbatches for result in results] == [min(steps, 10)] * 3
+    assert trainer.num_steps == 3
+
+
+def test_a_mean_over_tokens_without_its_count_is_told():
+    """Negative control: the same loss as a plain mean is another loss when the batch is split."""
+    model, _, trainer = make(accumulation_steps=3)
+    first, *others = batches()
+
+    def mean_loss(model, micro):
+        return F.cross_entropy(model(micro[0]), micro[1])
+
+    with pytest.warns(mk.MemkitWarning, match=r"return \(loss_sum, count\)"):
+        trainer.train_step(first, mean_loss)
+    for batch in others:
+        trainer.train_step(batch, mean_loss)
+    state, _ = train_plainly(token_loss)
+    assert (model[0].weight - state["0.weight"]).abs().max() > 1e-5
+
+
+def test_the_loop_that_is_kept():
+    model, _, trainer = make(accumulation_steps=4)
+    for x, y in batches():
+        for attempt in trainer.microbatches((x, y)):
+            with attempt as (micro_x, micro_y):
+                with trainer.autocast():
+                    loss = F.cross_entropy(model(micro_x), micro_y, reduction="sum")
+                trainer.backward(loss, count=(micro_y != -100).sum(), reduction="sum")
+        assert trainer.step() is True
+    state, _ = train_plainly(token_loss)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-10, atol=1e-12)
+
+
+def test_the_block_runs_again_after_an_out_of_memory():
+    model, _, trainer = make()
+    sizes = []
+    for x, y in batches():
+        for attempt in trainer.microbatches((x, y)):
+            with attempt as (micro_x, _):
+                sizes.append(len(micro_x))
+                if len(micro_x) > 4:
+                    raise MemoryError
+                trainer.backward(model(micro_x).pow(2).mean())
+        trainer.step()
+    assert sizes[:8] == [10, 5, 2, 2, 1, 2, 2, 1]
+    state, _ = train_plainly(row_loss)
+    torch.testing.assert_close(dict(model.state_dict()), state, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_starts():
+    import weakref
+
+    _, _, trainer = make(width=8)
+    alive, kept = [], []
+
+    def loss_fn(model, micro):
+        alive.append(sum(reference() is not None for reference in kept))
+        hidden = model[0](micro[0])
+        cycle = [hidden]
+        cycle.append(cycle)
+        kept.append(weakref.ref(hidden))
+        if len(micro[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model[2](hidden).pow(2).mean()
+
+    trainer.train_step(next(batches()), loss_fn)
+    assert alive[:2] == [0, 0]
+
+
+class TestSchedulesAndAverages:
+    def test_they_follow_real_steps_only(self):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, precision="fp16-mixed", scheduler=scheduler, average=average, max_grad_norm=1.0
+        )
+        scale = [1.0, float("inf"), 1.0]
+        stepped = []
+        for factor, (x, _) in zip(scale, batches(), strict=True):
+            result = trainer.train_step(x.float(), lambda model, x, f=factor: (model(x) * f).float().pow(2).mean())
+            stepped.append(result.stepped)
+        assert stepped[1] is False
+        assert sum(stepped) == trainer.num_steps == int(average.n_averaged)
+        assert scheduler.get_last_lr() == [0.5 ** sum(stepped)]
+
+
+class TestPrecision:
+    @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16)])
+    def test_mixed(self, precision, dtype):
+        model, optimizer, _ = make()
+        model.float()
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision=precision)
+        seen = []
+
+        def loss_fn(model, x):
+            out = model(x)
+            seen.append(out.dtype)
+            return out.float().pow(2).mean()
+
+        assert trainer.train_step(next(batches())[0].float(), loss_fn).stepped
+        assert seen == [dtype]
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+    def test_true_converts_the_model_and_gives_it_back(self):
+        model, optimizer, _ = make()
+        model.float()
+        ids = [id(p) for p in model.parameters()]
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, precision="bf16-true", accumulation_steps=2, probe=False
+        )
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert trainer.train_step(next(batches())[0].float(), lambda model, x: model(x).float().pow(2).mean()).stepped
+        trainer.close()
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert [id(p) for p in model.parameters()] == ids
+        assert model(torch.ones(1, 4)).dtype == torch.float32
+
+    def test_auto_and_none(self):
+        trainer = make(precision="auto")[2]
+        assert trainer._precision.name in (None, "bf16-mixed")
+        assert make()[2]._precision.name is None
+
+    def test_unknown(self):
+        with pytest.raises(mk.ConfigError, match=r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"):
+            make(precision="fp16")
+
+
+class TestEvaluation:
+    def test_modes_come_back_one_by_one(self):
+        model, _, trainer = make()
+        model.insert(1, nn.BatchNorm1d(16).double().eval())
+        model.insert(1, nn.Dropout(0.5))
+        modes = [module.training for module in model.modules()]
+        with pytest.raises(KeyError), trainer.evaluation():
+            assert not any(module.training for module in model.modules())
+            assert not model(torch.ones(2, 4).double()).requires_grad
+            raise KeyError
+        assert [module.training for module in model.modules()] == modes
+        assert torch.is_grad_enabled()
+
+
+class TestPackedBatches:
+    @staticmethod
+    def split(batch, n):
+        """A batch of scenes: points (P, C) with offsets (S,), cut between scenes."""
+        points, offsets = batch
+        bounds = [0, *offsets.tolist()]
+        parts = []
+        for scenes in torch.arange(len(offsets)).tensor_split(n):
+            if len(scenes):
+                start, stop = bounds[scenes[0]], bounds[scenes[-1] + 1]
+                parts.append((points[start:stop], offsets[scenes] - start))
+        return parts
+
+    @staticmethod
+    def loss(model, batch):
+        points, offsets = batch
+        scenes = model(points).tensor_split(offsets[:-1])
+        return torch.stack([scene.mean(0).pow(2).sum() for scene in scenes]).sum(), len(offsets)
+
+    def data(self):
+        torch.manual_seed(3)
+        return torch.randn(20, 4).double(), torch.tensor([3, 4, 11, 15, 20])
+
+    @pytest.mark.parametrize("capacity", [100, 60, 35])
+    def test_scenes_are_never_cut(self, capacity):
+        model, _, trainer = make(accumulation_steps=2, split_fn=self.split)
+
+        def limited(model, batch):
+            if batch[0].numel() > capacity:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return self.loss(model, batch)
+
+        result = trainer.train_step(self.data(), limited)
+        plain, optimizer, _ = make()
+        loss, count = self.loss(plain, self.data())
+        (loss / count).backward()
+        optimizer.step()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+        assert (result.num_ooms > 0) == (capacity < 60)
+
+    def test_a_part_must_say_its_weight(self):
+        _, _, trainer = make(accumulation_steps=2, split_fn=self.split)
+        with pytest.raises(mk.InputError, match=r"no count for a part made by split_fn"):
+            trainer.train_step(self.data(), lambda model, batch: model(batch[0]).mean())
+
+    def test_a_scene_that_never_fits(self):
+        _, _, trainer = make(split_fn=self.split)
+
+        def never(model, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"elements.*give split_fn"):
+            trainer.train_step(self.data(), never)
+
+    def test_what_split_fn_returns_is_checked(self):
+        _, _, trainer = make(accumulation_steps=2, split_fn=lambda batch, n: None)
+        with pytest.raises(mk.InputError, match=r"split_fn\(batch, 2\): got None"):
+            trainer.train_step(self.data(), self.loss)
+
+
+def test_two_wrappers_train_a_gan_with_gradient_penalty():
+    """Interleaved, split, one of them out of memory: the same as the hand-written loop on whole batches."""
+
+    def nets():
+        torch.manual_seed(0)
+        disc = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+        gen = nn.Linear(2, 4).double()
+        return disc, gen, torch.optim.SGD(disc.parameters(), lr=0.1), torch.optim.SGD(gen.parameters(), lr=0.1)
+
+    data = [(torch.randn(6, 4).double(), torch.randn(6, 2).double()) for _ in range(3)]
+
+    def d_loss(disc, gen, real, noise):
+        fake = gen(noise).detach()
+        return F.softplus(disc(fake)).mean() + F.softplus(-disc(real)).mean() + mk.gradient_penalty(disc, real)
+
+    disc, gen, opt_d, opt_g = nets()
+    d_trainer = mk.MemoryEfficientTrainingWrapper(disc, opt_d, accumulation_steps=2, probe=False)
+    g_trainer = mk.MemoryEfficientTrainingWrapper(gen, opt_g, probe=False)
+
+    def g_step(gen, noise):
+        if len(noise) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return F.softplus(-disc(gen(noise))).mean()
+
+    for real, noise in data:
+        d_trainer.train_step((real, noise), lambda disc, micro: d_loss(disc, gen, *micro))
+        assert g_trainer.train_step(noise, g_step).num_microbatches == 2
+    got = dict(disc.state_dict()), dict(gen.state_dict())
+
+    disc, gen, opt_d, opt_g = nets()
+    for real, noise in data:
+        opt_d.zero_grad()
+        d_loss(disc, gen, real, noise).backward()
+        opt_d.step()
+        opt_g.zero_grad()
+        F.softplus(-disc(gen(noise))).mean().backward()
+        opt_g.step()
+    torch.testing.assert_close(got, (dict(disc.state_dict()), dict(gen.state_dict())), rtol=1e-10, atol=1e-12)
+
+
+class TestProbe:
+    def test_batch_norm_is_named_once(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+        )
+        with pytest.warns(mk.MemkitWarning, match=r"In training mode 1 would see.*GroupNorm"):
+            trainer.train_step(torch.randn(8, 4), row_loss_of_tensor)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.train_step(torch.randn(8, 4), row_loss_of_tensor)
+
+    def test_a_contrastive_loss_is_refused_and_nothing_was_stepped(self):
+        model, _, trainer = make(accumulation_steps=2)
+        before = copy.deepcopy(model.state_dict())
+
+        def contrast(model, micro):
+            z = F.normalize(model(micro[0]), dim=1)
+            return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+        with pytest.raises(mk.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
+            trainer.train_step(next(batches()), contrast)
+        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+        assert all(p.grad is None for p in model.parameters())
+
+    def test_a_batch_that_is_not_split_is_not_probed(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert trainer.train_step(torch.randn(8, 4), row_loss_of_tensor).stepped
+
+    def test_the_loop_that_is_kept_scans_the_modules(self):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+        )
+
+        def loop():
+            for attempt in trainer.microbatches(torch.randn(8, 4)):
+                with attempt as micro:
+                    trainer.backward(model(micro).pow(2).mean())
+
+        with pytest.warns(mk.MemkitWarning, match="In training mode 1 would see"):
+            loop()
+
+
+def row_loss_of_tensor(model, x):
+    return model(x).pow(2).mean()
+
+
+class TestMisuse:
+    def test_backward_outside_of_an_attempt(self):
+        _, _, trainer = make()
+        with pytest.raises(mk.StateError, match="a call outside of an attempt"):
+            trainer.backward(torch.ones((), requires_grad=True))
+
+    def test_a_batch_that_was_not_stepped(self):
+        model, _, trainer = make()
+        for attempt in trainer.microbatches(next(batches())):
+            with attempt as micro:
+                trainer.backward(row_loss(model, micro))
+        with pytest.raises(mk.StateError, match=r"call trainer\.step\(\)"):
+            next(trainer.microbatches(next(batches())))
+
+    def test_an_attempt_without_backward(self):
+        _, _, trainer = make()
+        with pytest.raises(mk.StateError, match=r"without trainer\.backward"):
+            for attempt in trainer.microbatches(next(batches())):
+                with attempt:
+                    pass
+
+    def test_an_attempt_that_was_not_entered(self):
+        _, _, trainer = make()
+        with pytest.raises(mk.StateError, match="not entered"):
+            for _ in trainer.microbatches(next(batches())):
+                pass
+
+    def test_another_error_loses_the_step_and_nothing_else(self):
+        model, _, trainer = make(accumulation_steps=2)
+        calls = []
+
+        def fails_in_the_second(model, micro):
+            calls.append(None)
+            if len(calls) == 2:
+                raise KeyError("a bug in the loss")
+            return row_loss(model, micro)
+
+        with pytest.raises(KeyError):
+            trainer.train_step(next(batches()), fails_in_the_second)
+        assert all(p.grad is None for p in model.parameters())
+        for batch in batches():
+            trainer.train_step(batch, row_loss)
+        torch.testing.assert_close(dict(model.state_dict()), train_plainly(row_loss)[0], rtol=1e-10, atol=1e-12)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"activations"}},
+         {"memory": "4GiB"}],
+    )  # fmt: skip
+    def test_settings(self, settings):
+        with pytest.raises(mk.ConfigError, match=next(iter(settings))):
+            make(**settings)
+
+
+class CountReads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host: on an accelerator each one waits for the device."""
+
+    num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_no_host_sync(max_grad_norm):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=2, max_grad_norm=max_grad_norm, probe=False
+    )
+    x = torch.randn(8, 4)
+    trainer.train_step(x, row_loss_of_tensor)
+    trainer.close()
+    with CountReads() as plain:
+        model(x).pow(2).mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    with CountReads() as ours:
+        trainer.train_step(x, row_loss_of_tensor)
+    assert ours.num_reads == plain.num_reads  # AdamW reads its own step counters, which lie on the host
