@@ -65,7 +65,7 @@ class GradientAccumulator:
         gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
             GAN's two accumulators never mix. ``"all"``: to every leaf of the graph, as ``loss.backward()`` does.
         accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more.
-        guard_first_steps: During the first two steps keep a host copy of parameters and optimiser state, so that an
+        guard_first_steps: During the first two steps keep a copy of parameters and optimiser state, so that an
             out-of-memory inside ``optimizer.step()`` leaves them as they were.
 
     Attributes:

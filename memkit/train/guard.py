@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +16,17 @@ from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
 from memkit._oom import describe_error, is_out_of_memory
 
+_SMALL_BYTES = 64 * 1024  # not worth a file
 _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all
 
 
 class StepGuard:
-    """Protects the first steps of optimisers with a copy of parameters and state in host memory.
+    """Protects the first steps of optimisers with a copy of parameters and state.
 
-    Almost every out-of-memory inside ``optimizer.step()`` comes in the first two steps. When it comes, parameters and
-    state are put back and the step is tried once more with the allocator's cache released. Where the copy itself does
-    not fit, the step runs without it.
+    The copy of an accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take
+    the memory that is short. Almost every out-of-memory inside ``optimizer.step()`` comes in the first two steps. When
+    it comes, parameters and state are put back and the step is tried once more with the allocator's cache released.
+    Where the copy itself does not fit, the step runs without it.
 
     Args:
         optimizers: The optimisers that step together.
@@ -37,21 +42,24 @@ class StepGuard:
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
-        before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS else None
-        for _ in range(2 if before else 1):
-            failure = None
-            try:
-                stepped = step()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = describe_error(error)
-            if failure is None:
-                self._num_steps += stepped
-                return stepped
+        with contextlib.ExitStack() as stack:
+            before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS else None
             if before is not None:
-                before.restore()
-            release_cached_memory()
+                stack.enter_context(before)
+            for _ in range(2 if before else 1):
+                failure = None
+                try:
+                    stepped = step()
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure = describe_error(error)
+                if failure is None:
+                    self._num_steps += stepped
+                    return stepped
+                if before is not None:
+                    before.restore()
+                release_cached_memory()
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory inside it: {failure}; parameters and state are "
@@ -70,24 +78,31 @@ class StepGuard:
         return None
 
 
-class _Copy:
-    """Parameters and optimiser state at one instant, in host memory."""
+class _Copy(contextlib.AbstractContextManager["_Copy"]):
+    """Parameters and optimiser state at one instant; its files go when the context ends."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="memkit-step-")
+        self._num_files = 0
         self._parameters = [
-            (parameter, _to_host(parameter))
+            (parameter, self._copy(parameter))
             for optimizer in optimizers
             for group in optimizer.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
         self._states = [
-            (optimizer, {parameter: _copy_state(state) for parameter, state in optimizer.state.items()})
+            (optimizer, {parameter: self._copy_state(state) for parameter, state in optimizer.state.items()})
             for optimizer in optimizers
         ]
 
+    def __exit__(self, *_: object) -> None:
+        self._parameters, self._states = [], []  # a mapped file cannot go on every system
+        self._folder.cleanup()
+
     @torch.no_grad()
     def restore(self) -> None:
+        """Write everything back in place."""
         for parameter, value in self._parameters:
             parameter.copy_(value)
         for optimizer, states in self._states:
@@ -97,16 +112,20 @@ class _Copy:
                 else:
                     del optimizer.state[parameter]
 
+    def _copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+            for name, value in state.items()
+        }
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _copy_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for name, value in state.items()
-    }
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
+            return tensor.to("cpu", copy=True)
+        self._num_files += 1
+        path = str(Path(self._folder.name, str(self._num_files)))
+        stored = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        return stored.copy_(tensor)
 
 
 def _restore_state(state: dict[str, Any], before: dict[str, Any]) -> None:

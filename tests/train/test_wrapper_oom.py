@@ -40,7 +40,7 @@ def final_state(model, optimizer):
 def recovered(model_name, optimizer_name, *places, on_oom="split"):
     model, optimizer, batches = make(model_name, optimizer_name)
     trainer = mk.MemoryEfficientTrainingWrapper(
-        model, optimizer, accumulation_steps=ACCUMULATION, max_grad_norm=0.5, on_oom=on_oom
+        model, optimizer, accumulation_steps=ACCUMULATION, max_grad_norm=0.5, on_oom=on_oom, probe=False
     )
     with FailingOperator(*places) as fault:
         results = [trainer.train_step(batch, loss_fn) for batch in batches]

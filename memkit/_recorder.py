@@ -1,0 +1,398 @@
+"""Births and deaths of storages, on real or fake tensors: the one mechanism that watches memory.
+
+How it works, what it sees and what it cannot see: `docs/explanation-recorder.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch._C import _storage_Use_Count as storage_use_count
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_leaves
+
+from memkit._errors import StateError
+from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
+from memkit._whereabouts import Place, Whereabouts, running_node
+
+_aten = torch.ops.aten
+_LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
+_ADD = _aten.add.Tensor
+_DEVICE = torch.ops.prim.device.default
+# What autograd's AccumulateGrad node calls to put a gradient into `.grad`.
+_ACCUMULATIONS = frozenset({_aten.detach.default, _aten.clone.default, _aten.add_.Tensor, _ADD})
+# Backward formulas write into fresh zeros. Under a dispatch mode they call the out-of-place forms.
+_FILLS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
+_WRITES = frozenset(
+    {
+        _aten.scatter.src,
+        _aten.scatter.value,
+        _aten.scatter_add.default,
+        _aten.index_add.default,
+        _aten.index_put.default,
+        _aten.masked_scatter.default,
+        _aten.put.default,
+    }
+)
+_REUSING = _WRITES | {_ADD}
+# Existing storages of these categories were there before the block; others only since the current step began.
+_LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
+_Holders = tuple[int, int, int]
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """Weak reference to a storage, with the number of its record: the death callback gets nothing else."""
+
+    __slots__ = ("key", "number")
+    key: int
+    number: int
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Record every storage that is born, resized or freed in a block of code.
+
+    Use it as ``with Recorder() as recorder: step()`` and read `recording` then or later. It works on real tensors and
+    inside ``FakeTensorMode``, keeps no tensor alive and changes no result. It sees the thread that entered it, with
+    the threads that autograd starts for its backward. One recorder records one block.
+
+    Args:
+        as_without_recorder: Any dispatch mode makes autograd sum gradients out of place where it would otherwise
+            reuse one of them. True reports the memory that the step takes without the recorder; False reports what
+            this very run allocates.
+
+    Example:
+        >>> import torch
+        >>> from memkit._recorder import Recorder
+        >>> with Recorder() as recorder:
+        ...     x = torch.ones(1024)
+        ...     y = x * 2
+        >>> recorder.recording().peak_bytes()
+        8192
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, *, as_without_recorder: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reusing = _REUSING if as_without_recorder else frozenset()
+        self._unshared: _Holders | None = None  # references to a gradient that nobody shares
+        self._is_probing = False
+        self._cleanup = ExitStack()
+        self._was_entered = False
+        self._where = Whereabouts()
+        self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it
+        self._live: dict[torch.device, int] = {}
+        # One entry per event, and the storages that were there before: (event before which they count, number, bytes).
+        self._event_storage: list[int] = []
+        self._event_bytes: list[int] = []
+        self._adopted: list[tuple[int, int, int]] = []
+        self._step_start = 0  # first event of the current step
+        self._phases: list[tuple[int, Phase]] = []
+        # One entry per storage.
+        self._bytes: list[int] = []
+        self._devices: list[torch.device] = []
+        self._operators: list[Any] = []  # the operator, or "" for what was there before
+        self._places: list[Place] = []
+        self._nodes: list[int] = []  # sequence number of the autograd node that ran; -1 outside of backward
+        self._categories: dict[int, Category] = {}
+        self._untracked: dict[str, None] = {}
+
+    def __enter__(self) -> Self:
+        if self._was_entered:
+            raise StateError(
+                "with recorder",
+                got="a Recorder that was entered before",
+                expected="one block for each Recorder",
+                fix="make a new Recorder().",
+            )
+        self._was_entered = True
+        with ExitStack() as cleanup:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            cleanup.push(super().__exit__)
+            if self._reusing:
+                self._probe()
+            self._where = Whereabouts()
+            for handle in (
+                register_module_forward_pre_hook(self._before_module),
+                register_module_forward_hook(self._after_module, always_call=True),
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ):
+                cleanup.callback(handle.remove)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+        self._blocks.clear()  # with the weak references go their callbacks: what dies from here on was alive at the end
+
+    def live_bytes(self, device: torch.device | str | None = None) -> int:
+        """Bytes in live storages now (at the end of the block once it is over), on one device or on all."""
+        if device is None:
+            return sum(self._live.values())
+        return self._live.get(torch.device(device), 0)
+
+    # ------------------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _DEVICE:  # `.device` of a fake tensor
+            return func(*args)
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
+        where = self._where
+        where.update()
+        is_candidate = func in self._reusing and where.phase == "backward"
+        reused = self._reused_otherwise(func, args) if is_candidate else None
+        out = func(*args, **kwargs)
+        if self._is_probing:
+            return out
+        if not self._phases or where.phase != self._phases[-1][1]:
+            self._phases.append((len(self._event_storage), where.phase))
+        if func is not _LIFT:
+            for argument in (args, *kwargs.values()):
+                self._note_all(argument, None)
+        if reused is not None:
+            self._reuse(reused, out)
+        self._note_all(out, func)
+        if func in _ACCUMULATIONS and where.phase == "backward":
+            node = running_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                self._label(out, "gradient")
+        return out
+
+    def _note_all(self, value: Any, operator: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._note(value, operator)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._note_all(item, operator)
+        elif isinstance(value, dict):
+            self._note_all(tuple(value.values()), operator)
+
+    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
+        """Book a tensor's storage: a birth where `operator` made it, an adoption where it was there already.
+
+        Returns:
+            The storage's number; None if it holds no memory of its own.
+        """
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse or opaque: no storage of its own
+            for part in self._parts(tensor, operator):
+                if part is not tensor:
+                    self._note(part, operator)
+            return None
+        block = self._blocks.get(id(storage))
+        if block is not None:
+            resized_by = storage.nbytes() - self._bytes[block.number]
+            if resized_by:
+                self._change(block.number, resized_by)
+            return block.number
+        nbytes = storage.nbytes()
+        if nbytes == 0 or tensor._is_zerotensor():
+            return None
+        number = len(self._bytes)
+        device = tensor.device
+        self._bytes.append(nbytes)
+        self._devices.append(device)
+        if operator is None:
+            self._adopted.append((self._step_start, number, nbytes))
+            self._operators.append("")
+            self._places.append(Place("other", "", None))
+            self._nodes.append(-1)
+        else:
+            self._event_storage.append(number)
+            self._event_bytes.append(nbytes)
+            self._operators.append(operator)
+            self._places.append(self._where.place())
+            node = running_node()
+            self._nodes.append(-1 if node is None else node._sequence_nr())
+        self._live[device] = self._live.get(device, 0) + nbytes
+        self._follow(storage, number)
+        return number
+
+    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        block = _Block(storage, self._died)
+        block.key = id(storage)
+        block.number = number
+        self._blocks[block.key] = block
+
+    def _died(self, block: _Block) -> None:
+        del self._blocks[block.key]
+        self._change(block.number, -self._bytes[block.number])
+
+    def _change(self, number: int, by: int) -> None:
+        self._event_storage.append(number)
+        self._event_bytes.append(by)
+        self._bytes[number] += by
+        self._live[self._devices[number]] += by
+
+    def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
+        """The plain tensors that hold the memory of a sparse or wrapping one."""
+        if is_traceable_wrapper_subclass_type(type(tensor)):
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
+                yield from self._parts(getattr(tensor, name), operator)
+        elif tensor.layout is torch.strided:
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        else:
+            self._untracked[f"{operator or 'input'}: {tensor.layout}"] = None
+
+    # ------------------------------------------------------------------------------------- gradients in place
+
+    def _reused_otherwise(self, func: Any, args: tuple[Any, ...]) -> _Block | None:
+        """The block that this operator would have written into, if there were no dispatch mode.
+
+        The rule is `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp: a dense gradient to which nobody
+        but the engine refers, neither to the tensor nor to its storage. A formula's write goes into fresh zeros.
+        """
+        tensor = args[0]
+        if torch.is_grad_enabled() or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        holders = (tensor._use_count(), sys.getrefcount(tensor), storage_use_count(storage._cdata))
+        if self._is_probing:
+            self._unshared = holders
+            return None
+        block = self._blocks.get(id(storage))
+        if block is None:
+            return None
+        if func is _ADD:
+            is_free = holders == self._unshared and is_dense(tensor) and self._may_be_summed(block)
+        else:
+            is_free = block.number == len(self._bytes) - 1 and self._operators[block.number] in _FILLS
+        return block if is_free and self._where.called_by_engine() else None
+
+    def _may_be_summed(self, block: _Block) -> bool:
+        """Whether the engine, not a node's own formula, may be adding to this block.
+
+        The engine adds what two nodes sent to one place, or one node along two of its edges.
+        """
+        node = running_node()
+        if node is None or node._sequence_nr() != self._nodes[block.number]:
+            return True
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        return len(set(edges)) < len(edges)
+
+    def _reuse(self, block: _Block, out: torch.Tensor) -> None:
+        """Count the result as written into `block`, whose own storage is about to die unseen."""
+        del self._blocks[block.key]
+        self._follow(out.untyped_storage(), block.number)
+
+    def _probe(self) -> None:
+        """Learn how many references an unshared gradient has, counted at this place in this Python and this torch."""
+        self._is_probing = True
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            x = torch.zeros(1, device="cpu", requires_grad=True)
+            y = x * 1
+            torch.autograd.grad(y * 2 + y * 3, x)
+        self._is_probing = False
+
+    # ------------------------------------------------------------------------------------------------ hooks
+
+    def _is_active(self) -> bool:
+        return self in _get_current_dispatch_mode_stack()  # hooks are global, recorders belong to a thread
+
+    def _before_module(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self._is_active() or not self._where.enter_module(module):
+            return
+        if not torch.is_grad_enabled():
+            self._step_start = len(self._event_storage)
+        self._where.outside_backward = "forward"
+        for child in module.modules():
+            owner = self._where.name_of(child)
+            self._label(list(child.parameters(recurse=False)), "parameter", owner)
+            self._label(list(child.buffers(recurse=False)), "buffer", owner)
+        self._label(inputs, "input")
+
+    def _after_module(self, *_: Any) -> None:
+        if self._is_active():
+            self._where.leave_module()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_active():
+            return
+        self._where.outside_backward = "optimizer"
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._label(parameters, "parameter")
+        self._label([p.grad for p in parameters], "gradient")
+        self._label(list(optimizer.state.values()), "optimizer")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_active():
+            return
+        self._label(list(optimizer.state.values()), "optimizer")
+        self._where.outside_backward = "other"
+        self._step_start = len(self._event_storage)
+
+    def _label(self, value: Any, category: Category, module: str = "") -> None:
+        """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            for part in self._parts(leaf, None):
+                number = self._note(part, None)
+                if number is None or (category == "input" and self._places[number].phase != "other"):
+                    continue  # what a forward made is an activation, also where it is the input of another model
+                if self._categories.setdefault(number, category) == category and not self._places[number].module:
+                    self._places[number] = self._places[number]._replace(module=module)
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def recording(self) -> Recording:
+        """Everything seen so far, as plain data."""
+        before = [0 if self._categories.get(number) in _LASTING else event for event, number, _ in self._adopted]
+        event_storage = np.insert(_int64(self._event_storage), before, [number for _, number, _ in self._adopted])
+        event_bytes = np.insert(_int64(self._event_bytes), before, [nbytes for *_, nbytes in self._adopted])
+        earlier = np.sort(_int64(before))
+        phases = tuple((index + int(np.searchsorted(earlier, index)), phase) for index, phase in self._phases)
+        texts: dict[Label, Sequence[str]] = {
+            "device": [str(device) for device in self._devices],
+            "module": [place.module for place in self._places],
+            "operator": [str(operator) for operator in self._operators],
+            "phase": [place.phase for place in self._places],
+            "source": [str(place.line or "") for place in self._places],
+        }
+        texts["category"] = resolve_categories(
+            self._categories,
+            born_in=texts["phase"],
+            was_before=[number for _, number, _ in self._adopted],
+            lifetimes=lifetimes(event_storage, event_bytes, len(self._bytes)),
+            backwards=[index for index, phase in phases if phase == "backward"],
+            end=len(event_storage),
+        )
+        codes: dict[Label, IntArray] = {}
+        names: dict[Label, tuple[str, ...]] = {}
+        for label, values in texts.items():
+            table = {text: code for code, text in enumerate(dict.fromkeys(values))}
+            codes[label] = _int64([table[value] for value in values])
+            names[label] = tuple(table)
+        return Recording(event_storage, event_bytes, codes, names, phases, tuple(self._untracked))
+
+
+def _int64(values: Sequence[int]) -> IntArray:
+    return np.asarray(values, dtype=np.int64)

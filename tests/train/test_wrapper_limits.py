@@ -1,0 +1,30 @@
+"""Real out-of-memory: children under a soft RLIMIT_DATA, 21 limits in all, each ends bit for bit as undisturbed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADROOMS = {"mlp": [16, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 20, 24, 28, 32, 36],
+             "transformer": [16, 24, 32, 40, 52, 64, 80]}  # fmt: skip
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")
+@pytest.mark.parametrize("name", HEADROOMS)
+def test_survives_and_equals_the_undisturbed_run(name):
+    command = [sys.executable, "-m", "tests.train.limit_child", name, *map(str, HEADROOMS[name])]
+    # Every tensor above 64 KiB is its own mapping, given back when it is freed: a limit means what it says.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == len(HEADROOMS[name])
+    for row in rows:
+        assert row["plain_dies"], row
+        assert row["num_ooms"] > 0, row
+        assert row["is_same"], row
+        assert [sum(parts) for parts in row["sizes"]] == [256, 256]
