@@ -1,5 +1,6 @@
 """Police for every test: a fresh seed, and no leaked dtype, gradient mode, environment or thread."""
 
+import gc
 import os
 import threading
 
@@ -12,6 +13,7 @@ settings.register_profile(
     "memkit", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memkit")
+gc.freeze()  # what the imports made need not be looked at by the hundreds of collections that recoveries run
 torch.set_num_threads(1)  # small tensors; two threads would wait for each other on a busy machine
 
 

@@ -82,23 +82,27 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
     """Parameters and optimiser state at one instant; its files go when the context ends."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="memkit-step-")
+        self._cleanup = contextlib.ExitStack()
         self._num_files = 0
-        self._parameters = [
-            (parameter, self._copy(parameter))
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        self._states = [
-            (optimizer, {parameter: self._copy_state(state) for parameter, state in optimizer.state.items()})
-            for optimizer in optimizers
-        ]
+        try:
+            self._parameters = [
+                (parameter, self._copy(parameter))
+                for optimizer in optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
+            self._states = [
+                (optimizer, {parameter: self._copy_state(state) for parameter, state in optimizer.state.items()})
+                for optimizer in optimizers
+            ]
+        except BaseException:
+            self._cleanup.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._parameters, self._states = [], []  # a mapped file cannot go on every system
-        self._folder.cleanup()
+        self._parameters, self._states = [], []  # some systems cannot remove a file that is mapped
+        self._cleanup.close()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -122,9 +126,11 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor.to("cpu", copy=True)
+        if self._num_files == 0:
+            self._folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="memkit-step-"))
         self._num_files += 1
-        path = str(Path(self._folder.name, str(self._num_files)))
-        stored = torch.from_file(path, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        path = Path(self._folder, str(self._num_files))
+        stored = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
         return stored.copy_(tensor)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEADROOMS = {"mlp": [16, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 20, 24, 28, 32, 36],
-             "transformer": [16, 24, 32, 40, 52, 64, 80]}  # fmt: skip
+             "transformer": [16, 20, 24, 32, 40, 48, 60]}  # fmt: skip
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Requires: [Linux]")

@@ -165,7 +165,7 @@ def test_the_size_that_fits_is_remembered_and_grows_back():
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_oom_in_the_first_optimizer_steps_leaves_all_as_it_was(optimizer_name, foreach):
-    """Every operator of the first two steps fails once, and then also its repetition: refused, nothing torn."""
+    """An operator of the step fails once, and then also in its repetition: refused, nothing torn."""
     model, optimizer, batches = make("mlp", optimizer_name)
     for group in optimizer.param_groups:
         group["foreach"] = foreach
@@ -175,7 +175,7 @@ def test_oom_in_the_first_optimizer_steps_leaves_all_as_it_was(optimizer_name, f
         optimizer.step()
         num_operators = fault.num_operators - start
     assert num_operators > 3
-    for place in range(1, num_operators + 1):
+    for place in range(1, num_operators + 1, 4 if num_operators > 40 else 1):
         for num_faults in (1, 2):
             torch.manual_seed(1)
             model, optimizer, batches = make("mlp", optimizer_name)

@@ -1,0 +1,132 @@
+"""What the wrapper's settings save and cost, by counters that do not vary: allocator bytes, operations, host reads."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from benchmarks.cases.wrapper_memory import Run, measure_flops, measure_peaks, measure_saved_bytes
+from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summed_loss
+from benchmarks.models import Task, transformer, unet
+
+TASKS = {
+    "transformer": lambda: transformer(width=32, length=64),
+    "unet": lambda: unet(width=4, stride=2),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*profil.*:UserWarning")
+
+
+@pytest.fixture(params=TASKS)
+def build(request):
+    return TASKS[request.param]
+
+
+def test_nothing_on_takes_no_memory(build):
+    plain, wrapped = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), {}))
+    assert 0 <= wrapped["peak_bytes"] - plain["peak_bytes"] < 8192  # torch's random state, 5056 bytes
+
+
+def test_four_microbatches_take_a_quarter_of_the_activations(build):
+    plain, quarter = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), {"accumulation_steps": 4}))
+    assert quarter["activation_bytes"] <= 0.3 * plain["activation_bytes"]
+    assert quarter["peak_bytes"] < plain["peak_bytes"]
+
+
+def test_checkpointing_keeps_little_for_backward(build):
+    plain, checkpointed = Run(build(), None), Run(build(), {"checkpoint": "auto"})
+    assert measure_saved_bytes(checkpointed) <= 0.4 * measure_saved_bytes(plain)
+    assert measure_peaks(checkpointed)["activation_bytes"] <= 0.5 * measure_peaks(plain)["activation_bytes"]
+
+
+def test_bf16_keeps_about_half_for_backward(build):
+    plain, mixed = Run(build(), None), Run(build(), {"precision": "bf16-mixed"})
+    assert measure_saved_bytes(mixed) <= 0.65 * measure_saved_bytes(plain)  # a transformer's residual stays float32
+
+
+def test_measures_together_reach_ninety_percent_of_the_activations(build):
+    settings = {"accumulation_steps": 4, "checkpoint": "auto"}
+    plain, both = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), settings))
+    assert both["activation_bytes"] <= 0.15 * plain["activation_bytes"]
+
+
+class Stack(nn.Module):
+    """Only matrix products, and each block ends in an operator that keeps its result: nothing can be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(16))  # so that the first layer's input needs a gradient too
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x):
+        x = x + self.offset
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("settings", "ratio"), [(None, 2), ({}, 2), ({"checkpoint": "auto"}, 3)])
+def test_backward_costs_two_forwards_and_recomputation_one_more(settings, ratio):
+    task = Task(Stack(), torch.randn(8, 16), lambda model, x: model(x).square().mean())
+    flops = measure_flops(Run(task, settings))
+    assert flops["forward_flops"] == 8 * 2 * 16 * 32 * 2 * 3
+    assert flops["backward_flops"] == ratio * flops["forward_flops"]
+
+
+def test_recomputation_leaves_out_what_nobody_needs():
+    flops = measure_flops(Run(TASKS["transformer"](), {"checkpoint": "auto"}))
+    # Of a block's 12 width^2 products per token the last 4, the MLP's second layer, keep nothing for backward.
+    assert 2 < flops["backward_flops"] / flops["forward_flops"] < 2.7
+
+
+class Noisy(nn.Module):
+    """Dropout and BatchNorm in blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_checkpointing_changes_no_bit():
+    model, batch = Noisy(), torch.randn(12, 8)
+    states = []
+    for checkpoint in (None, "auto"):
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            twin, optimizer, accumulation_steps=3, checkpoint=checkpoint, probe=False
+        )
+        torch.manual_seed(1)
+        for _ in range(3):
+            trainer.train_step(batch, lambda model, x: model(x).square().mean())
+        trainer.close()
+        states.append(twin.state_dict())
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert states[0]["blocks.0.1.num_batches_tracked"] == 9
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "settings", "num_reads"),
+    [
+        (mean_loss, {}, 0),
+        (mean_loss, {"on_oom": "raise"}, 0),
+        (mean_loss, {"max_grad_norm": 1.0}, 0),
+        (mean_loss, {"precision": "bf16-mixed", "checkpoint": ["2"]}, 0),
+        (summed_loss, {}, 1),  # the weight of the whole batch, at the step
+        (mean_loss, {"precision": "fp16-mixed"}, 1),  # the scaler asks whether to skip the step
+    ],
+)
+def test_a_warm_step_does_not_wait_for_the_device(loss_fn, settings, num_reads):
+    assert count_host_reads(loss_fn, **settings) == num_reads
