@@ -75,7 +75,7 @@ class SizeMemory:
     def note_failure(self, key: str, size: int) -> None:
         """Note that a micro-batch of this size ran out of memory."""
         entry = self._entries.setdefault(key, _Entry())
-        if entry.failed is not None:
+        if 0 < entry.proven < size:  # a trial: what ran before still does
             entry.patience = min(2 * entry.patience, _MAX_PATIENCE)
         entry.failed = size
         if entry.proven >= size:

@@ -1,0 +1,77 @@
+"""Cutting batches: every row once, in order, whatever the containers."""
+
+from collections import OrderedDict, UserDict, namedtuple
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memkit as mk
+from memkit.train.split import count_elements, count_rows, shape_key, split_batch, take_rows
+
+Pair = namedtuple("Pair", "x y")
+
+
+def batch_of(rows):
+    x = torch.arange(rows * 2.0).view(rows, 2)
+    return {
+        "x": x,
+        "nested": [(torch.arange(rows), np.arange(rows * 3).reshape(rows, 3)), Pair(x + 1, None)],
+        "names": [f"row {i}" for i in range(rows)],
+        "scale": torch.tensor(3.0),
+        "mode": "train",
+    }
+
+
+@given(rows=st.integers(1, 40), num_parts=st.integers(1, 50))
+def test_parts_hold_every_row_once_and_are_nearly_equal(rows, num_parts):
+    parts = split_batch(batch_of(rows), num_parts)
+    sizes = [count_rows(part) for part in parts]
+    assert len(parts) == min(num_parts, rows)
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    whole = batch_of(rows)
+    torch.testing.assert_close(torch.cat([part["x"] for part in parts]), whole["x"], rtol=0, atol=0)
+    torch.testing.assert_close(torch.cat([part["nested"][0][0] for part in parts]), whole["nested"][0][0])
+    np.testing.assert_array_equal(np.concatenate([part["nested"][0][1] for part in parts]), whole["nested"][0][1])
+    assert [name for part in parts for name in part["names"]] == whole["names"]
+    assert all(part["scale"] == 3 and part["mode"] == "train" for part in parts)
+    assert all(type(part["nested"][1]) is Pair and part["nested"][1].y is None for part in parts)
+
+
+@pytest.mark.parametrize("mapping", [dict, OrderedDict, UserDict])
+def test_mappings_keep_their_type(mapping):
+    """A tokenizer's BatchEncoding is a UserDict; the parts must still be what the model expects."""
+    batch = mapping(input_ids=torch.arange(6).view(3, 2), lengths=torch.tensor([2, 1, 2]))
+    first, second = split_batch(batch, 2)
+    assert type(first) is type(second) is type(batch)
+    assert first["input_ids"].tolist() == [[0, 1], [2, 3]]
+    assert second["lengths"].tolist() == [2]
+    assert batch["lengths"].tolist() == [2, 1, 2]
+
+
+def test_a_tensor_alone_and_a_single_part():
+    x = torch.arange(5)
+    assert split_batch(x, 1)[0] is x
+    assert [part.tolist() for part in split_batch(x, 2)] == [[0, 1, 2], [3, 4]]
+    assert take_rows(x, 1, 3).tolist() == [1, 2]
+
+
+def test_what_cannot_be_cut_says_why():
+    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*split_fn"):
+        split_batch((torch.ones(3), torch.ones(4)), 2)
+    with pytest.raises(mk.InputError, match="no tensor with rows"):
+        count_rows({"scale": torch.tensor(1.0)})
+    with pytest.raises(mk.InputError, match="a SimpleNamespace in it"):
+        count_rows((torch.ones(3), SimpleNamespace(x=torch.ones(3))))
+
+
+def test_keys_tell_shapes_apart_but_not_row_counts():
+    assert shape_key(batch_of(3)) == shape_key(batch_of(8))
+    assert shape_key(torch.ones(2, 3)) != shape_key(torch.ones(2, 4))
+    assert shape_key(torch.ones(2, 3)) != shape_key(torch.ones(2, 3).double())
+    assert count_elements((torch.ones(2, 3), torch.ones(4), "x")) == 10
