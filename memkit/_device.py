@@ -106,6 +106,7 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     Raises:
         ConfigError: This system has no such limit.
     """
+    release_cached_memory()
     memory = device_memory(device)
     if device.type == "cuda" and memory.reserved_bytes is not None and memory.total_bytes is not None:
         torch.cuda.set_per_process_memory_fraction((memory.reserved_bytes + num_bytes) / memory.total_bytes, device)

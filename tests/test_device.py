@@ -129,3 +129,24 @@ def test_cuda_memory_counts():
     after = _device.device_memory(device)
     assert after.allocated_bytes - before.allocated_bytes == held.nbytes
     assert after.total_bytes > after.free_bytes > 0
+
+
+def test_a_memory_limit_is_real():
+    script = (
+        "import torch, memkit as mk\n"
+        "from memkit._device import limit_memory\n"
+        "limit_memory(torch.device('cpu'), 64 * 2**20)\n"
+        "torch.empty(48 * 2**20, dtype=torch.uint8)\n"
+        "try: torch.empty(80 * 2**20, dtype=torch.uint8)\n"
+        "except RuntimeError as error: assert mk.is_out_of_memory(error), error\n"
+        "else: raise SystemExit('80 MiB inside a limit of 64 MiB')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_limit_that_no_system_has():
+    with pytest.raises(
+        mk.ConfigError, match=r"limit_memory\(meta\): got meta on .*; expected CUDA, or the CPU on Linux"
+    ):
+        _device.limit_memory(torch.device("meta"), 2**20)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from memkit._errors import MemkitError
 from memkit._version import __version__
-from memkit.cli import presets
+from memkit.cli import demo, presets
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
-_COMMANDS = (presets,)
+_COMMANDS = (demo, presets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; None reads them from the command line.
 
     Returns:
-        The exit code: 0, or 2 where the arguments or a file are wrong (argparse itself exits with 2).
+        The exit code: 0, or 1 where the command's own question is answered with no, or 2 where the arguments or a file
+        are wrong (argparse itself exits with 2).
     """
     parser = argparse.ArgumentParser(
         prog="memkit", description="Predict, fit and prove the memory of PyTorch training."

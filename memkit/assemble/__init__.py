@@ -1,0 +1,1 @@
+"""Where rooms meet: what needs two of them at once is put together here."""
