@@ -36,7 +36,55 @@ def tail_group(result: dict[str, Any]) -> str:
     return table(["library", "whole groups", "last group"], rows)
 
 
-RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {"tail_group": tail_group}
+def megabytes(num_bytes: int, of: int) -> str:
+    return f"{num_bytes / 1e6:.1f} MB" + (f" ({num_bytes / of - 1:+.0%})" if num_bytes != of else "")
+
+
+def wrapper_memory(result: dict[str, Any]) -> str:
+    models = {"transformer": "transformer, 12 blocks", "unet": "3D U-Net"}
+    rows = [
+        [
+            models[task],
+            setting,
+            *(megabytes(row[key], settings["plain"][key]) for key in ("peak_bytes", "activation_bytes", "saved_bytes")),
+            f"{row['backward_flops'] / row['forward_flops']:.2f}",
+            f"{row['time_ratio']:.2f}",
+        ]
+        for task, settings in result["figures"].items()
+        for setting, row in settings.items()
+    ]
+    header = ["model", "setting", "peak", "activations", "saved for backward", "backward / forward FLOPs", "time"]
+    return table(header, rows)
+
+
+def wrapper_overhead(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    rows = [
+        [
+            f"{name} micro-batches",
+            *(
+                f"{row[f'{mode}_us_per_microbatch']:.0f} us ({row[f'{mode}_ratio'] - 1:+.1%})"
+                for mode in ("raise", "split")
+            ),
+        ]
+        for name, row in figures["overhead"].items()
+    ]
+    reads = [[name, str(num)] for name, num in figures["host_reads"].items()]
+    overhead = table(["step", 'per micro-batch, `on_oom="raise"`', 'per micro-batch, `on_oom="split"`'], rows)
+    return overhead + "\n" + table(["loss", "host reads per step"], reads)
+
+
+def hygiene(result: dict[str, Any]) -> str:
+    rows = [
+        [name, row["claim"], f"{row['saving']:.0%}", f"{row['bad_bytes'] / 1e6:.1f} MB", row["note"]]
+        for name, row in result["figures"].items()
+    ]
+    return table(["habit", "claimed", "saves", "of", "note"], rows)
+
+
+RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    render_case.__name__: render_case for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene)
+}
 
 
 def render(text: str) -> str:

@@ -1,0 +1,135 @@
+"""What the wrapper costs with everything off, over the loop written by hand; and how often a step reads the device.
+
+Processor time of blocks of steps in turns, so that a busy machine disturbs both alike; the median over rounds of the
+difference, per micro-batch. Host reads are calls of ``aten::_local_scalar_dense``: on an accelerator each one waits.
+
+Run: python -m benchmarks.cases.wrapper_overhead   (2 minutes)
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit as mk
+from benchmarks.result import write_result
+
+ROUNDS = 41
+MICROBATCHES = (1, 4)
+# Width of the network, rows of a micro-batch, and micro-batches that are timed as one block: about 20 ms and 100 ms.
+SIZES: dict[str, tuple[int, int, int]] = {"0.3 ms": (64, 32, 64), "10 ms": (384, 384, 8)}
+
+Batch = tuple[Tensor, Tensor]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that Python reads out of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default  # noqa: SLF001
+        return func(*args, **(kwargs or {}))
+
+
+def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Sum over the valid elements, and their number as a tensor, as a padded batch gives it."""
+    valid = batch[1] > 0
+    return ((model(batch[0]) - batch[1]).square() * valid).sum(), valid.sum()
+
+
+def make(width: int, rows: int) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(width, width))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3), (torch.randn(rows, width), torch.randn(rows, width))
+
+
+def by_hand(width: int, rows: int, num_microbatches: int) -> Callable[[], None]:
+    model, optimizer, (x, y) = make(width, rows * num_microbatches)
+
+    def step() -> None:
+        for micro in zip(x.split(rows), y.split(rows), strict=True):
+            (mean_loss(model, micro) / num_microbatches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def wrapped(width: int, rows: int, num_microbatches: int, on_oom: str) -> Callable[[], None]:
+    model, optimizer, batch = make(width, rows * num_microbatches)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_microbatches, on_oom=on_oom)
+    return lambda: trainer.train_step(batch, mean_loss)
+
+
+def block_seconds(step: Callable[[], None], num_steps: int) -> float:
+    start = time.process_time()
+    for _ in range(num_steps):
+        step()
+    return (time.process_time() - start) / num_steps
+
+
+def measure_overhead(width: int, rows: int, num_steps: int, num_microbatches: int) -> dict[str, float]:
+    steps = {"by hand": by_hand(width, rows, num_microbatches)}
+    steps |= {on_oom: wrapped(width, rows, num_microbatches, on_oom) for on_oom in ("raise", "split")}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        block_seconds(step, num_steps)
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            seconds[name].append(block_seconds(step, num_steps))
+    hand = statistics.median(seconds["by hand"])
+    row = {"by_hand_us_per_microbatch": 1e6 * hand / num_microbatches}
+    for name in ("raise", "split"):
+        extra = statistics.median(a - b for a, b in zip(seconds[name], seconds["by hand"], strict=True))
+        row |= {f"{name}_us_per_microbatch": 1e6 * extra / num_microbatches, f"{name}_ratio": 1 + extra / hand}
+    return row
+
+
+def count_host_reads(loss_fn: Callable[[nn.Module, Any], Any], **settings: Any) -> int:
+    """Reads of a warm step of four micro-batches."""
+    model, optimizer, batch = make(16, 8)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, **settings)
+    trainer.train_step(batch, loss_fn)
+    with HostReads() as reads:
+        trainer.train_step(batch, loss_fn)
+    return reads.num_reads
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    gc.disable()
+    overhead = {
+        f"{size} x {num}": measure_overhead(width, rows, num_timed // num, num)
+        for size, (width, rows, num_timed) in SIZES.items()
+        for num in MICROBATCHES
+    }
+    host_reads = {
+        "mean loss": count_host_reads(mean_loss),
+        "mean loss, clipping": count_host_reads(mean_loss, max_grad_norm=1.0),
+        "(loss_sum, count tensor)": count_host_reads(summed_loss),
+        "fp16 scaler": count_host_reads(mean_loss, precision="fp16-mixed"),
+    }
+    for name, row in overhead.items():
+        print(f"{name:26} {row}")
+    print(host_reads)
+    print(write_result("wrapper_overhead", {"overhead": overhead, "host_reads": host_reads}))
+
+
+if __name__ == "__main__":
+    main()
