@@ -3,7 +3,7 @@
 One counter for all rows: allocator events of a warm step, summed. Activations are what is neither parameter, gradient
 nor optimiser state, at their own peak. A batch of 8 rows; a plain step is a hand-written loop without memkit.
 
-Run: python -m benchmarks.cases.wrapper_memory   (5 minutes)
+Run: python -m benchmarks.cases.wrapper_memory   (6 minutes)
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import FileFormatError, InputError, MemkitWarning, StateError
+from memkit._errors import FileFormatError, InputError, StateError
 from memkit._oom import retry_once
 from memkit._protocols import GradScaler
 from memkit.train.checks import (
@@ -21,9 +20,12 @@ from memkit.train.checks import (
     check_loss,
     check_reduction,
     check_steps,
+    check_whole,
     list_optimizers,
     read_count,
     refuse,
+    refuse_lost_gradients,
+    warn_of_foreign_gradients,
 )
 from memkit.train.gradients import (
     add_gradients,
@@ -131,6 +133,7 @@ class GradientAccumulator:
         # overflow) while the division itself rounds nothing. Chosen once, from the first weight that comes.
         self._predivisor: float | None = None
         self._count: float | torch.Tensor = 0.0
+        self._roots: dict[Any, torch.Tensor] = {}
         self._has_gradients = False
         self.is_torn = False
         self.num_microbatches = 0
@@ -196,6 +199,11 @@ class GradientAccumulator:
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
         self.num_microbatches += 1
+
+    def expect(self, count: float) -> None:
+        """Say, between two groups, what the next one will weigh if that is known: its step need not normalise then."""
+        if self.num_microbatches == 0 and count > 0 and not isinstance(self._ranks, Shards):
+            self._predivisor = float(count)
 
     def step(self) -> bool:
         """Step the optimisers if the group is complete; call it after every `backward`.
@@ -298,7 +306,10 @@ class GradientAccumulator:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        root = torch.full_like(scaled, weight)
+        key = weight, scaled.dtype, scaled.device, scaled.shape
+        if key not in self._roots:  # micro-batches come in one or two weights; making the tensor takes a kernel
+            self._roots = {**dict(list(self._roots.items())[-7:]), key: torch.full_like(scaled, weight).detach()}
+        root = self._roots[key]
         if all_or_nothing and self._only_own:
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
@@ -314,30 +325,19 @@ class GradientAccumulator:
 
     def _open_group(self) -> None:
         """Before a group's first backward see that no foreign gradient is there; before a later one, that ours are."""
-        self._check_whole()
+        check_whole(is_torn=self.is_torn)
         if self.num_microbatches == 0:
             self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
             widen_gradients(self._parameters, self._accumulate_dtype)
             if any(parameter.grad is not None for parameter in self._parameters):
-                warnings.warn(
-                    "GradientAccumulator.backward: gradients that another backward() left on this optimiser's "
-                    "parameters were dropped at the start of the group. If they belong to the step, send their loss "
-                    "through accumulator.backward() too.",
-                    MemkitWarning,
-                    stacklevel=3,
-                )
+                warn_of_foreign_gradients()
                 self._zero_grad()
         elif self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
-            raise StateError(
-                "GradientAccumulator.backward(loss)",
-                got=f"no gradient left of the {self.num_microbatches} micro-batches of this group",
-                expected="gradients that stay until step() returns True",
-                fix="remove optimizer.zero_grad() from the loop: the accumulator zeroes the gradients itself.",
-            )
+            refuse_lost_gradients(self.num_microbatches)
 
     def _finish(self, *, last: bool) -> tuple[bool, bool]:
         """End the group on all ranks: (an optimiser really stepped, all ranks are in `flush`)."""
-        self._check_whole()
+        check_whole(is_torn=self.is_torn)
         total, present, everybody_is_here = float(self._count), [], last
         if self._ranks is not None:
             have = [float(parameter.grad is not None) for parameter in self._parameters]
@@ -356,15 +356,6 @@ class GradientAccumulator:
             self.discard()
         self.num_steps += stepped
         return stepped, everybody_is_here
-
-    def _check_whole(self) -> None:
-        if self.is_torn:
-            raise StateError(
-                "GradientAccumulator",
-                got="a group that holds half of a backward: an error stopped it in the middle",
-                expected="whole gradients",
-                fix="call accumulator.discard() and run the group's micro-batches again.",
-            )
 
     def _normalize(self, total: float) -> None:
         """Turn the accumulated sum into the group's mean (or sum)."""

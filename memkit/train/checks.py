@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 
 
 def check_loss(loss: object) -> None:
@@ -107,4 +108,36 @@ def refuse(name: str, value: object, expected: str) -> NoReturn:
     """Refuse a setting of the accumulator."""
     raise ConfigError(
         f"GradientAccumulator({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
+    )
+
+
+def check_whole(*, is_torn: bool) -> None:
+    """Check that a group does not hold half of a backward."""
+    if is_torn:
+        raise StateError(
+            "GradientAccumulator",
+            got="a group that holds half of a backward: an error stopped it in the middle",
+            expected="whole gradients",
+            fix="call accumulator.discard() and run the group's micro-batches again.",
+        )
+
+
+def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
+    """Refuse to go on with a group whose gradients somebody has zeroed."""
+    raise StateError(
+        "GradientAccumulator.backward(loss)",
+        got=f"no gradient left of the {num_microbatches} micro-batches of this group",
+        expected="gradients that stay until step() returns True",
+        fix="remove optimizer.zero_grad() from the loop: the accumulator zeroes the gradients itself.",
+    )
+
+
+def warn_of_foreign_gradients() -> None:
+    """Warn that gradients from another backward were there when a group began."""
+    warnings.warn(
+        "GradientAccumulator.backward: gradients that another backward() left on this optimiser's parameters were "
+        "dropped at the start of the group. If they belong to the step, send their loss through "
+        "accumulator.backward() too.",
+        MemkitWarning,
+        stacklevel=4,
     )

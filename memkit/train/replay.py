@@ -29,14 +29,17 @@ class BufferWatch:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._changing: set[_Buffer] | None = None
+        self._buffers: list[_Buffer] | None = None  # listed once: walking a model's modules takes longer than a copy
 
     def snapshot(self) -> BufferSnapshot:
         """Copy the buffers that a forward may change, and note the state of all others."""
-        copies, marks = {}, {}
-        for owner, name, buffer in _buffers(self._module):
-            marks[owner, name] = _mark(buffer)
-            if self._changing is None or (owner, name) in self._changing:
-                copies[owner, name] = buffer.detach().clone()
+        if self._buffers is None:
+            self._buffers = [
+                (owner, name) for owner in self._module.modules() for name, _ in owner.named_buffers(recurse=False)
+            ]
+        marks = {(owner, name): _mark(getattr(owner, name)) for owner, name in self._buffers}
+        wanted = self._buffers if self._changing is None else self._changing
+        copies = {(owner, name): getattr(owner, name).detach().clone() for owner, name in wanted}
         return BufferSnapshot(copies, marks)
 
     def learn(self, snapshot: BufferSnapshot) -> None:
@@ -155,12 +158,6 @@ class _Again(contextlib.AbstractContextManager[None]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
-
-
-def _buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for owner in module.modules():
-        for name, buffer in owner.named_buffers(recurse=False):
-            yield owner, name, buffer
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -44,31 +45,48 @@ class Rollback:
         _rng.restore(self._random)
 
 
+@dataclass(frozen=True, slots=True)
+class WeighedLoss:
+    """A micro-batch's loss and what it weighs.
+
+    Attributes:
+        value: 0-dim, detached.
+        count: The weight.
+        reduction: Whether ``value`` is the mean or the sum over ``count``.
+    """
+
+    value: torch.Tensor
+    count: float | torch.Tensor
+    reduction: str
+
+    def sum(self) -> torch.Tensor:
+        """Return the loss summed over its count; a mean over nothing (NaN) sums to nothing."""
+        if not isinstance(self.count, torch.Tensor) and not self.count:
+            return torch.zeros_like(self.value)
+        return self.value if self.reduction == "sum" else self.value * self.count
+
+
 class Attempt:
     """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block silently.
 
     Args:
         part: The micro-batch.
         size: Its size, in rows or elements.
+        window_size: The size of the whole batch.
         on_oom: ``"raise"`` lets an out-of-memory through.
     """
 
-    def __init__(self, part: Any, size: int, on_oom: str) -> None:
+    def __init__(self, part: Any, size: int, window_size: int, on_oom: str) -> None:
         self.part = part
         self.size = size
+        self.window_size = window_size
         self.is_trial = False
         self.rollback: Rollback | None = None
         self.failure: str | None = None
         self.was_entered = False
         self.is_added = False  # its gradient is in the sum
-        self.losses: list[tuple[torch.Tensor, float | torch.Tensor]] = []
+        self.loss: WeighedLoss | None = None
         self._on_oom = on_oom
-
-    def note_loss(self, loss: torch.Tensor, count: float | torch.Tensor, reduction: str) -> None:
-        """Note a micro-batch's loss for the batch's mean; a mean over nothing (NaN) counts nothing."""
-        if not isinstance(count, torch.Tensor) and not count:
-            loss = torch.zeros_like(loss)
-        self.losses.append((loss if reduction == "sum" else loss * count, count))
 
     def __enter__(self) -> Any:
         self.was_entered = True
@@ -114,7 +132,7 @@ class Window:
         self._sizes = sizes
         self._on_oom = on_oom
         self._split_fn = split_fn
-        self._key = "packed" if split_fn else shape_key(batch)
+        self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
         self.size = self._measure(batch)
         self.num_ooms = 0
         self._done: list[Attempt] = []
@@ -127,11 +145,9 @@ class Window:
         """Sizes of the micro-batches that are through, in order."""
         return tuple(attempt.size for attempt in self._done)
 
-    def mean_loss(self) -> torch.Tensor:
-        """Return the weighted mean loss of the micro-batches that are through, 0-dim; nothing waits for the device."""
-        losses = [loss for attempt in self._done for loss in attempt.losses]
-        mean: torch.Tensor = sum(loss for loss, _ in losses) / sum(count for _, count in losses)  # type: ignore[assignment]  # sum() starts from 0
-        return mean
+    def losses(self) -> tuple[WeighedLoss, ...]:
+        """Losses of the micro-batches that are through, in order."""
+        return tuple(attempt.loss for attempt in self._done if attempt.loss is not None)
 
     def next_attempt(self) -> Attempt | None:
         """Return the next attempt; None when all micro-batches are through."""
@@ -140,7 +156,7 @@ class Window:
                 self._sizes.note_clean_step(self._key)
             return None
         part, size = self._todo[0]
-        attempt = Attempt(part, size, self._on_oom)
+        attempt = Attempt(part, size, self.size, self._on_oom)
         if self._on_oom == "split" and not self._sizes.is_proven(self._key, size):
             attempt.is_trial = True
             attempt.rollback = self._take_rollback() if self._done else self._rollback
@@ -162,7 +178,6 @@ class Window:
             self._todo.popleft()
             return
         self.num_ooms += 1
-        attempt.losses.clear()
         release_cached_memory()
         self._sizes.note_failure(self._key, attempt.size)
         if self._accumulator.is_torn or attempt.is_added or attempt.rollback is None:
@@ -202,7 +217,7 @@ class Window:
         if num_parts <= 1:
             return [(part, size)]
         if self._split_fn is None:
-            return [(each, count_rows(each)) for each in split_batch(part, num_parts)]
+            return split_batch(part, num_parts, num_rows=size)
         parts = self._split_fn(part, num_parts)
         if type(parts) is not list or not parts:
             raise InputError(

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from memkit import _device
 from memkit._errors import ConfigError, InputError, StateError
-from memkit._oom import retry_once
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.precision import Name as PrecisionName
@@ -21,7 +20,7 @@ from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.window import Attempt, SplitFn, Window
+from memkit.train.window import Attempt, SplitFn, WeighedLoss, Window
 
 _VERSION = 1
 Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
@@ -46,7 +45,7 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        loss: The batch's loss, a 0-dim detached tensor; reading it waits for the device, keeping it does not.
+        losses: Loss and weight of each micro-batch.
         grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
         stepped: Whether the optimiser really stepped.
         num_microbatches: Micro-batches that the step took.
@@ -55,13 +54,21 @@ class StepResult:
         sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
     """
 
-    loss: torch.Tensor
+    losses: tuple[WeighedLoss, ...]
     grad_norm: torch.Tensor | None
     stepped: bool
     num_microbatches: int
     num_ooms: int
     peak_bytes: int | None
     sizes: tuple[int, ...]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The batch's mean loss, a 0-dim detached tensor. Nothing waits for the device until its value is read."""
+        if len(self.losses) == 1 and self.losses[0].reduction == "mean":
+            return self.losses[0].value
+        total = torch.stack([loss.sum() for loss in self.losses]).sum()
+        return total / sum(loss.count for loss in self.losses)
 
 
 class MemoryEfficientTrainingWrapper:
@@ -182,7 +189,7 @@ class MemoryEfficientTrainingWrapper:
         self._probe(window, lambda model: probe_split(model, batch, loss_fn))
         stepped = self.step()
         return StepResult(
-            loss=retry_once(window.mean_loss, "averaging the loss"),
+            losses=window.losses(),
             grad_norm=self._accumulator.grad_norm,
             stepped=stepped,
             num_microbatches=len(window.sizes),
@@ -244,7 +251,8 @@ class MemoryEfficientTrainingWrapper:
                     fix="pass count=..., or return (loss_sum, count) from loss_fn.",
                 )
             count = attempt.size
-        attempt.note_loss(loss.detach(), count, reduction)
+            self._accumulator.expect(attempt.window_size)  # all micro-batches together weigh the batch's rows
+        attempt.loss = WeighedLoss(loss.detach(), count, reduction)
         self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=attempt.is_trial)
         attempt.is_added = True
 

@@ -85,6 +85,7 @@ def undisturbed(name, sizes):
     accumulator = mk.GradientAccumulator(optimizer)
     torch.manual_seed(9)
     for batch, parts in zip(data, sizes, strict=True):
+        accumulator.expect(ROWS)
         for part in batch.split(parts):
             accumulator.backward(loss_fn(model, part), count=len(part))
         accumulator.finish()

@@ -28,12 +28,12 @@ def batch_of(rows):
 
 @given(rows=st.integers(1, 40), num_parts=st.integers(1, 50))
 def test_parts_hold_every_row_once_and_are_nearly_equal(rows, num_parts):
-    parts = split_batch(batch_of(rows), num_parts)
-    sizes = [count_rows(part) for part in parts]
+    parts, sizes = zip(*split_batch(batch_of(rows), num_parts), strict=True)
+    assert list(sizes) == [count_rows(part) for part in parts]
     assert len(parts) == min(num_parts, rows)
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)
+    assert list(sizes) == sorted(sizes, reverse=True)
     whole = batch_of(rows)
     torch.testing.assert_close(torch.cat([part["x"] for part in parts]), whole["x"], rtol=0, atol=0)
     torch.testing.assert_close(torch.cat([part["nested"][0][0] for part in parts]), whole["nested"][0][0])
@@ -47,7 +47,7 @@ def test_parts_hold_every_row_once_and_are_nearly_equal(rows, num_parts):
 def test_mappings_keep_their_type(mapping):
     """A tokenizer's BatchEncoding is a UserDict; the parts must still be what the model expects."""
     batch = mapping(input_ids=torch.arange(6).view(3, 2), lengths=torch.tensor([2, 1, 2]))
-    first, second = split_batch(batch, 2)
+    (first, _), (second, _) = split_batch(batch, 2)
     assert type(first) is type(second) is type(batch)
     assert first["input_ids"].tolist() == [[0, 1], [2, 3]]
     assert second["lengths"].tolist() == [2]
@@ -56,8 +56,8 @@ def test_mappings_keep_their_type(mapping):
 
 def test_a_tensor_alone_and_a_single_part():
     x = torch.arange(5)
-    assert split_batch(x, 1)[0] is x
-    assert [part.tolist() for part in split_batch(x, 2)] == [[0, 1, 2], [3, 4]]
+    assert split_batch(x, 1)[0][0] is x
+    assert [part.tolist() for part, _ in split_batch(x, 2)] == [[0, 1, 2], [3, 4]]
     assert take_rows(x, 1, 3).tolist() == [1, 2]
 
 

@@ -55,6 +55,7 @@ def undisturbed(model_name, optimizer_name, sizes):
     accumulator = mk.GradientAccumulator(optimizer, max_grad_norm=0.5)
     with FailingOperator():
         for (x, y), parts in zip(batches, sizes, strict=True):
+            accumulator.expect(ROWS)
             for micro in zip(x.split(parts), y.split(parts), strict=True):
                 accumulator.backward(loss_fn(model, micro), count=len(micro[0]))
             accumulator.finish()
