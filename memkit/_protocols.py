@@ -24,3 +24,17 @@ class GradScaler(Protocol):
 
     def update(self) -> None:
         """Adapt the scale, once after all optimisers."""
+
+
+class Scheduler(Protocol):
+    """A learning-rate schedule."""
+
+    def step(self) -> Any:
+        """Advance by one optimiser step."""
+
+
+class Average(Protocol):
+    """A running average of a model's weights, such as `torch.optim.swa_utils.AveragedModel`."""
+
+    def update_parameters(self, model: torch.nn.Module) -> Any:
+        """Take the model's weights in."""

@@ -127,7 +127,7 @@ class GradientAccumulator:
         self._guard = StepGuard(self._optimizers) if guard_first_steps else None
         self._ranks: Ranks | None = find_ranks(model, self._parameters)
         # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
-        may_stop = gradients_of == "optimizer" and not isinstance(self._ranks, Shards)
+        may_stop = gradients_of == "optimizer" and not self.is_sharded
         self._only_own: bool | None = None if may_stop else False
         # The sum is kept divided by this power of two, so that it is about as large as the mean (half precision would
         # overflow) while the division itself rounds nothing. Chosen once, from the first weight that comes.
@@ -157,6 +157,16 @@ class GradientAccumulator:
                 fix="change it right after step() returned True, or call flush() first.",
             )
         self._steps = steps
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share the gradient."""
+        return self._ranks.num_ranks if self._ranks else 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are sharded over ranks."""
+        return isinstance(self._ranks, Shards)
 
     def backward(
         self,
@@ -194,7 +204,7 @@ class GradientAccumulator:
         weight = 0.0 if isinstance(weight_sum, float) and weight_sum == 0 else 1.0
         if reduction == "mean":
             weight = float(weight_sum)
-        if weight or isinstance(self._ranks, Shards):  # the other shards wait for this rank's backward
+        if weight or self.is_sharded:  # the other shards wait for this rank's backward
             weight /= self._predivisor or 1.0
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
@@ -202,7 +212,7 @@ class GradientAccumulator:
 
     def expect(self, count: float) -> None:
         """Say, between two groups, what the next one will weigh if that is known: its step need not normalise then."""
-        if self.num_microbatches == 0 and count > 0 and not isinstance(self._ranks, Shards):
+        if self.num_microbatches == 0 and count > 0 and not self.is_sharded:
             self._predivisor = float(count)
 
     def step(self) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._errors import ConfigError, InputError, MemkitWarning, StateError
+from memkit._protocols import Average, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.precision import Name as PrecisionName
@@ -24,20 +26,6 @@ from memkit.train.window import Attempt, SplitFn, WeighedLoss, Window
 
 _VERSION = 1
 Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
-
-
-class Scheduler(Protocol):
-    """A learning-rate schedule."""
-
-    def step(self) -> Any:
-        """Advance by one optimiser step."""
-
-
-class Average(Protocol):
-    """A running average of a model's weights, such as `torch.optim.swa_utils.AveragedModel`."""
-
-    def update_parameters(self, model: nn.Module) -> Any:
-        """Take the model's weights in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +123,12 @@ class MemoryEfficientTrainingWrapper:
         self._accumulation_steps = accumulation_steps
         self._scheduler = scheduler
         self._average = average
-        self._on_oom: Literal["split", "raise"] = on_oom
         self._split_fn = split_fn
         self._cleanup = contextlib.ExitStack()
         self._precision = Precision(model, precision, self._device)
         self._cleanup.callback(self._precision.close)
-        self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
+        # Names are those of the user's own model.
+        self._checkpointing = Checkpointing(_unwrap(model), checkpoint) if checkpoint is not None else None
         if self._checkpointing:
             self._cleanup.callback(self._checkpointing.close)
         half = self._precision.name == "bf16-true" and accumulation_steps > 1
@@ -153,6 +141,7 @@ class MemoryEfficientTrainingWrapper:
             guard_first_steps=on_oom == "split",
         )
         self._cleanup.callback(self._accumulator.close)
+        self._on_oom = "split" if on_oom == "split" and self._may_recover_alone() else "raise"
         self._wants_probe = probe and split_fn is None
         self._watch = BufferWatch(model)
         self._sizes = SizeMemory()
@@ -309,6 +298,21 @@ class MemoryEfficientTrainingWrapper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _may_recover_alone(self) -> bool:
+        """Whether this process may run a micro-batch again without the others; else warn that it will not."""
+        synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
+        if not self._accumulator.is_sharded and not (self._accumulator.num_ranks > 1 and synchronises):
+            return True
+        warnings.warn(
+            "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here: the ranks exchange "
+            + ("parameters" if self._accumulator.is_sharded else "batch statistics")
+            + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
+            "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
+            MemkitWarning,
+            stacklevel=3,
+        )
+        return False
+
     def _open_window(self, batch: Any) -> Window:
         if self._accumulator.num_microbatches:
             raise StateError(
@@ -345,11 +349,8 @@ class MemoryEfficientTrainingWrapper:
         if not self._wants_probe or len(window.sizes) < 2:  # nothing was split
             return
         self._wants_probe = False
-        model = self.model
-        for wrapper in ("module", "_orig_mod"):  # DistributedDataParallel, torch.compile
-            model = getattr(model, wrapper, model)
         try:
-            warn_or_refuse(judge(model), call="MemoryEfficientTrainingWrapper")
+            warn_or_refuse(judge(_unwrap(self.model)), call="MemoryEfficientTrainingWrapper")
         except BaseException:
             self._accumulator.discard()
             raise
@@ -362,6 +363,17 @@ class MemoryEfficientTrainingWrapper:
             self.backward(loss[0], loss[1], reduction="sum")
         else:
             self.backward(loss)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's own model from within DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -431,3 +431,32 @@ def test_no_host_sync(max_grad_norm):
     with CountReads() as ours:
         trainer.train_step(x, row_loss_of_tensor)
     assert ours.num_reads == plain.num_reads  # AdamW reads its own step counters, which lie on the host
+
+
+def test_compiled_model_compiles_once_per_shape():
+    """Equal micro-batches are one shape; a split after an out-of-memory costs what its new sizes cost, once."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, optimizer, _ = make()
+    model = torch.compile(plain, backend=counter, dynamic=False)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, checkpoint=["0"])
+    assert trainer.checkpointed_blocks == ("0",)
+    data = [x[:8] for x, _ in batches()]
+    for x in data:
+        trainer.train_step(x, row_loss_of_tensor)
+    assert counter.frame_count == 1
+    state, _ = train_plainly(lambda model, batch: model(batch[0][:8]).pow(2).mean())
+    torch.testing.assert_close(dict(plain.state_dict()), state, rtol=1e-10, atol=1e-12)
+
+    def limited(model, x):
+        if len(x) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return row_loss_of_tensor(model, x)
+
+    for x in data:
+        trainer.train_step(x, limited)
+    assert counter.frame_count == 2
+    trainer.close()
+    torch._dynamo.reset()
