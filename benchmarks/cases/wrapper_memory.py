@@ -107,7 +107,7 @@ def measure_saved_bytes(run: Run) -> int:
         return tensor
 
     with run.autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run.task.loss_fn(run.task.model, split_batch(run.task.batch, parts)[0])
+        loss = run.task.loss_fn(run.task.model, split_batch(run.task.batch, parts)[0][0])
     kept = total_bytes(tensor for tensor in saved if tensor.untyped_storage().data_ptr() not in own)
     del loss
     return kept

@@ -433,6 +433,7 @@ def test_no_host_sync(max_grad_norm):
     assert ours.num_reads == plain.num_reads  # AdamW reads its own step counters, which lie on the host
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
 def test_compiled_model_compiles_once_per_shape():
     """Equal micro-batches are one shape; a split after an out-of-memory costs what its new sizes cost, once."""
     from torch._dynamo.testing import CompileCounterWithBackend
