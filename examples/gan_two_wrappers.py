@@ -1,7 +1,7 @@
 """A GAN with two wrappers on real digits: two optimisers, micro-batches, gradient penalty, an average to sample from.
 
-Each step's batch is split into micro-batches, and the gradients of discriminator and generator never mix. scikit-learn's
-1797 digits (8 x 8 pixels) are the data.
+Each step's batch is split into micro-batches, and the gradients of discriminator and generator never mix. The data
+are scikit-learn's 1797 digits of 8 x 8 pixels.
 
 Run: pip install "memkit[test]" && python examples/gan_two_wrappers.py [--smoke]
 """

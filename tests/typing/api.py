@@ -7,8 +7,10 @@ from torch import nn
 
 import memkit as mk
 
+Batch = tuple[torch.Tensor, torch.Tensor]
 
-def accumulate(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+
+def accumulate(model: nn.Module, batches: list[Batch]) -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     acc = mk.GradientAccumulator(optimizer, steps=4, max_grad_norm=1.0, scaler=None, model=None)
@@ -22,6 +24,62 @@ def accumulate(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]
 def scaled(model: nn.Module) -> mk.GradientAccumulator:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
     return mk.GradientAccumulator(optimizers, scaler=torch.amp.GradScaler(), accumulate_dtype=torch.float32)
+
+
+def wrapped(model: nn.Module, batches: list[Batch]) -> float:
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model,
+        optimizer,
+        precision="bf16-mixed",
+        accumulation_steps=4,
+        checkpoint=["encoder.*"],
+        max_grad_norm=1.0,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
+        average=torch.optim.swa_utils.AveragedModel(model),
+        on_oom="split",
+    )
+
+    def loss_fn(model: nn.Module, micro: Batch) -> torch.Tensor:
+        return (model(micro[0]) - micro[1]).pow(2).mean()
+
+    def summed(model: nn.Module, micro: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return (model(micro[0]) - micro[1]).pow(2).sum(), (micro[1] != -100).sum()
+
+    for batch in batches:
+        result = trainer.train_step(batch, loss_fn)
+        trainer.train_step(batch, summed)
+        for attempt in trainer.microbatches(batch):
+            with attempt as micro:
+                with trainer.autocast():
+                    loss = loss_fn(model, micro)
+                trainer.backward(loss, count=len(micro[0]))
+        stepped: bool = trainer.step()
+        del stepped
+    with trainer.evaluation():
+        model(batches[0][0])
+    trainer.load_state_dict(trainer.state_dict())
+    trainer.close()
+    return float(result.loss) + result.num_ooms + (result.peak_bytes or 0)
+
+
+def contrastive(encoder: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return mk.cached_backward(encoder, batch, lambda z: (z @ z.T).logsumexp(0).mean(), chunk_size=32)
+
+
+def penalty(discriminator: nn.Module, real: torch.Tensor) -> torch.Tensor:
+    return mk.gradient_penalty(discriminator, real) + mk.gradient_penalty(discriminator, real, real.flip(0))
+
+
+def recover() -> tuple[str, bool]:
+    return mk.recover_from_oom(lambda size: "x" * size, [8, 4]), mk.is_out_of_memory(MemoryError())
+
+
+def predict() -> tuple[bool, int]:
+    config = mk.get_preset_config("medium", 24, batch_size=1)
+    mk.print_config_summary(config)
+    estimate = mk.estimate_memory_usage(config)
+    return estimate.fits("24GiB"), estimate.headroom_bytes(24 * 10**9)
 
 
 def sizes() -> tuple[int, str]:
