@@ -41,7 +41,8 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
     )
 
     def loss_fn(model: nn.Module, micro: Batch) -> torch.Tensor:
-        return (model(micro[0]) - micro[1]).pow(2).mean()
+        loss: torch.Tensor = (model(micro[0]) - micro[1]).pow(2).mean()
+        return loss
 
     def summed(model: nn.Module, micro: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return (model(micro[0]) - micro[1]).pow(2).sum(), (micro[1] != -100).sum()
