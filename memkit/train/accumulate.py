@@ -29,6 +29,8 @@ from memkit.train.checks import (
 )
 from memkit.train.gradients import (
     add_gradients,
+    forget_unscaling,
+    has_accumulate_hooks,
     has_gradient,
     has_reentrant_checkpoint,
     list_parameters,
@@ -129,11 +131,10 @@ class GradientAccumulator:
         # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
         may_stop = gradients_of == "optimizer" and not self.is_sharded
         self._only_own: bool | None = None if may_stop else False
-        # The sum is kept divided by this power of two, so that it is about as large as the mean (half precision would
-        # overflow) while the division itself rounds nothing. Chosen once, from the first weight that comes.
+        # The sum is kept divided by this, so that it is about as large as the mean: half precision would overflow. A
+        # power of two, which rounds nothing, from the first weight that comes; or what `expect` was told.
         self._predivisor: float | None = None
         self._count: float | torch.Tensor = 0.0
-        self._roots: dict[Any, torch.Tensor] = {}
         self._has_gradients = False
         self.is_torn = False
         self.num_microbatches = 0
@@ -161,7 +162,7 @@ class GradientAccumulator:
     @property
     def num_ranks(self) -> int:
         """Processes that share the gradient."""
-        return self._ranks.num_ranks if self._ranks else 1
+        return 1 if self._ranks is None else self._ranks.num_ranks
 
     @property
     def is_sharded(self) -> bool:
@@ -188,7 +189,7 @@ class GradientAccumulator:
             retain_graph: As in `torch.Tensor.backward`.
             all_or_nothing: Compute the whole gradient before any of it is added (one more set of gradients): an error
                 in the middle then leaves the group as it was, and not `is_torn`. Ignored where it is not possible:
-                with sharded parameters, ``gradients_of="all"`` and reentrant checkpoints.
+                sharded parameters, ``gradients_of="all"``, reentrant checkpoints, post-accumulate-grad hooks.
 
         Raises:
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.
@@ -204,7 +205,7 @@ class GradientAccumulator:
         weight = 0.0 if isinstance(weight_sum, float) and weight_sum == 0 else 1.0
         if reduction == "mean":
             weight = float(weight_sum)
-        if weight or self.is_sharded:  # the other shards wait for this rank's backward
+        if (weight and self._parameters) or self.is_sharded:  # the other shards wait for this rank's backward
             weight /= self._predivisor or 1.0
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
@@ -316,11 +317,8 @@ class GradientAccumulator:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        key = weight, scaled.dtype, scaled.device, scaled.shape
-        if key not in self._roots:  # micro-batches come in one or two weights; making the tensor takes a kernel
-            self._roots = {**dict(list(self._roots.items())[-7:]), key: torch.full_like(scaled, weight).detach()}
-        root = self._roots[key]
-        if all_or_nothing and self._only_own:
+        root = torch.full_like(scaled, weight)
+        if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
             )
@@ -364,6 +362,8 @@ class GradientAccumulator:
                 stepped = self._step_optimizers()
         finally:
             self.discard()
+            if self._scaler:
+                forget_unscaling(self._scaler, self._optimizers)
         self.num_steps += stepped
         return stepped, everybody_is_here
 

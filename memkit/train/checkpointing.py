@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from memkit._errors import ConfigError
 from memkit.train.replay import BufferWatch, Replay
 
 Choice = Literal["auto"] | Sequence[str] | Callable[[str, nn.Module], bool]
+_OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -39,17 +41,31 @@ class Checkpointing:
     """
 
     def __init__(self, model: nn.Module, choice: Choice) -> None:
+        if isinstance(model, nn.DataParallel):
+            raise ConfigError(
+                "checkpoint=...",
+                got="a DataParallel model, whose replicas would run the original's blocks",
+                expected="one model per process",
+                fix="use DistributedDataParallel.",
+            )
         self.blocks = choose_blocks(model, choice)
         self._before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
-        for block in self.blocks.values():
-            block.__dict__["forward"] = CheckpointedForward(block)  # on the instance, not on the class
+        self._installed: dict[str, CheckpointedForward] = {}
+        for name, block in self.blocks.items():
+            if not isinstance(self._before[name], CheckpointedForward):  # another wrapper's: it is checkpointed already
+                self._installed[name] = CheckpointedForward(block)
+                block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     def close(self) -> None:
         """Give every block its own forward back."""
-        for name, block in self.blocks.items():
+        for name, installed in self._installed.items():
+            block = self.blocks[name]
+            if block.__dict__.get("forward") is not installed:  # somebody has put another one on top: it is theirs
+                continue
             del block.__dict__["forward"]
             if self._before[name] is not None:
                 block.__dict__["forward"] = self._before[name]
+        self._installed = {}
 
 
 class CheckpointedForward:
@@ -73,6 +89,8 @@ class CheckpointedForward:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by calling Python again
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would take these for its own
+            forward, kwargs = functools.partial(forward, **kwargs), {}
         replay = Replay(self._watch)
         return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (replay, replay.again), **kwargs)
 

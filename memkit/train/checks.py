@@ -44,7 +44,8 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool) -> float | 
         InputError: The weight is not a single finite number of zero or more.
     """
     if isinstance(count, torch.Tensor) and stay_on_device:
-        return count.detach().double().reshape(())
+        # Metal has no float64; float32 counts exactly up to 16 million.
+        return count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
     try:
         number = math.nan if isinstance(count, bool | str) else float(count)
     except (TypeError, ValueError, RuntimeError):
@@ -99,7 +100,8 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
     for each in optimizers:
         if not isinstance(each, Optimizer):
             refuse("optimizer", each, "a torch optimiser or a list of them")
-        if inspect.signature(each.step).parameters["closure"].default is inspect.Parameter.empty:
+        closure = inspect.signature(each.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
             refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
     return optimizers
 

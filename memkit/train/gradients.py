@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from memkit._protocols import GradScaler
@@ -19,15 +20,18 @@ def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients to what the parameters have, bit for bit as autograd does."""
+    """Add gradients to what the parameters have, bit for bit as autograd does.
+
+    Never by adopting a tensor: autograd may return one tensor for two parameters, or one that somebody else holds.
+    """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is not None:
             parameter.grad.add_(gradient)
-        elif gradient.is_sparse or gradient.stride() == parameter.stride():
-            parameter.grad = gradient.detach().to(parameter.grad_dtype)
-        else:  # autograd too gives a gradient its parameter's memory layout, which fused optimisers need
+        elif gradient.is_sparse:
+            parameter.grad = gradient.detach().clone()
+        else:
             parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype).copy_(gradient)
 
 
@@ -44,6 +48,11 @@ def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Non
             gradient.mul_(factor)
 
 
+def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Say whether a hook waits for gradients to be accumulated, which `torch.autograd.grad` would not call."""
+    return any(parameter._post_accumulate_grad_hooks for parameter in parameters)  # noqa: SLF001 - no public form
+
+
 def has_gradient(optimizer: Optimizer) -> bool:
     """Say whether any parameter of an optimiser has a gradient."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
@@ -55,10 +64,24 @@ def step_optimizers(optimizers: Sequence[Optimizer], scaler: GradScaler | None) 
         for optimizer in optimizers:
             optimizer.step()
         return bool(optimizers)
+    _set_stages(scaler, optimizers, OptState.STEPPED, OptState.UNSCALED)  # where this is a second try
     stepped = [_scaled_step(scaler, optimizer) for optimizer in optimizers]
     if optimizers:
         scaler.update()  # once, after all: an update in between would unscale the next one wrongly
     return any(stepped)
+
+
+def forget_unscaling(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Let a scaler forget that it has unscaled gradients which will not be stepped with."""
+    _set_stages(scaler, optimizers, OptState.UNSCALED, OptState.READY)
+    _set_stages(scaler, optimizers, OptState.STEPPED, OptState.READY)
+
+
+def _set_stages(scaler: GradScaler, optimizers: Sequence[Optimizer], before: OptState, after: OptState) -> None:
+    states = getattr(scaler, "_per_optimizer_states", {})  # torch has no public way back after an interrupted step
+    for optimizer in optimizers:
+        if id(optimizer) in states and states[id(optimizer)]["stage"] is before:
+            states[id(optimizer)]["stage"] = after
 
 
 def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:

@@ -72,6 +72,8 @@ class StepGuard:
     def _copy(self) -> _Copy | None:
         try:
             return _Copy(self._optimizers)
+        except OSError:  # no temporary folder, or no room in it
+            return None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -96,6 +98,11 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
                 (optimizer, {parameter: self._copy_state(state) for parameter, state in optimizer.state.items()})
                 for optimizer in optimizers
             ]
+            self._groups = [
+                (group, copy.deepcopy({name: value for name, value in group.items() if name != "params"}))
+                for optimizer in optimizers
+                for group in optimizer.param_groups
+            ]
         except BaseException:
             self._cleanup.close()
             raise
@@ -108,37 +115,57 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
     def restore(self) -> None:
         """Write everything back in place."""
         for parameter, value in self._parameters:
-            parameter.copy_(value)
+            parameter.copy_(_load(value))
         for optimizer, states in self._states:
             for parameter in list(optimizer.state):
-                if parameter in states:
+                if parameter not in states:
+                    del optimizer.state[parameter]
+                elif isinstance(states[parameter], dict):
                     _restore_state(optimizer.state[parameter], states[parameter])
                 else:
-                    del optimizer.state[parameter]
+                    optimizer.state[parameter] = states[parameter]
+        for group, settings in self._groups:
+            group.update(settings)
 
-    def _copy_state(self, state: dict[str, Any]) -> dict[str, Any]:
+    def _copy_state(self, state: Any) -> Any:
+        if not isinstance(state, dict):
+            return copy.deepcopy(state)
         return {
             name: self._copy(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
             for name, value in state.items()
         }
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | _Stored:
         tensor = tensor.detach()
         if tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor.to("cpu", copy=True)
         if self._num_files == 0:
             self._folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="memkit-step-"))
         self._num_files += 1
-        path = Path(self._folder, str(self._num_files))
-        stored = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
-        return stored.copy_(tensor)
+        return _Stored(tensor, Path(self._folder, str(self._num_files)))
+
+
+class _Stored:
+    """A host tensor in a file. Written, not mapped: a full disk is then an error and not a crash."""
+
+    def __init__(self, tensor: torch.Tensor, path: Path) -> None:
+        self._path, self._shape, self._dtype, self._nbytes = path, tensor.shape, tensor.dtype, tensor.nbytes
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tofile(path)
+
+    def load(self) -> torch.Tensor:
+        stored = torch.from_file(str(self._path), shared=True, size=self._nbytes, dtype=torch.uint8)
+        return stored.view(self._dtype).view(self._shape)
+
+
+def _load(value: torch.Tensor | _Stored) -> torch.Tensor:
+    return value.load() if isinstance(value, _Stored) else value
 
 
 def _restore_state(state: dict[str, Any], before: dict[str, Any]) -> None:
     for name in state.keys() - before.keys():
         del state[name]
     for name, value in before.items():
-        if isinstance(value, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
-            state[name].copy_(value)
+        if isinstance(value, torch.Tensor | _Stored):
+            state[name].copy_(_load(value))
         else:
             state[name] = copy.deepcopy(value)

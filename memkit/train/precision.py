@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from memkit import _device
 from memkit._errors import ConfigError
+from memkit.train.gradients import set_gradient_dtype
 
 Name = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
 _NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
@@ -62,10 +63,12 @@ class Precision:
                 return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Give a converted model its dtypes back (the values keep bfloat16's digits)."""
+        """Give a converted model its dtypes back (values and optimiser state keep bfloat16's digits)."""
         self._cleanup.close()
         for tensor, dtype in self._converted:
             tensor.data = tensor.data.to(dtype)
+            if isinstance(tensor, nn.Parameter):
+                set_gradient_dtype(tensor, dtype)
         self._converted = []
 
     def _convert(self, model: nn.Module) -> None:

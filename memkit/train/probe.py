@@ -196,8 +196,10 @@ class _Probe:
             return SplitVerdict(None, modules=suspects, reason="the gradient is zero or not finite")
         if error <= _TOLERANCE:
             return SplitVerdict(exact=True, error=error)
+        self._buffers.restore()
         for name in suspects:
             _freeze(self._modules[name])
+        self._buffers = BufferWatch(self._twin).snapshot()
         remaining, by_weights = self._compare()
         if remaining is not None and remaining <= _TOLERANCE:
             return SplitVerdict(exact=False, error=error, modules=suspects)

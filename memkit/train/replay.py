@@ -3,98 +3,115 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from memkit import _rng
 from memkit._errors import StateError
 
-_Buffer = tuple[nn.Module, str]
+_Key = tuple[nn.Module, str]
+_SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
 
 
 class BufferWatch:
-    """Knows which of a module's buffers its forward changes, so that only those are ever copied.
+    """Knows the buffers that a forward may change, and which large ones it leaves alone, so that these are not copied.
 
-    A BatchNorm's statistics and a spectral norm's vectors change; a mask or a table of positions, which can be large,
-    does not. The first snapshot copies all buffers; what the first forward left alone is not copied again.
+    A BatchNorm's statistics and a spectral norm's vectors change; a large mask or table of positions does not.
 
     Args:
         module: The module, with its children.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._changing: set[_Buffer] | None = None
-        self._buffers: list[_Buffer] | None = None  # listed once: walking a model's modules takes longer than a copy
+        self._owners = dict.fromkeys(module.modules())
+        # torch.compile compiles anew, and warns, when it finds a hook on all modules.
+        self._is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in self._owners)  # noqa: SLF001 - torch.compile's own marks
+        self._still: set[_Key] = set()
 
     def snapshot(self) -> BufferSnapshot:
-        """Copy the buffers that a forward may change, and note the state of all others."""
-        if self._buffers is None:
-            self._buffers = [
-                (owner, name) for owner in self._module.modules() for name, _ in owner.named_buffers(recurse=False)
-            ]
-        marks = {(owner, name): _mark(getattr(owner, name)) for owner, name in self._buffers}
-        wanted = self._buffers if self._changing is None else self._changing
-        copies = {(owner, name): getattr(owner, name).detach().clone() for owner, name in wanted}
-        return BufferSnapshot(copies, marks)
+        """Copy the buffers, except large ones that a forward has left alone before."""
+        snapshot = BufferSnapshot()
+        snapshot.add(self._owners, self._still)
+        return snapshot
 
     def learn(self, snapshot: BufferSnapshot) -> None:
         """Compare with a snapshot taken before a forward that has run to its end; forget copies not needed."""
-        self._changing = snapshot.find_changed(by_value=self._changing is None) | (self._changing or set())
-        for key in snapshot.copies.keys() - self._changing:
-            del snapshot.copies[key]
+        for key, entry in snapshot.entries.items():
+            is_large = entry.copy is not None and entry.copy.nbytes > _SMALL_BYTES
+            if is_large and _equal(entry.copy, key[0]._buffers.get(key[1])):  # noqa: SLF001 - None is a value too
+                self._still.add(key)
+                entry.copy = None
+
+    @contextlib.contextmanager
+    def discover(self, snapshot: BufferSnapshot) -> Iterator[None]:
+        """In the block, notice modules outside of the watched one (a GAN's other network) before they first run."""
+
+        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's form
+            if module not in self._owners:
+                found = [each for each in module.modules() if each not in self._owners]
+                self._owners.update(dict.fromkeys(found))
+                snapshot.add(found, self._still)
+
+        if self._is_compiled:
+            yield
+            return
+        handle = register_module_forward_pre_hook(notice)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@dataclass(slots=True)
+class _Entry:
+    buffer: torch.Tensor | None  # the object itself: a forward may put another one in its place
+    mark: tuple[int, int]
+    copy: torch.Tensor | None
 
 
 class BufferSnapshot:
-    """Values of buffers at one instant.
+    """Values of buffers at one instant."""
 
-    Args:
-        copies: The values, by owner and name.
-        marks: Identity and version of every buffer.
-    """
+    def __init__(self) -> None:
+        self.entries: dict[_Key, _Entry] = {}
 
-    def __init__(self, copies: dict[_Buffer, torch.Tensor], marks: dict[_Buffer, tuple[int, int]]) -> None:
-        self.copies = copies
-        self.marks = marks
-
-    def find_changed(self, *, by_value: bool = False) -> set[_Buffer]:
-        """Find the buffers that changed since the snapshot.
-
-        A changed mark of one buffer counts for all of its owner's: batch_norm writes its running statistics without
-        raising their version, only ``num_batches_tracked`` shows it. Comparing values finds everything, but waits for
-        the device.
-        """
-        owners = {owner for (owner, name), mark in self.marks.items() if _mark(getattr(owner, name)) != mark}
-        return {
-            (owner, name)
-            for owner, name in self.marks
-            if owner in owners or (by_value and not _equal(self.copies[owner, name], getattr(owner, name)))
-        }
+    def add(self, owners: Iterable[nn.Module], still: set[_Key]) -> None:
+        """Take the buffers of ``owners`` in; those in ``still`` without a copy."""
+        for owner in owners:
+            for name, buffer in owner._buffers.items():  # noqa: SLF001 - named_buffers() leaves out None
+                copy = None
+                if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
+                    copy = _clone(buffer)
+                self.entries[owner, name] = _Entry(buffer, _mark(buffer), copy)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the values back in place.
+        """Put the buffers back: the same objects with the values that they had.
 
         Raises:
-            StateError: A buffer changed that no forward had changed before, so that nobody kept its value.
+            StateError: A large buffer changed that no forward had changed before, so that nobody kept its value.
         """
-        for owner, name in self.find_changed() - self.copies.keys():
-            raise StateError(
-                "rolling back a failed attempt",
-                got=f"the buffer {name!r} of a {type(owner).__name__}, changed for the first time by it",
-                expected="buffers that change in the first steps if they change at all",
-                fix="restart from the last checkpoint; switch modules between train() and eval() before training.",
-            )
-        for (owner, name), value in self.copies.items():
-            buffer = getattr(owner, name)
-            if buffer.shape == value.shape:
-                buffer.copy_(value)
-            else:
-                setattr(owner, name, value.clone())
+        for (owner, name), entry in self.entries.items():
+            if entry.copy is None and entry.buffer is not None and not is_lazy(entry.buffer):
+                if _mark(entry.buffer) != entry.mark:
+                    raise StateError(
+                        "rolling back a failed attempt",
+                        got=f"the large buffer {name!r} of a {type(owner).__name__}, changed for the first time by it",
+                        expected="large buffers that change in the first steps if they change at all",
+                        fix="restart from the last checkpoint.",
+                    )
+            elif entry.copy is not None and entry.buffer is not None:
+                entry.buffer.data.copy_(entry.copy)
+            if name in owner._buffers:  # noqa: SLF001 - setattr refuses what a lazy module replaces
+                owner._buffers[name] = entry.buffer  # noqa: SLF001
 
 
 class Replay:
@@ -132,15 +149,17 @@ class Replay:
     def repetition(self) -> Iterator[None]:
         """Run a block in the first run's circumstances, and leave no trace."""
         random_now = _rng.capture_host()
-        buffers_now = {(owner, name): getattr(owner, name) for owner, name in self._buffers.copies}
-        for (owner, name), value in self._buffers.copies.items():
-            setattr(owner, name, value.clone())
+        buffers_now = []
+        for (owner, name), entry in self._buffers.entries.items():
+            if entry.copy is not None:
+                buffers_now.append((owner, name, getattr(owner, name)))
+                setattr(owner, name, _clone(entry.copy))
         _rng.restore_host(self._random)
         try:
             yield
         finally:
             _rng.restore_host(random_now)
-            for (owner, name), buffer in buffers_now.items():
+            for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
 
 
@@ -160,10 +179,19 @@ class _Again(contextlib.AbstractContextManager[None]):
         self._stack.close()
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN is itself here
+def _clone(buffer: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(mode=False):
+        return buffer.detach().clone()
 
 
-def _mark(buffer: torch.Tensor) -> tuple[int, int]:
+def _equal(copy: torch.Tensor | None, buffer: torch.Tensor | None) -> bool:
+    if copy is None or buffer is None or copy.shape != buffer.shape:
+        return False
+    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN is itself here
+
+
+def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
     """Identity and version: a buffer that was overwritten or replaced has another mark."""
+    if buffer is None or is_lazy(buffer) or buffer.is_inference():
+        return id(buffer), 0
     return id(buffer), buffer._version  # noqa: SLF001 - autograd's own count of in-place changes; no public form

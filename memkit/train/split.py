@@ -78,10 +78,11 @@ def count_elements(batch: Any) -> int:
 def _leaves(batch: Any) -> list[Any]:
     leaves = list(_iterate(batch))
     for leaf in leaves:
-        if not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, *_SHARED)):
+        is_plain = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
+        if not is_plain or not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, *_SHARED)):
             raise InputError(
                 "splitting a batch",
-                got=f"a {type(leaf).__name__} in it",
+                got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
                 expected="tensors, arrays and plain values in dicts, lists and tuples",
                 fix="pass split_fn=..., which takes (batch, n) and returns a list of n parts.",
             )
@@ -110,17 +111,16 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
     if isinstance(node, torch.Tensor | np.ndarray):
         return node[rows] if node.ndim > 0 else node
     kind = type(node)
-    if kind is tuple:
-        return tuple([_slice(child, rows, num_rows) for child in node])
-    if kind is list:
-        return node[rows] if _is_column(node, num_rows) else [_slice(child, rows, num_rows) for child in node]
+    if kind in (tuple, list):
+        return node[rows] if _is_column(node, num_rows) else kind([_slice(child, rows, num_rows) for child in node])
     if isinstance(node, Mapping):
         part: Any = {} if kind is dict else copy.copy(node)
         for key, value in node.items():
             part[key] = _slice(value, rows, num_rows)
         return part
-    if isinstance(node, tuple):  # a named one
-        return kind(*[_slice(child, rows, num_rows) for child in node])
+    if isinstance(node, tuple):
+        children = [_slice(child, rows, num_rows) for child in node]
+        return kind(*children) if hasattr(node, "_fields") else kind(children)  # a named tuple, or torch.return_types
     if kind in pytree.SUPPORTED_NODES:
         return pytree.tree_map(
             lambda child: _slice(child, rows, num_rows), node, is_leaf=lambda child: child is not node
@@ -133,5 +133,6 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _is_column(node: Any, rows: int) -> bool:
-    """Whether a list holds one plain value per row, such as the captions or file names of a batch."""
-    return len(node) == rows and all(isinstance(value, _SHARED) for value in node)
+    """Whether a list holds one plain value per row, or a tuple one text per row, as a DataLoader collates texts."""
+    kinds = _SHARED if isinstance(node, list) else (str, bytes)
+    return len(node) == rows and all(isinstance(value, kinds) for value in node)

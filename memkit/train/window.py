@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -35,6 +37,10 @@ class Rollback:
         self._buffers = watch.snapshot()
         self._random = _rng.capture()
 
+    def discover(self) -> AbstractContextManager[None]:
+        """A context for a forward: other modules that run in it are rolled back too, from then on."""
+        return self._watch.discover(self._buffers)
+
     def learn(self) -> None:
         """Forget copies of buffers that the forward since then has left alone."""
         retry_once(lambda: self._watch.learn(self._buffers), "comparing buffers")
@@ -60,10 +66,11 @@ class WeighedLoss:
     reduction: str
 
     def sum(self) -> torch.Tensor:
-        """Return the loss summed over its count; a mean over nothing (NaN) sums to nothing."""
+        """Return the loss summed over its count, at least in float32; a mean over nothing (NaN) sums to nothing."""
         if not isinstance(self.count, torch.Tensor) and not self.count:
-            return torch.zeros_like(self.value)
-        return self.value if self.reduction == "sum" else self.value * self.count
+            return torch.zeros_like(self.value, dtype=torch.float32)
+        value = self.value.float() if self.value.dtype in {torch.float16, torch.bfloat16} else self.value
+        return value if self.reduction == "sum" else value * self.count
 
 
 class Attempt:
@@ -87,14 +94,18 @@ class Attempt:
         self.is_added = False  # its gradient is in the sum
         self.loss: WeighedLoss | None = None
         self._on_oom = on_oom
+        self._discovery = contextlib.ExitStack()
 
     def __enter__(self) -> Any:
         self.was_entered = True
+        if self.rollback is not None:
+            self._discovery.enter_context(self.rollback.discover())
         return self.part
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        self._discovery.close()
         # Only the text of the error is kept: the error itself holds the frames, and they hold the tensors.
         if error is None or self._on_oom == "raise" or not is_out_of_memory(error):
             return False
@@ -135,6 +146,7 @@ class Window:
         self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
         self.size = self._measure(batch)
         self.num_ooms = 0
+        self.is_complete = False
         self._done: list[Attempt] = []
         self._rollback = self._take_rollback()
         parts = self._split(batch, self.size, sizes.num_parts(self._key, self.size, min(num_parts, self.size)))
@@ -152,6 +164,7 @@ class Window:
     def next_attempt(self) -> Attempt | None:
         """Return the next attempt; None when all micro-batches are through."""
         if not self._todo:
+            self.is_complete = True
             if self.num_ooms == 0:
                 self._sizes.note_clean_step(self._key)
             return None
@@ -173,6 +186,7 @@ class Window:
             _check_used(attempt)
             if attempt.rollback is not None:
                 attempt.rollback.learn()
+                attempt.rollback = None
             self._sizes.note_success(self._key, attempt.size)
             self._done.append(attempt)
             self._todo.popleft()
@@ -202,7 +216,8 @@ class Window:
                 todo.append((part, size))
                 continue
             smaller = self._split(part, size, max(2, math.ceil(size / limit))) if limit else []
-            if len(smaller) < 2:  # it could not be split
+            smaller = [(each, its_size) for each, its_size in smaller if its_size > 0]
+            if max((its_size for _, its_size in smaller), default=size) >= size:  # it could not be split
                 raise MemkitOutOfMemoryError(
                     "MemoryEfficientTrainingWrapper",
                     got=f"out of memory with a micro-batch of {size} {self._unit}: {failed.failure}",

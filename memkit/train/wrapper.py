@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 import torch
@@ -13,50 +12,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import ConfigError, InputError, MemkitWarning, StateError
+from memkit._errors import FileFormatError, InputError, MemkitWarning, StateError
 from memkit._protocols import Average, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
+from memkit.train.checks import check_loss
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
+from memkit.train.settings import StepResult, check_settings
 from memkit.train.sizes import SizeMemory
 from memkit.train.window import Attempt, SplitFn, WeighedLoss, Window
 
 _VERSION = 1
 Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        losses: Loss and weight of each micro-batch.
-        grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
-        stepped: Whether the optimiser really stepped.
-        num_microbatches: Micro-batches that the step took.
-        num_ooms: Out-of-memory errors that were survived on the way.
-        peak_bytes: The device's largest allocated bytes so far; None where the device has no counter.
-        sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
-    """
-
-    losses: tuple[WeighedLoss, ...]
-    grad_norm: torch.Tensor | None
-    stepped: bool
-    num_microbatches: int
-    num_ooms: int
-    peak_bytes: int | None
-    sizes: tuple[int, ...]
-
-    @property
-    def loss(self) -> torch.Tensor:
-        """The batch's mean loss, a 0-dim detached tensor. Nothing waits for the device until its value is read."""
-        if len(self.losses) == 1 and self.losses[0].reduction == "mean":
-            return self.losses[0].value
-        total = torch.stack([loss.sum() for loss in self.losses]).sum()
-        return total / sum(loss.count for loss in self.losses)
 
 
 class MemoryEfficientTrainingWrapper:
@@ -117,35 +87,37 @@ class MemoryEfficientTrainingWrapper:
         split_fn: SplitFn | None = None,
         probe: bool = True,
     ) -> None:
-        _check_settings(accumulation_steps, on_oom, offload, memory)
+        check_settings(accumulation_steps, on_oom, offload, memory, scheduler)
         self.model = model
         self._device = _device_of(model)
         self._accumulation_steps = accumulation_steps
         self._scheduler = scheduler
         self._average = average
         self._split_fn = split_fn
-        self._cleanup = contextlib.ExitStack()
-        self._precision = Precision(model, precision, self._device)
-        self._cleanup.callback(self._precision.close)
-        # Names are those of the user's own model.
-        self._checkpointing = Checkpointing(_unwrap(model), checkpoint) if checkpoint is not None else None
-        if self._checkpointing:
-            self._cleanup.callback(self._checkpointing.close)
-        half = self._precision.name == "bf16-true" and accumulation_steps > 1
-        self._accumulator = GradientAccumulator(
-            optimizer,
-            max_grad_norm=max_grad_norm,
-            scaler=self._precision.scaler,
-            model=model,
-            accumulate_dtype=torch.float32 if half else None,
-            guard_first_steps=on_oom == "split",
-        )
-        self._cleanup.callback(self._accumulator.close)
-        self._on_oom = "split" if on_oom == "split" and self._may_recover_alone() else "raise"
         self._wants_probe = probe and split_fn is None
-        self._watch = BufferWatch(model)
         self._sizes = SizeMemory()
+        self._window: Window | None = None
         self._attempt: Attempt | None = None
+        with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
+            self._precision = Precision(model, precision, self._device)
+            cleanup.callback(self._precision.close)
+            # Names are those of the user's own model.
+            self._checkpointing = Checkpointing(_unwrap(model), checkpoint) if checkpoint is not None else None
+            if self._checkpointing:
+                cleanup.callback(self._checkpointing.close)
+            half = self._precision.name == "bf16-true" and accumulation_steps > 1
+            self._accumulator = GradientAccumulator(
+                optimizer,
+                max_grad_norm=max_grad_norm,
+                scaler=self._precision.scaler,
+                model=model,
+                accumulate_dtype=torch.float32 if half else None,
+                guard_first_steps=on_oom == "split",
+            )
+            cleanup.callback(self._accumulator.close)
+            self._on_oom = "split" if on_oom == "split" and self._may_recover_alone() else "raise"
+            self._watch = BufferWatch(model)
+            self._cleanup = cleanup.pop_all()
 
     @property
     def num_steps(self) -> int:
@@ -224,12 +196,12 @@ class MemoryEfficientTrainingWrapper:
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
         attempt = self._attempt
-        if attempt is None:
+        if attempt is None or attempt.is_added:
             raise StateError(
                 "trainer.backward(loss)",
-                got="a call outside of an attempt",
-                expected="a call inside `with attempt as micro:` of trainer.microbatches(batch)",
-                fix="use trainer.train_step(batch, loss_fn), or loop over trainer.microbatches(batch).",
+                got="a call outside of an attempt" if attempt is None else "a second call for one micro-batch",
+                expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
+                fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
         if count is None:
             if self._split_fn is not None:
@@ -241,7 +213,8 @@ class MemoryEfficientTrainingWrapper:
                 )
             count = attempt.size
             self._accumulator.expect(attempt.window_size)  # all micro-batches together weigh the batch's rows
-        attempt.loss = WeighedLoss(loss.detach(), count, reduction)
+        check_loss(loss)
+        attempt.loss = WeighedLoss(loss.detach().reshape(()), count, reduction)
         self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=attempt.is_trial)
         attempt.is_added = True
 
@@ -251,6 +224,14 @@ class MemoryEfficientTrainingWrapper:
         Returns:
             True when the optimiser really stepped.
         """
+        if self._window is not None and not self._window.is_complete:
+            raise StateError(
+                "trainer.step()",
+                got="a batch with micro-batches left to do",
+                expected="one step after all micro-batches of a batch",
+                fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
+            )
+        self._window = None
         stepped = self._accumulator.finish()
         if stepped:
             if self._scheduler is not None:
@@ -282,7 +263,18 @@ class MemoryEfficientTrainingWrapper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`."""
+        """Restore `state_dict`.
+
+        Raises:
+            FileFormatError: Another version, or the state of another set of parameters.
+        """
+        if state.get("version") != _VERSION:
+            raise FileFormatError(
+                "MemoryEfficientTrainingWrapper.load_state_dict(state)",
+                got=f"version {state.get('version')!r}",
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
         self._accumulator.load_state_dict(state["accumulator"])
         self._sizes.load_state_dict(state["sizes"])
         if self._precision.scaler and state["scaler"]:
@@ -314,7 +306,7 @@ class MemoryEfficientTrainingWrapper:
         return False
 
     def _open_window(self, batch: Any) -> Window:
-        if self._accumulator.num_microbatches:
+        if self._window is not None:
             raise StateError(
                 "trainer.microbatches(batch)",
                 got="a batch that was not stepped yet",
@@ -332,17 +324,17 @@ class MemoryEfficientTrainingWrapper:
         )
 
     def _attempts(self, window: Window) -> Iterator[Attempt]:
-        is_complete = False
+        self._window = window
         try:
             while (attempt := window.next_attempt()) is not None:
                 self._attempt = attempt
                 yield attempt
                 self._attempt = None
                 window.settle(attempt)
-            is_complete = True
         finally:
-            self._attempt = None
-            if not is_complete:  # an error, or the loop was left: this step is lost, the next one starts clean
+            if self._window is window and not window.is_complete:
+                # An error, or the loop was left: this step is lost, the next one starts clean.
+                self._attempt = self._window = None
                 self._accumulator.discard()
 
     def _probe(self, window: Window, judge: Callable[[nn.Module], SplitVerdict]) -> None:
@@ -352,6 +344,7 @@ class MemoryEfficientTrainingWrapper:
         try:
             warn_or_refuse(judge(_unwrap(self.model)), call="MemoryEfficientTrainingWrapper")
         except BaseException:
+            self._window = None
             self._accumulator.discard()
             raise
 
@@ -379,20 +372,3 @@ def _unwrap(model: nn.Module) -> nn.Module:
 def _device_of(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
-
-
-def _check_settings(accumulation_steps: object, on_oom: object, offload: Collection[str], memory: object) -> None:
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        _refuse("accumulation_steps", accumulation_steps, "a whole number of micro-batches, 1 or more")
-    if on_oom not in {"split", "raise"}:
-        _refuse("on_oom", on_oom, "'split' or 'raise'")
-    if offload:
-        _refuse("offload", offload, "nothing to offload: this version keeps all on the device")
-    if memory is not None:
-        _refuse("memory", memory, "None: this version has no budgets")
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise ConfigError(
-        f"MemoryEfficientTrainingWrapper({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
-    )

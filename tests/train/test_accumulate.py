@@ -486,6 +486,42 @@ class TestInterruptedBackward:
         """Negative control and guard: plain backward does leave half of it behind, and the group says so."""
         assert self.run(all_or_nothing=False) is True
 
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+    def test_gradients_that_are_one_tensor_stay_two(self, max_grad_norm):
+        """autograd.grad may return one tensor for two parameters, the root itself, or a tensor that somebody holds."""
+
+        class Shared(nn.Module):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.a, self.b = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3, 3))
+                self.shift = nn.Parameter(torch.ones(()))
+
+            def forward(self, x):
+                return (x @ (self.a + self.b)).pow(2).mean() + self.shift
+
+        def run(all_or_nothing):
+            model = Shared().double()
+            accumulator = mk.GradientAccumulator(
+                torch.optim.SGD(model.parameters(), lr=1.0), steps=4, max_grad_norm=max_grad_norm
+            )
+            for _ in range(2):
+                for part in torch.arange(24.0).double().view(8, 3).split(2):
+                    accumulator.backward(model(part), count=len(part), all_or_nothing=all_or_nothing)
+                    accumulator.step()
+            return dict(model.state_dict())
+
+        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+    def test_hooks_that_wait_for_gradients_are_called_either_way(self):
+        model = nn.Linear(2, 1)
+        called = []
+        model.weight.register_post_accumulate_grad_hook(lambda p: called.append(p.grad.clone()))
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+        for all_or_nothing in (True, False):
+            accumulator.backward(model(torch.ones(1, 2)).sum(), all_or_nothing=all_or_nothing)
+        assert len(called) == 2
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_both_ways_give_the_same_bits(self, dtype):
         def run(all_or_nothing):

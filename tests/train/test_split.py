@@ -54,6 +54,16 @@ def test_mappings_keep_their_type(mapping):
     assert batch["lengths"].tolist() == [2, 1, 2]
 
 
+def test_texts_as_a_data_loader_collates_them():
+    """default_collate makes a tuple of a column of texts; a tuple of numbers, such as a size, belongs to all rows."""
+    dataset = [(torch.full((2,), float(i)), f"caption {i}") for i in range(4)]
+    batch = [*next(iter(torch.utils.data.DataLoader(dataset, batch_size=4))), (8, 8, 8, 8)]
+    (first, _), (second, _) = split_batch(batch, 2)
+    assert first[1] == ("caption 0", "caption 1")
+    assert second[1] == ("caption 2", "caption 3")
+    assert first[2] == second[2] == (8, 8, 8, 8)
+
+
 def test_a_tensor_alone_and_a_single_part():
     x = torch.arange(5)
     assert split_batch(x, 1)[0][0] is x
@@ -68,6 +78,8 @@ def test_what_cannot_be_cut_says_why():
         count_rows({"scale": torch.tensor(1.0)})
     with pytest.raises(mk.InputError, match="a SimpleNamespace in it"):
         count_rows((torch.ones(3), SimpleNamespace(x=torch.ones(3))))
+    with pytest.raises(mk.InputError, match="a Tensor in it that is sparse or nested"):
+        count_rows(torch.eye(3).to_sparse())
 
 
 def test_keys_tell_shapes_apart_but_not_row_counts():

@@ -175,6 +175,7 @@ class TestPrecision:
         trainer.close()
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert [id(p) for p in model.parameters()] == ids
+        assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
         assert model(torch.ones(1, 4)).dtype == torch.float32
 
     def test_auto_and_none(self):
@@ -255,10 +256,29 @@ class TestPackedBatches:
         with pytest.raises(mk.MemkitOutOfMemoryError, match=r"elements.*give split_fn"):
             trainer.train_step(self.data(), never)
 
+    def test_a_split_that_makes_nothing_smaller_ends(self):
+        """One scene that cannot be cut: the parts are the scene itself and nothing."""
+        _, _, trainer = make(split_fn=lambda batch, n: [batch, (batch[0][:0], batch[1][:0])])
+
+        def never(model, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with pytest.raises(mk.MemkitOutOfMemoryError):
+            trainer.train_step(self.data(), never)
+
     def test_what_split_fn_returns_is_checked(self):
         _, _, trainer = make(accumulation_steps=2, split_fn=lambda batch, n: None)
         with pytest.raises(mk.InputError, match=r"split_fn\(batch, 2\): got None"):
             trainer.train_step(self.data(), self.loss)
+
+
+def test_half_precision_losses_do_not_overflow_in_the_mean():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2, probe=False)
+    result = trainer.train_step(torch.ones(200_000, 1), lambda model, x: (model(x) * 0 + 3).mean(0).half())
+    assert result.loss.shape == ()
+    assert float(result.loss) == 3.0
 
 
 def test_two_wrappers_train_a_gan_with_gradient_penalty():
@@ -355,6 +375,71 @@ class TestMisuse:
         _, _, trainer = make()
         with pytest.raises(mk.StateError, match="a call outside of an attempt"):
             trainer.backward(torch.ones((), requires_grad=True))
+
+    def test_backward_twice_for_one_micro_batch(self):
+        model, _, trainer = make()
+        attempts = trainer.microbatches(next(batches()))
+        attempt = next(attempts)
+        with pytest.raises(mk.StateError, match=r"a second call for one micro-batch.*add losses up"), attempt as micro:
+            trainer.backward(row_loss(model, micro))
+            trainer.backward(row_loss(model, micro))
+
+    def test_a_step_inside_of_the_loop(self):
+        model, _, trainer = make(accumulation_steps=2)
+        attempts = trainer.microbatches(next(batches()))
+        with next(attempts) as micro:
+            trainer.backward(row_loss(model, micro))
+        with pytest.raises(mk.StateError, match="a batch with micro-batches left to do"):
+            trainer.step()
+        attempts.close()
+        assert trainer.train_step(next(batches()), row_loss).stepped
+
+    def test_a_loop_that_was_left_behind_does_not_touch_the_next_batch(self):
+        model, _, trainer = make(accumulation_steps=2)
+        old = trainer.microbatches(next(batches()))
+        with next(old) as micro:
+            trainer.backward(row_loss(model, micro))
+        with pytest.raises(mk.StateError, match="was not stepped yet"):
+            next(trainer.microbatches(next(batches())))
+        old.close()
+        attempts = trainer.microbatches(next(batches()))
+        with next(attempts) as micro:
+            trainer.backward(row_loss(model, micro))
+        old.close()  # again, as the garbage collector would
+        with next(attempts) as micro:
+            trainer.backward(row_loss(model, micro))
+        assert next(attempts, None) is None
+        assert trainer.step() is True
+        plain, optimizer, _ = make()
+        row_loss(plain, next(batches())).backward()
+        optimizer.step()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+
+    def test_a_constructor_that_fails_leaves_the_model_alone(self):
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(mk.ConfigError, match="typo"):
+            mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", checkpoint=["typo"])
+        with pytest.raises(mk.ConfigError, match="LBFGS"):
+            mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert not model._forward_pre_hooks
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def test_a_schedule_that_needs_a_metric(self):
+        model, optimizer, _ = make()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        with pytest.raises(mk.ConfigError, match="step this one after validation"):
+            mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
+
+    def test_a_loss_that_is_no_tensor(self):
+        _, _, trainer = make()
+        with pytest.raises(mk.InputTypeError, match="a float"):
+            trainer.train_step(next(batches()), lambda model, micro: 1.5)
+
+    def test_a_state_of_another_version(self):
+        with pytest.raises(mk.FileFormatError, match="version 9"):
+            make()[2].load_state_dict({"version": 9})
 
     def test_a_batch_that_was_not_stepped(self):
         model, _, trainer = make()

@@ -1,0 +1,67 @@
+"""Settings of the wrapper, checked before anything is touched, and the result of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from memkit._errors import ConfigError
+from memkit.train.window import WeighedLoss
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        losses: Loss and weight of each micro-batch.
+        grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
+        stepped: Whether the optimiser really stepped.
+        num_microbatches: Micro-batches that the step took.
+        num_ooms: Out-of-memory errors that were survived on the way.
+        peak_bytes: The device's largest allocated bytes so far; None where the device has no counter.
+        sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
+    """
+
+    losses: tuple[WeighedLoss, ...]
+    grad_norm: torch.Tensor | None
+    stepped: bool
+    num_microbatches: int
+    num_ooms: int
+    peak_bytes: int | None
+    sizes: tuple[int, ...]
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """The batch's mean loss, a 0-dim detached tensor. Nothing waits for the device until its value is read."""
+        if len(self.losses) == 1 and self.losses[0].reduction == "mean":
+            return self.losses[0].value
+        total = torch.stack([loss.sum() for loss in self.losses]).sum()
+        return total / sum(loss.count for loss in self.losses)
+
+
+def check_settings(
+    accumulation_steps: object, on_oom: object, offload: Collection[str], memory: object, scheduler: object
+) -> None:
+    """Check the settings of `MemoryEfficientTrainingWrapper`."""
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        _refuse("accumulation_steps", accumulation_steps, "a whole number of micro-batches, 1 or more")
+    if on_oom not in {"split", "raise"}:
+        _refuse("on_oom", on_oom, "'split' or 'raise'")
+    if offload:
+        _refuse("offload", offload, "nothing to offload: this version keeps all on the device")
+    if isinstance(scheduler, ReduceLROnPlateau):
+        _refuse(
+            "scheduler", "ReduceLROnPlateau", "a schedule that steps without a metric; step this one after validation"
+        )
+    if memory is not None:
+        _refuse("memory", memory, "None: this version has no budgets")
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise ConfigError(
+        f"MemoryEfficientTrainingWrapper({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
+    )
