@@ -12,10 +12,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from memkit._atomic import write_text
 from memkit._errors import ConfigError, FileFormatError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 Precision = Literal["fp32", "bf16-mixed", "fp16-mixed"]
 OptimizerName = Literal["adamw", "sgd"]
