@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError
 
+_ARRAYS = (torch.Tensor, np.ndarray)
 _SHARED = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
 
 
@@ -108,7 +109,7 @@ def _iterate(batch: Any) -> Iterator[Any]:
 
 def _slice(node: Any, rows: slice, num_rows: int) -> Any:
     """Take rows of a batch; the usual containers without torch's pytree."""
-    if isinstance(node, torch.Tensor | np.ndarray):
+    if isinstance(node, _ARRAYS):
         return node[rows] if node.ndim > 0 else node
     kind = type(node)
     if kind in (tuple, list):
@@ -129,7 +130,7 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0
+    return isinstance(leaf, _ARRAYS) and leaf.ndim > 0
 
 
 def _is_column(node: Any, rows: int) -> bool:
