@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
-from tests.train.test_ranks import join
+from tests.train.test_ranks import join, leave
 
 STEPS, ROWS = 4, 8
 
@@ -39,7 +39,7 @@ def ddp_worker(rank, folder):
         num_ooms += trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], loss_fn).num_ooms
     assert (num_ooms > 0) == (rank == 1)
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def sharded_worker(rank, folder):
@@ -55,7 +55,7 @@ def sharded_worker(rank, folder):
         trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], lambda model, x: model(x).pow(2).mean())
     state = {name: value.full_tensor() for name, value in model.state_dict().items()}
     torch.save(state, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    leave()
 
 
 def one_process(optimizer_of, max_grad_norm):
