@@ -36,8 +36,8 @@ class MemoryEfficientTrainingWrapper:
     (gradients, buffers, random state), cut, and run again inside the same step: the effective batch, its weighting and
     the number of steps stay. The size that fits is remembered per input shape, and grows back after clean steps.
 
-    Memory cost: a copy of the buffers that forwards change; while a micro-batch size is unproven, one more set of
-    gradients. Time cost: see ``docs/wrapper.md``.
+    Memory cost: a copy of the model's buffers (not of large ones that stay as they are); while a micro-batch size is
+    unproven, one more set of gradients. Time cost: see ``docs/wrapper.md``.
 
     Args:
         model: Any module, also compiled, or wrapped by DistributedDataParallel.
