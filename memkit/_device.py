@@ -14,6 +14,7 @@ from memkit._errors import ConfigError
 from memkit._records import DeviceMemory, HostMemory
 
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
+_WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
 _CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-aligned number
 
 
@@ -66,10 +67,15 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(
         allocated_bytes=torch.accelerator.memory_allocated(device),
         reserved_bytes=torch.accelerator.memory_reserved(device),
-        peak_bytes=torch.accelerator.max_memory_allocated(device),
+        peak_bytes=peak_bytes(device),
         free_bytes=free_bytes,
         total_bytes=total_bytes,
     )
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Read the largest allocated bytes of a device since the last reset; None where it keeps no such count."""
+    return None if device.type in _WITHOUT_PEAK else torch.accelerator.max_memory_allocated(device)
 
 
 def prefers_bfloat16(device: torch.device) -> bool:

@@ -35,6 +35,7 @@ from memkit.train.gradients import (
     has_reentrant_checkpoint,
     list_parameters,
     multiply_gradients,
+    run_backward,
     set_gradient_dtype,
     step_optimizers,
     widen_gradients,
@@ -317,7 +318,7 @@ class GradientAccumulator:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        root = None if weight == 1.0 else torch.full_like(scaled, weight)
+        root = torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
@@ -326,8 +327,7 @@ class GradientAccumulator:
             add_gradients(self._parameters, gradients)
         else:
             self.is_torn = True
-            inputs = self._parameters if self._only_own else None
-            torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
+            run_backward(scaled, root, self._parameters if self._only_own else (), retain_graph=retain_graph)
         self.is_torn = False
         self._has_gradients = True
 

@@ -43,6 +43,8 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool) -> float | 
     Raises:
         InputError: The weight is not a single finite number of zero or more.
     """
+    if type(count) in {int, float} and 0 <= count < math.inf:  # nearly always: a step asks for each micro-batch
+        return float(count)
     if isinstance(count, torch.Tensor) and stay_on_device:
         # Metal has no float64; float32 counts exactly up to 16 million.
         return count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())

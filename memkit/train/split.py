@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,11 @@ from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError
 
+SplitFn = Callable[[Any, int], list[Any]]
+
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SHARED = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
+_LEAVES = (np.ndarray, np.generic, *_SHARED)
 
 
 def count_rows(batch: Any) -> int:
@@ -30,7 +33,7 @@ def count_rows(batch: Any) -> int:
     Raises:
         InputError: The tensors disagree, there is none, or there is an object that cannot be looked into.
     """
-    sizes = {len(leaf) for leaf in _leaves(batch) if _has_rows(leaf)}
+    sizes: set[int] = {leaf.shape[0] for leaf in _leaves(batch) if _has_rows(leaf)}
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
@@ -73,14 +76,53 @@ def shape_key(batch: Any) -> str:
 
 def count_elements(batch: Any) -> int:
     """Count the elements of all tensors: the size of a packed batch, whose rows are not samples."""
-    return sum(leaf.numel() for leaf in _iterate(batch) if isinstance(leaf, torch.Tensor))
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None) -> list[tuple[Any, int]]:
+    """Split a batch, with the user's own function where there is one.
+
+    Args:
+        batch: The batch, or a part of it.
+        num_parts: How many parts.
+        size: Its size as `measure_batch` says.
+        split_fn: Splits a packed batch; None splits rows.
+
+    Returns:
+        The parts with their sizes, in order.
+
+    Raises:
+        InputError: ``split_fn`` did not return a list of parts.
+    """
+    if num_parts <= 1:
+        return [(batch, size)]
+    if split_fn is None:
+        return split_batch(batch, num_parts, num_rows=size)
+    parts = split_fn(batch, num_parts)
+    if type(parts) is not list or not parts:
+        raise InputError(
+            f"split_fn(batch, {num_parts})",
+            got=f"{parts!r:.60}",
+            expected="a list of at least one part",
+            fix="return a list of batches, one per part.",
+        )
+    return [(each, count_elements(each)) for each in parts]
+
+
+def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
+    """Return a batch's size: rows, or elements of a packed batch."""
+    return count_elements(batch) if split_fn else count_rows(batch)
 
 
 def _leaves(batch: Any) -> list[Any]:
-    leaves = list(_iterate(batch))
+    leaves: list[Any] = []
+    _collect(batch, leaves)
     for leaf in leaves:
-        is_plain = not isinstance(leaf, torch.Tensor) or (leaf.layout is torch.strided and not leaf.is_nested)
-        if not is_plain or not isinstance(leaf, (torch.Tensor, np.ndarray, np.generic, *_SHARED)):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        is_plain = not is_tensor or (leaf.layout is torch.strided and not leaf.is_nested)
+        if not is_plain or not (is_tensor or isinstance(leaf, _LEAVES)):
             raise InputError(
                 "splitting a batch",
                 got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
@@ -90,21 +132,24 @@ def _leaves(batch: Any) -> list[Any]:
     return leaves
 
 
-def _iterate(batch: Any) -> Iterator[Any]:
-    """Yield the leaves; the usual containers without torch's pytree, which costs 20 microseconds a batch."""
+def _collect(batch: Any, leaves: list[Any]) -> None:
+    """Append the leaves; the usual containers without torch's pytree, which costs 20 microseconds a batch."""
     if isinstance(batch, torch.Tensor):
-        yield batch
+        leaves.append(batch)
     elif type(batch) in (tuple, list):
         for child in batch:
-            yield from _iterate(child)
+            _collect(child, leaves)
     elif isinstance(batch, Mapping):
         for child in batch.values():
-            yield from _iterate(child)
+            _collect(child, leaves)
     elif type(batch) in pytree.SUPPORTED_NODES or isinstance(batch, tuple):
         for child in pytree.tree_leaves(batch):
-            yield from [child] if child is batch else _iterate(child)
+            if child is batch:
+                leaves.append(child)
+            else:
+                _collect(child, leaves)
     else:
-        yield batch
+        leaves.append(batch)
 
 
 def _slice(node: Any, rows: slice, num_rows: int) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,14 +14,12 @@ import torch
 
 from memkit import _rng
 from memkit._device import release_cached_memory
-from memkit._errors import InputError, MemkitOutOfMemoryError, StateError
+from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import count_elements, count_rows, shape_key, split_batch
-
-SplitFn = Callable[[Any, int], list[Any]]
+from memkit.train.split import SplitFn, cut_batch, measure_batch, shape_key
 
 
 class Rollback:
@@ -79,14 +76,14 @@ class Attempt:
     Args:
         part: The micro-batch.
         size: Its size, in rows or elements.
-        window_size: The size of the whole batch.
+        batch_size: The size of the whole batch.
         on_oom: ``"raise"`` lets an out-of-memory through.
     """
 
-    def __init__(self, part: Any, size: int, window_size: int, on_oom: str) -> None:
+    def __init__(self, part: Any, size: int, batch_size: int, on_oom: str) -> None:
         self.part = part
         self.size = size
-        self.window_size = window_size
+        self.batch_size = batch_size
         self.is_trial = False
         self.rollback: Rollback | None = None
         self.failure: str | None = None
@@ -144,13 +141,13 @@ class Window:
         self._on_oom = on_oom
         self._split_fn = split_fn
         self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
-        self.size = self._measure(batch)
+        self.size = measure_batch(batch, split_fn)
         self.num_ooms = 0
         self.is_complete = False
         self._done: list[Attempt] = []
         self._rollback = self._take_rollback()
-        parts = self._split(batch, self.size, sizes.num_parts(self._key, self.size, min(num_parts, self.size)))
-        self._todo: deque[tuple[Any, int]] = deque(parts)
+        num_parts = sizes.num_parts(self._key, self.size, min(num_parts, self.size))
+        self._todo = deque(cut_batch(batch, num_parts, size=self.size, split_fn=split_fn))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -215,7 +212,8 @@ class Window:
             if size < failed.size and size <= limit:
                 todo.append((part, size))
                 continue
-            smaller = self._split(part, size, max(2, math.ceil(size / limit))) if limit else []
+            num_parts = max(2, math.ceil(size / limit)) if limit else 1
+            smaller = cut_batch(part, num_parts, size=size, split_fn=self._split_fn)
             smaller = [(each, its_size) for each, its_size in smaller if its_size > 0]
             if max((its_size for _, its_size in smaller), default=size) >= size:  # it could not be split
                 raise MemkitOutOfMemoryError(
@@ -227,24 +225,6 @@ class Window:
                 )
             todo.extend(smaller)
         self._todo = deque(todo)
-
-    def _split(self, part: Any, size: int, num_parts: int) -> list[tuple[Any, int]]:
-        if num_parts <= 1:
-            return [(part, size)]
-        if self._split_fn is None:
-            return split_batch(part, num_parts, num_rows=size)
-        parts = self._split_fn(part, num_parts)
-        if type(parts) is not list or not parts:
-            raise InputError(
-                f"split_fn(batch, {num_parts})",
-                got=f"{parts!r:.60}",
-                expected="a list of at least one part",
-                fix="return a list of batches, one per part.",
-            )
-        return [(each, count_elements(each)) for each in parts]
-
-    def _measure(self, batch: Any) -> int:
-        return count_elements(batch) if self._split_fn else count_rows(batch)
 
     @property
     def _unit(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -16,16 +16,18 @@ from memkit._errors import FileFormatError, InputError, MemkitWarning, StateErro
 from memkit._protocols import Average, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.checks import check_loss
+from memkit.train.models import device_of, unwrap_model
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.settings import StepResult, check_settings
 from memkit.train.sizes import SizeMemory
-from memkit.train.window import Attempt, SplitFn, WeighedLoss, Window
+from memkit.train.split import SplitFn, cut_batch, measure_batch
+from memkit.train.window import Attempt, WeighedLoss, Window
 
 _VERSION = 1
+Reduction = Literal["mean", "sum"]
 Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
 
 
@@ -89,7 +91,7 @@ class MemoryEfficientTrainingWrapper:
     ) -> None:
         check_settings(accumulation_steps, on_oom, offload, memory, scheduler)
         self.model = model
-        self._device = _device_of(model)
+        self._device = device_of(model)
         self._accumulation_steps = accumulation_steps
         self._scheduler = scheduler
         self._average = average
@@ -102,7 +104,7 @@ class MemoryEfficientTrainingWrapper:
             self._precision = Precision(model, precision, self._device)
             cleanup.callback(self._precision.close)
             # Names are those of the user's own model.
-            self._checkpointing = Checkpointing(_unwrap(model), checkpoint) if checkpoint is not None else None
+            self._checkpointing = Checkpointing(unwrap_model(model), checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
             half = self._precision.name == "bf16-true" and accumulation_steps > 1
@@ -143,20 +145,25 @@ class MemoryEfficientTrainingWrapper:
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
         """
-        window = self._open_window(batch)
-        for attempt in self._attempts(window):
-            with attempt as micro:
-                self._run(micro, loss_fn)
-        self._probe(window, lambda model: probe_split(model, batch, loss_fn))
+        if self._on_oom == "raise":
+            losses, sizes, num_ooms = *self._run_plainly(batch, loss_fn), 0
+        else:
+            window = self._open_window(batch)
+            for attempt in self._attempts(window):
+                with attempt as micro:
+                    self._run(micro, loss_fn)
+            losses, sizes, num_ooms = window.losses(), window.sizes, window.num_ooms
+        if self._wants_probe and len(sizes) > 1:
+            self._probe(lambda model: probe_split(model, batch, loss_fn))
         stepped = self.step()
         return StepResult(
-            losses=window.losses(),
+            losses=losses,
             grad_norm=self._accumulator.grad_norm,
             stepped=stepped,
-            num_microbatches=len(window.sizes),
-            num_ooms=window.num_ooms,
-            peak_bytes=_device.device_memory(self._device).peak_bytes,
-            sizes=window.sizes,
+            num_microbatches=len(sizes),
+            num_ooms=num_ooms,
+            peak_bytes=_device.peak_bytes(self._device),
+            sizes=sizes,
         )
 
     def microbatches(self, batch: Any) -> Iterator[Attempt]:
@@ -175,7 +182,8 @@ class MemoryEfficientTrainingWrapper:
         """
         window = self._open_window(batch)
         yield from self._attempts(window)
-        self._probe(window, lambda model: SplitVerdict(None, modules=scan_modules(model)))
+        if self._wants_probe and len(window.sizes) > 1:
+            self._probe(lambda model: SplitVerdict(None, modules=scan_modules(model)))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context for forward and loss, as ``precision`` says."""
@@ -186,7 +194,7 @@ class MemoryEfficientTrainingWrapper:
         loss: torch.Tensor,
         count: float | torch.Tensor | None = None,
         *,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Reduction = "mean",
     ) -> None:
         """Add the micro-batch's gradient to the step; call it once inside ``with attempt as micro:``.
 
@@ -203,19 +211,9 @@ class MemoryEfficientTrainingWrapper:
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
-        if count is None:
-            if self._split_fn is not None:
-                raise InputError(
-                    "trainer.backward(loss)",
-                    got="no count for a part made by split_fn",
-                    expected="the weight of the part, which its rows do not tell",
-                    fix="pass count=..., or return (loss_sum, count) from loss_fn.",
-                )
-            count = attempt.size
-            self._accumulator.expect(attempt.window_size)  # all micro-batches together weigh the batch's rows
-        check_loss(loss)
-        attempt.loss = WeighedLoss(loss.detach().reshape(()), count, reduction)
-        self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=attempt.is_trial)
+        attempt.loss = self._add(
+            loss, count, reduction, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
+        )
         attempt.is_added = True
 
     def step(self) -> bool:
@@ -305,14 +303,17 @@ class MemoryEfficientTrainingWrapper:
         )
         return False
 
+    def _refuse_unstepped(self) -> NoReturn:
+        raise StateError(
+            "trainer.microbatches(batch)",
+            got="a batch that was not stepped yet",
+            expected="one step() after the micro-batches of each batch",
+            fix="call trainer.step() after the loop over micro-batches.",
+        )
+
     def _open_window(self, batch: Any) -> Window:
         if self._window is not None:
-            raise StateError(
-                "trainer.microbatches(batch)",
-                got="a batch that was not stepped yet",
-                expected="one step() after the micro-batches of each batch",
-                fix="call trainer.step() after the loop over micro-batches.",
-            )
+            self._refuse_unstepped()
         return Window(
             batch,
             self._accumulation_steps,
@@ -337,12 +338,28 @@ class MemoryEfficientTrainingWrapper:
                 self._attempt = self._window = None
                 self._accumulator.discard()
 
-    def _probe(self, window: Window, judge: Callable[[nn.Module], SplitVerdict]) -> None:
-        if not self._wants_probe or len(window.sizes) < 2:  # nothing was split
-            return
+    def _run_plainly(
+        self, batch: Any, loss_fn: Callable[[nn.Module, Any], Loss]
+    ) -> tuple[tuple[WeighedLoss, ...], tuple[int, ...]]:
+        """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
+        if self._window is not None:
+            self._refuse_unstepped()
+        batch_size = measure_batch(batch, self._split_fn)
+        num_parts = min(self._accumulation_steps, batch_size)
+        parts = cut_batch(batch, num_parts, size=batch_size, split_fn=self._split_fn)
+        losses = []
+        try:
+            for part, size in parts:
+                losses.append(self._add(*self._evaluate(part, loss_fn), size=size, batch_size=batch_size))
+        except BaseException:
+            self._accumulator.discard()  # this step is lost, the next one starts clean
+            raise
+        return tuple(losses), tuple([size for _, size in parts])
+
+    def _probe(self, judge: Callable[[nn.Module], SplitVerdict]) -> None:
         self._wants_probe = False
         try:
-            warn_or_refuse(judge(_unwrap(self.model)), call="MemoryEfficientTrainingWrapper")
+            warn_or_refuse(judge(unwrap_model(self.model)), call="MemoryEfficientTrainingWrapper")
         except BaseException:
             self._window = None
             self._accumulator.discard()
@@ -350,25 +367,34 @@ class MemoryEfficientTrainingWrapper:
 
     def _run(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
+        loss, count, reduction = self._evaluate(micro, loss_fn)
+        self.backward(loss, count, reduction=reduction)
+
+    def _evaluate(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> tuple[torch.Tensor, Any, Reduction]:
         with self.autocast():
             loss = loss_fn(self.model, micro)
-        if isinstance(loss, tuple):
-            self.backward(loss[0], loss[1], reduction="sum")
-        else:
-            self.backward(loss)
+        return (loss[0], loss[1], "sum") if isinstance(loss, tuple) else (loss, None, "mean")
 
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's own model from within DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
-            model = model.get_submodule("_orig_mod")
-        else:
-            return model
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return parameter.device if parameter is not None else torch.device("cpu")
+    def _add(
+        self,
+        loss: torch.Tensor,
+        count: float | torch.Tensor | None,
+        reduction: Reduction,
+        *,
+        size: int,
+        batch_size: int,
+        all_or_nothing: bool = False,
+    ) -> WeighedLoss:
+        """Add the gradient of a micro-batch of `size` out of `batch_size`, which weighs its rows or `count`."""
+        if count is None:
+            if self._split_fn is not None:
+                raise InputError(
+                    "trainer.backward(loss)",
+                    got="no count for a part made by split_fn",
+                    expected="the weight of the part, which its rows do not tell",
+                    fix="pass count=..., or return (loss_sum, count) from loss_fn.",
+                )
+            count = size
+            self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
+        self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=all_or_nothing)
+        return WeighedLoss(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()), count, reduction)

@@ -1,5 +1,6 @@
 """A child process that trains inside real memory limits; see test_wrapper_limits.py. Prints one JSON line per limit."""
 
+import ctypes
 import json
 import resource
 import sys
@@ -15,9 +16,19 @@ MIB = 2**20
 ROWS = 256
 
 
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )]  # fmt: skip
+
+
 def num_data_bytes():
+    """What the limit counts, without what lies free in the heap: an earlier limit drives large blocks into it."""
     status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
+    mapped = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = Mallinfo
+    return mapped - mallinfo2().fordblks
 
 
 def limit(headroom_bytes):
