@@ -23,8 +23,11 @@ if TYPE_CHECKING:
         MemkitWarning,
         StateError,
     )
+    from memkit._eventlog import read_memory_events
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
+    from memkit.memory.manager import MemoryManager
+    from memkit.memory.track import Tracker
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import MemoryEstimate
     from memkit.planning.formula import estimate_memory_usage
@@ -46,7 +49,9 @@ _HOMES = {
     "MemkitWarning": "_errors",
     "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
+    "MemoryManager": "memory.manager",
     "StateError": "_errors",
+    "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
     "cached_backward": "train.contrastive",
     "estimate_memory_usage": "planning.formula",
@@ -56,6 +61,7 @@ _HOMES = {
     "is_out_of_memory": "_oom",
     "parse_bytes": "_units",
     "print_config_summary": "planning.summary",
+    "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
 }
 
@@ -70,7 +76,9 @@ __all__ = [
     "MemkitWarning",
     "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
+    "MemoryManager",
     "StateError",
+    "Tracker",
     "TrainingConfig",
     "__version__",
     "cached_backward",
@@ -81,6 +89,7 @@ __all__ = [
     "is_out_of_memory",
     "parse_bytes",
     "print_config_summary",
+    "read_memory_events",
     "recover_from_oom",
 ]
 

@@ -26,29 +26,13 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from memkit._errors import StateError
+from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
-_ADD = _aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-# What autograd's AccumulateGrad node calls to put a gradient into `.grad`.
-_ACCUMULATIONS = frozenset({_aten.detach.default, _aten.clone.default, _aten.add_.Tensor, _ADD})
-# Backward formulas write into fresh zeros. Under a dispatch mode they call the out-of-place forms.
-_FILLS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
-_WRITES = frozenset(
-    {
-        _aten.scatter.src,
-        _aten.scatter.value,
-        _aten.scatter_add.default,
-        _aten.index_add.default,
-        _aten.index_put.default,
-        _aten.masked_scatter.default,
-        _aten.put.default,
-    }
-)
-_REUSING = _WRITES | {_ADD}
 # Existing storages of these categories were there before the block; others only since the current step began.
 _LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
 _Holders = tuple[int, int, int]
@@ -88,7 +72,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def __init__(self, *, as_without_recorder: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reusing = _REUSING if as_without_recorder else frozenset()
+        self._reusing = REUSING if as_without_recorder else frozenset()
         self._unshared: _Holders | None = None  # references to a gradient that nobody shares
         self._is_probing = False
         self._cleanup = ExitStack()
@@ -148,6 +132,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return sum(self._live.values())
         return self._live.get(torch.device(device), 0)
 
+    def num_events(self) -> int:
+        """How many events there were so far: a mark for `peak_since`."""
+        return len(self._event_bytes)
+
+    def peak_since(self, event: int, device: torch.device | str | None = None) -> int:
+        """Highest live bytes since an event, on one device or on all; costs time in proportion to the events since."""
+        changes = _int64(self._event_bytes[event:])
+        if device is not None:
+            where = torch.device(device)
+            changes *= _int64([self._devices[number] == where for number in self._event_storage[event:]])
+        live_after = np.cumsum(changes) - changes.sum() + self.live_bytes(device)
+        return int(max(live_after.max(initial=0), self.live_bytes(device) - changes.sum()))
+
     # ------------------------------------------------------------------------------------------- operators
 
     def __torch_dispatch__(
@@ -173,7 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if reused is not None:
             self._reuse(reused, out)
         self._note_all(out, func)
-        if func in _ACCUMULATIONS and where.phase == "backward":
+        if func in ACCUMULATIONS and where.phase == "backward":
             node = running_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
                 self._label(out, "gradient")
@@ -281,10 +278,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         block = self._blocks.get(id(storage))
         if block is None:
             return None
-        if func is _ADD:
+        if func is ADD:
             is_free = holders == self._unshared and is_dense(tensor) and self._may_be_summed(block)
         else:
-            is_free = block.number == len(self._bytes) - 1 and self._operators[block.number] in _FILLS
+            is_free = block.number == len(self._bytes) - 1 and self._operators[block.number] in FILLS
         return block if is_free and self._where.called_by_engine() else None
 
     def _may_be_summed(self, block: _Block) -> bool:

@@ -18,6 +18,7 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 Category: TypeAlias = Literal["parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary"]
 Phase: TypeAlias = Literal["forward", "backward", "optimizer", "other"]
 Label: TypeAlias = Literal["category", "device", "module", "operator", "phase", "source"]
+Moment: TypeAlias = Literal["peak", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,29 @@ class Recording:
         Raises:
             InputError: The recording has no storage on ``device``, or there is no such label.
         """
+        return self._split(label, self._held_at("peak", device))
+
+    def live_by(self, label: Label, device: str | None = None) -> dict[str, int]:
+        """Split what is live at the end, as `peak_by` splits the peak; the values add up to ``live_bytes(device)``."""
+        return self._split(label, self._held_at("end", device))
+
+    def peak_storage(self, device: str | None = None) -> StorageRecord | None:
+        """The storage that took live bytes to their peak; None where nothing was recorded."""
+        event = self.peak_event(device)
+        return self._records(self.event_storage[event : event + 1])[0] if event >= 0 else None
+
+    def top(self, count: int, device: str | None = None, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
+        """The ``count`` largest storages that were alive at the peak or at the end, largest first."""
+        held = self._held_at(at, device)
+        order = np.argsort(-held, kind="stable")[:count]
+        return self._records(order[held[order] > 0])
+
+    def storages(self) -> tuple[StorageRecord, ...]:
+        """Every storage, by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
+        return self._records(np.arange(self.num_storages))
+
+    def _split(self, label: Label, held: IntArray) -> dict[str, int]:
+        """Sum up ``held`` per name of a label, largest first."""
         if label not in self.codes:
             raise InputError(
                 f"peak_by({label!r})",
@@ -128,21 +152,10 @@ class Recording:
                 expected=f"one of {', '.join(self.codes)}",
                 fix="pick one of these labels.",
             )
-        held = self._held_at_peak(device)
         per_name = np.zeros(len(self.names[label]), dtype=np.int64)
         np.add.at(per_name, self.codes[label], held)
         order = np.argsort(-per_name, kind="stable")
         return {self.names[label][k]: int(per_name[k]) for k in order if per_name[k]}
-
-    def top(self, count: int, device: str | None = None) -> tuple[StorageRecord, ...]:
-        """The ``count`` largest storages that were alive at the peak, largest first."""
-        held = self._held_at_peak(device)
-        order = np.argsort(-held, kind="stable")[:count]
-        return self._records(order[held[order] > 0])
-
-    def storages(self) -> tuple[StorageRecord, ...]:
-        """Every storage, by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
-        return self._records(np.arange(self.num_storages))
 
     def _changes(self, device: str | None) -> IntArray:
         if device is None:
@@ -157,9 +170,9 @@ class Recording:
         on_device = self.codes["device"][self.event_storage] == self.devices.index(device)
         return np.where(on_device, self.event_bytes, 0)
 
-    def _held_at_peak(self, device: str | None) -> IntArray:
-        """Bytes that each storage holds at the peak: int64, shape ``(num_storages,)``."""
-        until = self.peak_event(device) + 1
+    def _held_at(self, moment: Moment, device: str | None) -> IntArray:
+        """Bytes that each storage holds at a moment: int64, shape ``(num_storages,)``."""
+        until = self.peak_event(device) + 1 if moment == "peak" else len(self.event_bytes)
         held = np.zeros(self.num_storages, dtype=np.int64)
         np.add.at(held, self.event_storage[:until], self._changes(device)[:until])
         return held

@@ -13,6 +13,8 @@ class DeviceMemory:
         allocated_bytes: Bytes in live tensors.
         reserved_bytes: Bytes that the allocator holds, live or cached.
         peak_bytes: Largest ``allocated_bytes`` since the last reset.
+        reserved_peak_bytes: Largest ``reserved_bytes`` since the last reset.
+        inactive_split_bytes: Cached bytes in blocks that are in use in part, so that they cannot be given back.
         free_bytes: Bytes that the driver would still hand out, to any process.
         total_bytes: The device's usable capacity.
     """
@@ -20,6 +22,8 @@ class DeviceMemory:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    inactive_split_bytes: int | None = None
     free_bytes: int | None = None
     total_bytes: int | None = None
 
@@ -39,3 +43,32 @@ class HostMemory:
     available_bytes: int
     total_bytes: int
     limited_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot:
+    """What a device and the host hold at one instant.
+
+    Attributes:
+        allocated_bytes: Bytes in live tensors on the device; on the CPU only inside `MemoryManager.track`.
+        reserved_bytes: Bytes that the device's allocator holds, live or cached.
+        peak_bytes: Largest ``allocated_bytes`` of the run.
+        free_bytes: Bytes that the device would still hand out: to any process; on the CPU, to this one.
+        total_bytes: The device's usable capacity; on the CPU the tightest of machine, container and resource limits.
+        host_rss_bytes: Resident bytes of this process.
+        host_peak_bytes: Largest resident bytes of this process.
+        host_available_bytes: Bytes that this process can still take on the host before the tightest limit stops it.
+        host_total_bytes: That limit.
+        host_limited_by: Which it is: ``"machine"``, ``"cgroup"``, ``"RLIMIT_DATA"`` or ``"RLIMIT_AS"``.
+    """
+
+    allocated_bytes: int | None
+    reserved_bytes: int | None
+    peak_bytes: int | None
+    free_bytes: int | None
+    total_bytes: int | None
+    host_rss_bytes: int
+    host_peak_bytes: int
+    host_available_bytes: int
+    host_total_bytes: int
+    host_limited_by: str

@@ -36,7 +36,7 @@ def test_a_device_that_is_not_there_lists_those_that_are(device):
 
 
 def test_the_cpu_keeps_no_count_and_none_is_not_zero():
-    assert _device.device_memory(torch.device("cpu")) == DeviceMemory(None, None, None, None, None)
+    assert _device.device_memory(torch.device("cpu")) == DeviceMemory()
 
 
 def test_cgroup_v2_takes_the_tightest_level_and_gives_back_the_page_cache(tmp_path):

@@ -57,6 +57,7 @@ def test_names_that_need_no_torch_do_not_load_it():
     script = (
         "import sys, memkit as mk\n"
         "config = mk.get_preset_config('medium', 24); mk.estimate_memory_usage(config); mk.parse_bytes('1GiB')\n"
+        "mk.read_memory_events\n"
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
