@@ -1,0 +1,1 @@
+"""What a device holds: watched, counted, given back."""

@@ -1,0 +1,243 @@
+"""`Tracker`: live bytes of a block of code, taken apart by category, module, operator, line and phase."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from memkit._device import resolve_device
+from memkit._errors import StateError
+from memkit._recorder import Recorder
+from memkit._recording import IntArray, Label, Moment, Phase, Recording, StorageRecord
+from memkit._units import format_bytes
+
+_ROWS = 8  # rows that a summary gives to each table
+
+
+class PeakPlace(NamedTuple):
+    """Where the peak was reached; empty text where nothing is known, as for what was there before the block.
+
+    Attributes:
+        operator: The operator that made, or needed, the last bytes.
+        module: Dotted name of its module.
+        source: Its line of your code, as ``"file:line in function"``.
+        phase: Its part of the step.
+    """
+
+    operator: str
+    module: str
+    source: str
+    phase: str
+
+    def __str__(self) -> str:
+        parts = (self.operator, self.module and f"in {self.module}", self.phase, self.source and f"at {self.source}")
+        return ", ".join(part for part in parts if part)
+
+
+class Tracker:
+    """Watch a block of code: its peak of live bytes, and what that peak is made of.
+
+    It sees every tensor that an operator of this thread makes or touches, with the threads that run autograd's
+    backward. It changes no result and keeps no tensor alive. Trackers nest. One tracker watches one block; an exception
+    passes through, and what was live at that moment can be read afterwards.
+
+    Memory cost: about 0.3 kB of host memory for each storage that the block makes; with ``workspace``, 0.7 kB for each
+    operator, and the profiler's events until the block is over.
+
+    Args:
+        device: Whose bytes: a device, ``"auto"`` for the accelerator or else the CPU, None for all together.
+        workspace: Count also what operators take and give back inside, from the allocator's own events (CPU, CUDA,
+            ROCm). It shows as category ``"workspace"``, under the operator that took it.
+
+    Raises:
+        ConfigError: This machine has no such device.
+        StateError: On entry: the tracker was used before, or ``workspace`` was asked for while a profiler runs.
+            On reading: there is nothing to read yet.
+
+    Source:
+        `docs/track.md`; held against torch.profiler on 34 models, ``benchmarks/results/track_vs_profiler.json``.
+
+    Example:
+        >>> import torch
+        >>> from memkit.memory.track import Tracker
+        >>> with Tracker(device="cpu") as tracker:
+        ...     x = torch.ones(1024)
+        ...     y = x * 2
+        >>> tracker.peak_bytes, tracker.timeline.tolist(), tracker.peak_where.operator
+        (8192, [4096, 8192], 'aten.mul.Tensor')
+    """
+
+    def __init__(self, *, device: str | torch.device | None = "auto", workspace: bool = False) -> None:
+        self._device = None if device is None else str(resolve_device(device))
+        self._workspace = workspace
+        self._recorder: Recorder | None = None
+        self._is_over = False
+        self._recording: Recording | None = None  # once it is asked for and cannot change any more
+
+    def __enter__(self) -> Self:
+        if self._recorder is not None:
+            raise StateError(
+                "with tracker",
+                got="a tracker that was used before",
+                expected="one block for each tracker",
+                fix="call track() again.",
+            )
+        self._recorder = self._make_recorder().__enter__()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.__exit__(exc_type, exc, traceback)
+        self._is_over = True
+
+    def _make_recorder(self) -> Recorder:
+        if not self._workspace:
+            return Recorder()
+        from memkit.memory.allocations import WorkspaceRecorder  # needs a part of torch that may go: only on demand
+
+        return WorkspaceRecorder()
+
+    @property
+    def _entered(self) -> Recorder:
+        if self._recorder is None:
+            raise StateError(
+                "tracker",
+                got="a tracker that has watched nothing",
+                expected="a block of code",
+                fix="use it as `with memory.track() as tracker:`, and read it there or after.",
+            )
+        return self._recorder
+
+    @property
+    def recording(self) -> Recording:
+        """Every event and storage so far, of all devices: what the other answers are taken from."""
+        recording = self._recording or self._entered.recording()
+        if self._is_over:
+            self._recording = recording
+        return recording
+
+    @property
+    def _asked(self) -> tuple[Recording, str | None]:
+        """The recording and the device to ask it about; an empty one where nothing lived on that device."""
+        recording = self.recording
+        if self._device is None or self._device in recording.devices:
+            return recording, self._device
+        return Recorder().recording(), None
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    @property
+    def live_bytes(self) -> int:
+        """Live bytes now; once the block is over, at its end."""
+        return self._entered.live_bytes(self._device)
+
+    def mark(self) -> int:
+        """Return this moment, for `peak_since`."""
+        return self._entered.num_events()
+
+    def peak_since(self, mark: int) -> int:
+        """Highest live bytes since a moment inside the block, without workspace."""
+        return self._entered.peak_since(mark, self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest live bytes so far."""
+        recording, device = self._asked
+        return recording.peak_bytes(device)
+
+    @property
+    def peak_by_category(self) -> dict[str, int]:
+        """The peak, split by what the bytes are for; like each split largest first, adding up to ``peak_bytes``.
+
+        Names: parameter, buffer, gradient, optimizer, input, activation, temporary, workspace.
+        """
+        return self._peak_by("category")
+
+    @property
+    def peak_by_module(self) -> dict[str, int]:
+        """The peak, split by the module whose forward or backward made the bytes; ``""`` outside of modules."""
+        return self._peak_by("module")
+
+    @property
+    def peak_by_operator(self) -> dict[str, int]:
+        """The peak, split by the operator that made the bytes; ``""`` for what was there before."""
+        return self._peak_by("operator")
+
+    @property
+    def peak_by_line(self) -> dict[str, int]:
+        """The peak, split by the line of your code that made the bytes; ``""`` for what was there before."""
+        return self._peak_by("source")
+
+    @property
+    def peak_by_phase(self) -> dict[str, int]:
+        """The peak, split by the part of the step in which the bytes were born: forward, backward, optimizer, other."""
+        return self._peak_by("phase")
+
+    @property
+    def peak_where(self) -> PeakPlace | None:
+        """Where the peak was reached first; None where nothing lived."""
+        recording, device = self._asked
+        last = recording.peak_storage(device)
+        return None if last is None else PeakPlace(last.operator, last.module, last.source, last.phase)
+
+    @property
+    def timeline(self) -> IntArray:
+        """Live bytes after each event, in order: int64, shape ``(num_events,)``.
+
+        `phases` says which part of the step an event belongs to; ``recording.event_storage`` which storage it is about,
+        and ``recording.storages()`` which operator made that.
+        """
+        recording, device = self._asked
+        return recording.timeline(device)
+
+    @property
+    def phases(self) -> tuple[tuple[int, Phase], ...]:
+        """``(index into timeline, phase)`` wherever the part of the step changes."""
+        return self._asked[0].phases
+
+    def live_by(self, label: Label) -> dict[str, int]:
+        """Split `live_bytes` as the properties split the peak: what an out-of-memory error met, or what was left over.
+
+        Args:
+            label: ``"category"``, ``"module"``, ``"operator"``, ``"source"``, ``"phase"`` or ``"device"``.
+
+        Raises:
+            InputError: There is no such label.
+        """
+        recording, device = self._asked
+        return recording.live_by(label, device)
+
+    def top(self, count: int = 10, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
+        """The largest storages that were alive at the peak, or at the end, largest first."""
+        recording, device = self._asked
+        return recording.top(count, device, at=at)
+
+    def summary(self) -> str:
+        """A table for people: the peak, and its split by category, module and line."""
+        splits = {"category": self.peak_by_category, "module": self.peak_by_module, "line": self.peak_by_line}
+        lines = [
+            f"peak {format_bytes(self.peak_bytes)} of live tensors on {self._device or 'all devices'}",
+            f"reached by {self.peak_where or 'nothing'}",
+            f"live {'at the end' if self._is_over else 'now'} {format_bytes(self.live_bytes)}",
+        ]
+        for title, split in splits.items():
+            lines += ["", f"{title:<14} at the peak", *_rows(split, self.peak_bytes)]
+        if not self._workspace:
+            lines += ["", "Not counted: what operators take and give back inside. track(workspace=True) counts it."]
+        lines += [f"Not seen: {name}" for name in self.recording.untracked]
+        return "\n".join(lines)
+
+    def _peak_by(self, label: Label) -> dict[str, int]:
+        recording, device = self._asked
+        return recording.peak_by(label, device)
+
+
+def _rows(split: dict[str, int], total: int) -> list[str]:
+    """The largest parts, and one row for the rest, so that the rows add up."""
+    shown = list(split.items())[:_ROWS]
+    rest = sum(split.values()) - sum(nbytes for _, nbytes in shown)
+    rows = shown + [(f"({len(split) - _ROWS} more)", rest)] * (rest > 0)
+    return [f"{format_bytes(nbytes):>14}  {nbytes / total:>5.1%}  {name or '(none)'}" for name, nbytes in rows]
