@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -38,3 +39,16 @@ class Average(Protocol):
 
     def update_parameters(self, model: torch.nn.Module) -> Any:
         """Take the model's weights in."""
+
+
+class MemoryWatch(Protocol):
+    """Somebody who knows a device's memory, such as `memkit.MemoryManager`."""
+
+    def available_bytes(self) -> int:
+        """Return what tensors can still take."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A context that measures its block."""
+
+    def mark(self, name: str, *, note: dict[str, Any] | None = None) -> None:
+        """Note an event."""

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import SupportsIndex
 
-from memkit._errors import InputError, InputTypeError
+from memkit._errors import ConfigError, InputError, InputTypeError
 
 KIB = 2**10
 MIB = 2**20
@@ -61,6 +61,33 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
             call, got=f"{num_bytes}", expected="zero bytes or more", fix="pass a size that is not negative."
         )
     return num_bytes
+
+
+def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None) -> int:
+    """Read how much of a device may be used.
+
+    Args:
+        budget: Bytes as an int, text with a unit, or a fraction of the capacity as a float in (0, 1].
+        total_bytes: The capacity; None where it is not known.
+
+    Returns:
+        The budget in bytes.
+
+    Raises:
+        ConfigError: A fraction is outside (0, 1], or of a capacity that is not known.
+        InputTypeError: ``budget`` is no size.
+        InputError: Text that is no size, or a negative number.
+    """
+    if not isinstance(budget, float):
+        return parse_bytes(budget, name="budget")
+    if not 0 < budget <= 1 or total_bytes is None:
+        raise ConfigError(
+            f"budget={budget!r}",
+            got=repr(budget) + ("" if total_bytes is not None else " of a capacity that is not known"),
+            expected="a fraction in (0, 1] of a known capacity, or a size",
+            fix="write 0.9 for nine tenths, or a size such as '22GiB'.",
+        )
+    return int(budget * total_bytes)
 
 
 def _parse_text(value: str, call: str) -> int:

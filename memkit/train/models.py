@@ -1,9 +1,15 @@
-"""What a model is under its wrappers, and where it lies."""
+"""What a model is under its wrappers, where it lies, and whether its ranks can do without each other."""
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
+
 import torch
 from torch import nn
+
+from memkit._errors import MemkitWarning
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -21,3 +27,30 @@ def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter; the CPU where it has none."""
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def may_recover_alone(model: nn.Module, num_ranks: int, *, is_sharded: bool) -> bool:
+    """Say whether this process may run a micro-batch again without the others; warn where it may not."""
+    if not is_sharded and not (num_ranks > 1 and any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())):
+        return True
+    warnings.warn(
+        "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here: the ranks exchange "
+        + ("parameters" if is_sharded else "batch statistics")
+        + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
+        "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
+        MemkitWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+@contextlib.contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode for the block; then every module is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -57,8 +57,10 @@ def check_settings(
         _refuse(
             "scheduler", "ReduceLROnPlateau", "a schedule that steps without a metric; step this one after validation"
         )
-    if memory is not None:
-        _refuse("memory", memory, "None: this version has no budgets")
+    if isinstance(memory, bool) or not (
+        memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))
+    ):
+        _refuse("memory", memory, "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]")
 
 
 def _refuse(name: str, value: object, expected: str) -> None:

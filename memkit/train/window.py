@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,6 +42,15 @@ class Rollback:
     def learn(self) -> None:
         """Forget copies of buffers that the forward since then has left alone."""
         retry_once(lambda: self._watch.learn(self._buffers), "comparing buffers")
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Run the block, then put everything back."""
+        try:
+            with self.discover():
+                yield
+        finally:
+            self.restore()
 
     def restore(self) -> None:
         """Put everything back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NoReturn, Self
 
@@ -12,11 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import FileFormatError, InputError, MemkitWarning, StateError
-from memkit._protocols import Average, Scheduler
+from memkit._errors import FileFormatError, InputError, StateError
+from memkit._protocols import Average, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.models import device_of, unwrap_model
+from memkit.train.checks import list_optimizers
+from memkit.train.forecast import Foresight
+from memkit.train.gradients import list_parameters
+from memkit.train.models import device_of, eval_mode, may_recover_alone, unwrap_model
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
@@ -24,7 +26,7 @@ from memkit.train.replay import BufferWatch
 from memkit.train.settings import StepResult, check_settings
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
-from memkit.train.window import Attempt, WeighedLoss, Window
+from memkit.train.window import Attempt, Rollback, WeighedLoss, Window
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
@@ -52,6 +54,8 @@ class MemoryEfficientTrainingWrapper:
         max_grad_norm: Clip the total gradient norm.
         scheduler: Stepped after each real optimiser step.
         average: A running average of the weights, updated after each real optimiser step.
+        memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. Then
+            `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases.
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
@@ -84,7 +88,7 @@ class MemoryEfficientTrainingWrapper:
         max_grad_norm: float | None = None,
         scheduler: Scheduler | None = None,
         average: Average | None = None,
-        memory: None = None,
+        memory: MemoryWatch | int | str | float | None = None,
         on_oom: Literal["split", "raise"] = "split",
         split_fn: SplitFn | None = None,
         probe: bool = True,
@@ -92,6 +96,7 @@ class MemoryEfficientTrainingWrapper:
         check_settings(accumulation_steps, on_oom, offload, memory, scheduler)
         self.model = model
         self._device = device_of(model)
+        self._optimizers = list_optimizers(optimizer)
         self._accumulation_steps = accumulation_steps
         self._scheduler = scheduler
         self._average = average
@@ -117,7 +122,11 @@ class MemoryEfficientTrainingWrapper:
                 guard_first_steps=on_oom == "split",
             )
             cleanup.callback(self._accumulator.close)
-            self._on_oom = "split" if on_oom == "split" and self._may_recover_alone() else "raise"
+            is_sharded = self._accumulator.is_sharded
+            alone = on_oom == "raise" or may_recover_alone(model, self._accumulator.num_ranks, is_sharded=is_sharded)
+            self._on_oom = on_oom if alone else "raise"
+            has_rows = split_fn is None and not is_sharded
+            self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=has_rows)
             self._watch = BufferWatch(model)
             self._cleanup = cleanup.pop_all()
 
@@ -145,14 +154,18 @@ class MemoryEfficientTrainingWrapper:
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
         """
-        if self._on_oom == "raise":
-            losses, sizes, num_ooms = *self._run_plainly(batch, loss_fn), 0
-        else:
-            window = self._open_window(batch)
-            for attempt in self._attempts(window):
-                with attempt as micro:
-                    self._run(micro, loss_fn)
-            losses, sizes, num_ooms = window.losses(), window.sizes, window.num_ooms
+        num_parts = self._accumulation_steps
+        if self._foresight.is_on:
+            num_parts = self._foresight.num_parts(batch, num_parts, lambda micro: self._rehearse(micro, loss_fn))
+        with self._foresight.phase("microbatches"):
+            if self._on_oom == "raise":
+                losses, sizes, num_ooms = *self._run_plainly(batch, num_parts, loss_fn), 0
+            else:
+                window = self._open_window(batch, num_parts)
+                for attempt in self._attempts(window):
+                    with attempt as micro:
+                        self._run(micro, loss_fn)
+                losses, sizes, num_ooms = window.losses(), window.sizes, window.num_ooms
         if self._wants_probe and len(sizes) > 1:
             self._probe(lambda model: probe_split(model, batch, loss_fn))
         stepped = self.step()
@@ -180,7 +193,7 @@ class MemoryEfficientTrainingWrapper:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             StateError: `step` was not called after the batch before.
         """
-        window = self._open_window(batch)
+        window = self._open_window(batch, self._accumulation_steps)
         yield from self._attempts(window)
         if self._wants_probe and len(window.sizes) > 1:
             self._probe(lambda model: SplitVerdict(None, modules=scan_modules(model)))
@@ -230,7 +243,8 @@ class MemoryEfficientTrainingWrapper:
                 fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
             )
         self._window = None
-        stepped = self._accumulator.finish()
+        with self._foresight.phase("optimizer"):
+            stepped = self._accumulator.finish()
         if stepped:
             if self._scheduler is not None:
                 self._scheduler.step()
@@ -241,14 +255,8 @@ class MemoryEfficientTrainingWrapper:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Evaluate in the block: eval mode, no gradients; afterwards every module is in the mode that it was in."""
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.autocast():
-                yield
-        finally:
-            for module, training in modes:
-                module.training = training
+        with eval_mode(self.model), torch.no_grad(), self.autocast():
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""
@@ -288,21 +296,6 @@ class MemoryEfficientTrainingWrapper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _may_recover_alone(self) -> bool:
-        """Whether this process may run a micro-batch again without the others; else warn that it will not."""
-        synchronises = any(isinstance(module, nn.SyncBatchNorm) for module in self.model.modules())
-        if not self._accumulator.is_sharded and not (self._accumulator.num_ranks > 1 and synchronises):
-            return True
-        warnings.warn(
-            "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here: the ranks exchange "
-            + ("parameters" if self._accumulator.is_sharded else "batch statistics")
-            + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
-            "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
-            MemkitWarning,
-            stacklevel=3,
-        )
-        return False
-
     def _refuse_unstepped(self) -> NoReturn:
         raise StateError(
             "trainer.microbatches(batch)",
@@ -311,12 +304,12 @@ class MemoryEfficientTrainingWrapper:
             fix="call trainer.step() after the loop over micro-batches.",
         )
 
-    def _open_window(self, batch: Any) -> Window:
+    def _open_window(self, batch: Any, num_parts: int) -> Window:
         if self._window is not None:
             self._refuse_unstepped()
         return Window(
             batch,
-            self._accumulation_steps,
+            num_parts,
             accumulator=self._accumulator,
             watch=self._watch,
             sizes=self._sizes,
@@ -339,14 +332,13 @@ class MemoryEfficientTrainingWrapper:
                 self._accumulator.discard()
 
     def _run_plainly(
-        self, batch: Any, loss_fn: Callable[[nn.Module, Any], Loss]
+        self, batch: Any, num_parts: int, loss_fn: Callable[[nn.Module, Any], Loss]
     ) -> tuple[tuple[WeighedLoss, ...], tuple[int, ...]]:
         """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
         if self._window is not None:
             self._refuse_unstepped()
         batch_size = measure_batch(batch, self._split_fn)
-        num_parts = min(self._accumulation_steps, batch_size)
-        parts = cut_batch(batch, num_parts, size=batch_size, split_fn=self._split_fn)
+        parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
         losses = []
         try:
             for part, size in parts:
@@ -364,6 +356,12 @@ class MemoryEfficientTrainingWrapper:
             self._window = None
             self._accumulator.discard()
             raise
+
+    def _rehearse(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
+        """Run forward and backward, and leave no trace."""
+        with Rollback(self._watch).undone():
+            loss = self._evaluate(micro, loss_fn)[0]
+            torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
     def _run(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.

@@ -1,0 +1,220 @@
+"""How large a micro-batch may be before it is tried: two small runs of the step tell what any number of rows takes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from memkit import _device
+from memkit._errors import ConfigError, MemkitWarning
+from memkit._oom import describe_error, drop_frames
+from memkit._protocols import MemoryWatch
+from memkit._recorder import Recorder
+from memkit._recording import Recording
+from memkit._units import format_bytes, parse_budget
+from memkit.train.gradients import list_parameters
+from memkit.train.split import count_rows, shape_key, take_rows
+
+_logger = logging.getLogger(__name__)
+# One row alone can take another path (BatchNorm refuses it, products become matrix-vector products), so not fewer.
+_FEWER_ROWS, _MORE_ROWS = 2, 4
+_NUM_FRESH = 2  # steps at which the size is chosen: the first one makes the optimiser's state
+_MARGIN = 1 / 16  # of what is available: alignment, and workspace that operators take inside
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes that a forward and backward add to what was there, for any number of rows.
+
+    Every moment of the run grows linearly with the rows, each at its own rate, so the peak is the largest of many
+    lines. It may lie at another moment than in the small runs.
+
+    Attributes:
+        num_rows: Rows of the smaller run.
+        added_bytes: Bytes added after each event of that run: float64, shape ``(num_events,)``.
+        slopes: Bytes per further row, the same shape.
+    """
+
+    num_rows: int
+    added_bytes: npt.NDArray[np.float64]
+    slopes: npt.NDArray[np.float64]
+
+    @classmethod
+    def between(cls, fewer: Recording, more: Recording, num_rows: tuple[int, int]) -> Forecast:
+        """Draw the lines through two runs; where their events do not correspond, one line through the peaks.
+
+        Args:
+            fewer: The run with fewer rows.
+            more: The run with more.
+            num_rows: Rows of the two.
+        """
+        small, large = _added(fewer), _added(more)
+        if _operators(fewer) != _operators(more):
+            small, large = small.max(initial=0, keepdims=True), large.max(initial=0, keepdims=True)
+        slopes = np.maximum(large - small, 0) / (num_rows[1] - num_rows[0])
+        return cls(num_rows[0], small, slopes)
+
+    def peak_bytes(self, num_rows: int) -> int:
+        """Bytes that a micro-batch of so many rows adds at its peak."""
+        return math.ceil(float((self.added_bytes + (num_rows - self.num_rows) * self.slopes).max(initial=0)))
+
+    def max_rows(self, available_bytes: int, at_most: int) -> int:
+        """The most rows, between 1 and `at_most`, that add no more than what is available; 1 where none do."""
+        low, high = 1, at_most
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.peak_bytes(middle) <= available_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+class Foresight:
+    """Cuts a batch so that each part fits into what is available, before anything is tried.
+
+    Args:
+        memory: Who knows, or a budget; None for no foresight.
+        model: The model.
+        optimizers: Its optimisers.
+        device: Where the model lies.
+        foreseeable: Whether a batch has rows, and this process may run on its own.
+
+    Raises:
+        ConfigError: A budget where nothing can be foreseen.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryWatch | int | str | float | None,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        foreseeable: bool,
+    ) -> None:
+        self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
+        if memory is not None and self._watch is None and not foreseeable:
+            raise ConfigError(
+                f"MemoryEfficientTrainingWrapper(memory={memory!r})",
+                got="a budget where the size of a micro-batch cannot be foreseen",
+                expected="batches with rows (no split_fn), and parameters that are not sharded",
+                fix="leave memory out, and set accumulation_steps.",
+            )
+        self.is_on = memory is not None and foreseeable
+        self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
+        self._optimizers = optimizers
+        self._forecasts: dict[str, Forecast | None] = {}
+        self._plans: dict[str, tuple[int, int]] = {}  # shape -> (steps at which it was made anew, rows that fit)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A phase of the manager, where there is one."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.phase(name)
+
+    def num_parts(self, batch: Any, at_least: int, rehearse: Callable[[Any], None]) -> int:
+        """Choose into how many parts to cut a batch.
+
+        Args:
+            batch: The batch.
+            at_least: The fewest parts that are wanted.
+            rehearse: Runs forward and backward on a part and leaves no trace; called twice for each new shape.
+        """
+        key, num_rows = shape_key(batch), count_rows(batch)
+        if key not in self._forecasts:
+            self._forecasts[key] = _look_ahead(batch, num_rows, rehearse)
+        forecast = self._forecasts[key]
+        if forecast is None or num_rows == 0:
+            return at_least
+        num_plans, max_rows = self._plans.get(key, (0, 0))
+        if num_plans < _NUM_FRESH or num_rows > max_rows:
+            max_rows = self._plan(forecast, num_rows)
+            self._plans[key] = num_plans + 1, max_rows
+        return max(at_least, math.ceil(num_rows / max_rows))
+
+    def _plan(self, forecast: Forecast, num_rows: int) -> int:
+        assert self._available_bytes is not None  # noqa: S101 - there is a forecast
+        available = math.floor(self._available_bytes() * (1 - _MARGIN))
+        if forecast.peak_bytes(num_rows) <= available:
+            return num_rows
+        available -= sum(each.nbytes for each in list_parameters(self._optimizers))  # the sum of the parts' gradients
+        if forecast.peak_bytes(1) > available:
+            warnings.warn(
+                f"MemoryEfficientTrainingWrapper: forward and backward of a single row are foreseen to take "
+                f"{format_bytes(forecast.peak_bytes(1))}, and {format_bytes(max(0, available))} are left for them "
+                "(memory=...). It is tried all the same: set checkpoint='auto', a lower precision or a larger budget.",
+                MemkitWarning,
+                stacklevel=4,
+            )
+        return forecast.max_rows(available, num_rows)
+
+
+def _look_ahead(batch: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
+    if num_rows < _MORE_ROWS:
+        return None
+
+    def record(rows: int) -> Recording:
+        with Recorder() as recorder:
+            rehearse(take_rows(batch, 0, rows, num_rows=num_rows))
+        return recorder.recording()
+
+    try:
+        fewer, more = record(_FEWER_ROWS), record(_MORE_ROWS)
+    except Exception as error:  # noqa: BLE001 - the step itself will say what is wrong
+        _logger.debug("no forecast: %s", describe_error(error))
+        drop_frames(error)
+        return None
+    return Forecast.between(fewer, more, (_FEWER_ROWS, _MORE_ROWS))
+
+
+def _reader(
+    memory: MemoryWatch | int | str | float, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+) -> Callable[[], int]:
+    """Return what says how many bytes tensors may still take: the watch itself, or what is left of a budget.
+
+    A budget counts what is allocated on the device; on the CPU, which keeps no count, the model, its gradients and the
+    optimisers' state.
+    """
+    if not isinstance(memory, int | str | float):
+        return memory.available_bytes
+    total = _device.host_memory().total_bytes if device.type == "cpu" else _device.device_memory(device).total_bytes
+    budget_bytes = parse_budget(memory, total)
+
+    def left() -> int:
+        allocated = _device.allocator_counters(device).allocated_bytes
+        return max(0, budget_bytes - (_held_bytes(model, optimizers) if allocated is None else allocated))
+
+    return left
+
+
+def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    held: list[Any] = [*model.parameters(), *model.buffers(), *(each.grad for each in model.parameters())]
+    held += pytree.tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
+    return sum({id(each): each.nbytes for each in held if isinstance(each, torch.Tensor)}.values())
+
+
+def _added(recording: Recording) -> npt.NDArray[np.float64]:
+    """Bytes in storages that the run made, after each event."""
+    was_before = recording.codes["operator"] == _index(recording.names["operator"], "")
+    return np.cumsum(np.where(was_before[recording.event_storage], 0, recording.event_bytes), dtype=np.float64)
+
+
+def _index(names: Sequence[str], name: str) -> int:
+    return names.index(name) if name in names else -1
+
+
+def _operators(recording: Recording) -> list[str]:
+    names = recording.names["operator"]
+    return [names[code] for code in recording.codes["operator"][recording.event_storage].tolist()]

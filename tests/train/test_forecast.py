@@ -1,0 +1,196 @@
+"""Before anything is tried: what a micro-batch of any size takes, from two small runs, and how batches are cut."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memkit as mk
+from memkit._recorder import Recorder
+from memkit.train.forecast import Forecast, _added
+
+MIB = 2**20
+
+
+class Widening(nn.Module):
+    """(N, C) -> (N, C). Its peak moves: with few rows it lies in the backward, with many where the rows are widest."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(512, 512) / 20)
+        self.scale = nn.Parameter(torch.ones(8, 512))
+
+    def forward(self, x):
+        with torch.no_grad():
+            bias = (x[:, None] * self.scale).pow(2).mean(1)  # (N, 8, C), gone before the backward
+        return (x + bias) @ self.weight
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (16, 32)), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 16, 16)), nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Flatten(),
+    )  # fmt: skip
+
+
+def mlp():
+    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)])
+
+
+MODELS = {"mlp": mlp, "convolutions": convolutions, "encoder": encoder, "widening": Widening}
+
+
+def loss_fn(model, x):
+    return model(x).pow(2).mean()
+
+
+def record(model, x):
+    with Recorder() as recorder:
+        torch.autograd.grad(loss_fn(model, x), list(model.parameters()), allow_unused=True)
+    return recorder.recording()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_many_rows_is_foreseen_to_the_byte(name):
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(300, 512)
+    forecast = Forecast.between(record(model, x[:2]), record(model, x[:4]), (2, 4))
+    for num_rows in (8, 64, 300):
+        truth = int(_added(record(model, x[:num_rows])).max())
+        assert forecast.peak_bytes(num_rows) == pytest.approx(truth, rel=1e-4), num_rows
+
+
+def test_a_line_through_the_two_peaks_would_be_wrong():
+    torch.manual_seed(0)
+    model, x = Widening(), torch.randn(300, 512)
+    runs = {rows: record(model, x[:rows]) for rows in (2, 4, 300)}
+    peaks = {rows: _added(run).max() for rows, run in runs.items()}
+    line = peaks[2] + (300 - 2) * (peaks[4] - peaks[2]) / 2
+    assert line < 0.7 * peaks[300]
+    assert Forecast.between(runs[2], runs[4], (2, 4)).peak_bytes(300) == pytest.approx(peaks[300], rel=1e-4)
+
+
+def test_runs_that_do_not_correspond_give_the_line_through_their_peaks():
+    with Recorder() as few:
+        torch.ones(100)
+    with Recorder() as more:
+        torch.ones(200) + torch.ones(200)
+    forecast = Forecast.between(few.recording(), more.recording(), (2, 4))
+    assert [forecast.peak_bytes(rows) for rows in (2, 4, 6)] == [400, 2400, 4400]
+
+
+def test_rows_that_fit():
+    forecast = Forecast(2, torch.tensor([100.0, 50.0]).double().numpy(), torch.tensor([0.0, 10.0]).double().numpy())
+    assert forecast.max_rows(100, 1000) == 7  # 50 + 5 * 10
+    assert forecast.max_rows(99, 1000) == 1
+    assert forecast.max_rows(10**6, 1000) == 1000
+
+
+@pytest.mark.parametrize("on_oom", ["split", "raise"])
+@pytest.mark.parametrize(("name", "num_rows"), [("mlp", 2000), ("convolutions", 400), ("encoder", 400)])
+def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(name, num_rows, on_oom):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x = torch.randn(num_rows, 512)
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    activation_bytes = int(_added(record(model, x)).max()) - parameter_bytes
+    budget = 4 * parameter_bytes + activation_bytes // 3  # parameters, momentum, a part's gradients and their sum
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torch.manual_seed(1)
+    with (
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=budget, on_oom=on_oom, probe=False) as trainer,
+        Recorder() as recorder,
+    ):
+        results = [trainer.train_step(x, loss_fn) for _ in range(3)]
+    assert all(2 <= result.num_microbatches <= 5 and result.num_ooms == 0 for result in results)
+    assert recorder.recording().peak_bytes() - x.nbytes <= budget
+
+    torch.manual_seed(1)
+    accumulator = mk.GradientAccumulator(torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9))
+    for result in results:
+        accumulator.expect(num_rows)
+        for part in x.split(result.sizes):
+            accumulator.backward(loss_fn(twin, part), count=len(part))
+        accumulator.finish()
+    for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)  # the two small runs left no trace: dropout, statistics, gradients
+
+
+def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
+    calls = []
+
+    def counted(model, x):
+        calls.append(len(x))
+        return loss_fn(model, x)
+
+    model = mlp()
+    with mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB"
+    ) as trainer:
+        for _ in range(3):
+            assert trainer.train_step(torch.randn(16, 512), counted).sizes == (16,)
+    assert calls == [2, 4, 16, 16, 16]
+
+
+def test_a_manager_says_what_is_left_and_gets_phases():
+    model = mlp()
+    memory = mk.MemoryManager("cpu")
+    with mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory
+    ) as trainer:
+        trainer.train_step(torch.randn(16, 512), loss_fn)
+    assert [(path, totals.num_calls) for path, totals in memory.phases.items()] == [
+        ("microbatches", 1),
+        ("optimizer", 1),
+    ]
+
+
+def test_a_row_that_does_not_fit_is_said_and_tried():
+    model = mlp()
+    with (
+        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB") as trainer,
+        pytest.warns(mk.MemkitWarning, match=r"a single row are foreseen to take .*, and 0 B are left"),
+    ):
+        result = trainer.train_step(torch.randn(8, 512), loss_fn)
+    assert result.sizes == (1,) * 8
+
+
+@pytest.mark.parametrize(
+    ("memory", "match"),
+    [(object(), "a MemoryManager, or a budget"), (True, "a MemoryManager"), (1.5, r"fraction in \(0, 1\]"),
+     (0.0, "fraction"), ("much", "a number and a unit"), (-1, "zero bytes or more")],
+)  # fmt: skip
+def test_what_is_no_budget_is_refused(memory, match):
+    model = mlp()
+    with pytest.raises((mk.ConfigError, mk.InputError), match=match):
+        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
+
+
+def test_a_budget_for_packed_batches_is_refused():
+    model = mlp()
+    with pytest.raises(mk.ConfigError, match=r"no split_fn.*accumulation_steps"):
+        mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB", split_fn=lambda batch, n: [batch]
+        )
+
+
+def test_what_cannot_be_rehearsed_is_left_as_it_was():
+    model = mlp()
+
+    def only_whole(model, x):
+        if len(x) < 8:
+            raise ValueError("at least 8 rows")
+        return F.mse_loss(model(x), x)
+
+    with mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB", probe=False
+    ) as trainer:
+        assert trainer.train_step(torch.randn(8, 512), only_whole).sizes == (8,)
