@@ -1,0 +1,167 @@
+"""What tensors and autograd graphs hold, read without running a hook or copying. Used by the leak watch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass, TensorBase
+from torch.autograd.graph import Node
+
+# Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
+_IS_LEAF, _GRAD, _GRAD_FN = (vars(TensorBase)[name].__get__ for name in ("is_leaf", "grad", "grad_fn"))
+_LEAF_NODE = "AccumulateGrad"
+
+
+def grad_of(tensor: Tensor) -> Tensor | None:
+    """Gradient of a leaf; None for others, where the question itself would warn."""
+    try:
+        return _GRAD(tensor) if _IS_LEAF(tensor) else None
+    except RuntimeError:
+        return None
+
+
+def graph_of(tensor: Tensor) -> Node | None:
+    """The node that made a tensor, if it has a graph."""
+    try:
+        return _GRAD_FN(tensor)  # type: ignore[no-any-return]
+    except RuntimeError:  # a view of what was changed in place, a wrapper of torch.func that is over
+        return None
+
+
+def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield key and bytes of each storage of a tensor; views of one storage share the key.
+
+    A tensor on the meta device and a wrapper around other tensors (which are listed themselves) hold nothing.
+    """
+    if "__tensor_flatten__" in dir(type(tensor)):
+        return
+    with DisableTorchFunctionSubclass():
+        for part in _strided_parts(tensor):
+            try:
+                storage = part.untyped_storage()
+                if storage.device.type != "meta":
+                    yield storage._cdata, storage.nbytes()
+            except (RuntimeError, ValueError):  # opaque, or a parameter that is not initialised yet
+                continue
+
+
+def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
+
+
+@dataclass
+class GraphWalk:
+    """Autograd nodes reached so far and the storages that they keep for a backward.
+
+    The parameters at the graph's ends are not counted: they live without it.
+
+    Attributes:
+        device: Whose storages; None for all.
+        num_nodes: Nodes without the parameters' own.
+        storages: Bytes of the saved tensors by storage key.
+    """
+
+    device: torch.device | None = None
+    num_nodes: int = 0
+    storages: dict[int, int] = field(default_factory=dict)
+    _seen: dict[int, Node] = field(default_factory=dict)  # the Python objects of nodes live only as long as held
+    _parameters: set[int] = field(default_factory=set)
+    _fields: dict[type, list[str]] = field(default_factory=dict)
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """Walk the graphs under some nodes; what was met before is not counted again."""
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if id(node) in self._seen:
+                continue
+            self._seen[id(node)] = node
+            if node.name().endswith(_LEAF_NODE):
+                self._parameters.update(key for key, _ in storages_of(node.variable))  # type: ignore[attr-defined]
+                continue
+            self.num_nodes += 1
+            for tensor in self._saved(node):
+                if self.device is None or tensor.device == self.device:
+                    self.storages.update(storages_of(tensor))
+            stack += [child for child, _ in node.next_functions if child is not None]
+        for key in self._parameters:
+            self.storages.pop(key, None)
+
+    def _saved(self, node: Node) -> Iterator[Tensor]:
+        """Tensors that a node keeps as they are stored: unpacking would run hooks, copy or compute again."""
+        kind = type(node)
+        if kind not in self._fields:
+            self._fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        packed: list[object] = list(getattr(node, "__dict__", {}).values())  # of a custom function's context
+        for name in self._fields[kind]:
+            try:
+                value = getattr(node, name)
+            except RuntimeError:  # freed by a backward
+                continue
+            packed += [
+                saved.data for saved in (value if isinstance(value, (tuple, list)) else [value]) if saved is not None
+            ]
+        for value in packed:
+            for item in value if type(value) in (tuple, list) else [value]:  # type: ignore[attr-defined]
+                if Tensor in type(item).__mro__:
+                    yield item
+
+
+def spanning(tensors: Iterable[Tensor], start: int, middle: int) -> list[Tensor]:
+    """Find the tensors whose graph was made before `middle` and after it.
+
+    Args:
+        tensors: Tensors that have a graph.
+        start: Sequence number at which the interval before the last began; older nodes are not looked at.
+        middle: Sequence number at which the last interval began.
+
+    Returns:
+        One tensor for each such graph, without those computed from another of them.
+    """
+    nodes = [(node, tensor) for tensor in tensors if (node := graph_of(tensor)) is not None]
+    # An older node never leads to a younger one, so what is computed from another root comes after it.
+    nodes = sorted(((n, t) for n, t in nodes if n._sequence_nr() >= middle), key=lambda pair: pair[0]._sequence_nr())
+    found: dict[int, Tensor] = {}
+    known: dict[int, Node] = {}  # nodes that lead to nothing old
+    for root, tensor in nodes:
+        seen: dict[int, Node] = {}
+        stack, spans = [root], False
+        while stack:
+            node = stack.pop()
+            if id(node) in found:
+                break
+            if id(node) in seen or id(node) in known or node._sequence_nr() < start:
+                continue
+            seen[id(node)] = node
+            spans = spans or node._sequence_nr() < middle
+            stack += [child for child, _ in node.next_functions if child is not None]
+        else:
+            if spans:
+                found[id(root)] = tensor
+            else:
+                known |= seen
+    return list(found.values())
+
+
+def nodes_before(root: Node, middle: int) -> list[Node]:
+    """Find where the graph under a node gets older than `middle`."""
+    seen: dict[int, Node] = {}
+    stack, older = [root], []
+    while stack:
+        node = stack.pop()
+        if node._sequence_nr() < middle:
+            older.append(node)
+        elif id(node) not in seen:
+            seen[id(node)] = node
+            stack += [child for child, _ in node.next_functions if child is not None]
+    return older

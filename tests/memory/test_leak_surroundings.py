@@ -1,0 +1,226 @@
+"""The leak watch among objects that misbehave, errors, threads and many objects."""
+
+import gc
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from memkit.memory.graphs import GraphWalk, graph_of
+from memkit.memory.holders import References, locals_of
+from memkit.memory.leaks import LeakWatch
+
+
+def boom(*args):
+    raise RuntimeError("asked")
+
+
+class Hostile:
+    """Everything that one object may ask another fails."""
+
+    __slots__ = ("__weakref__", "kept")
+    __class__ = property(boom)
+    __dict__ = property(boom)
+    __eq__ = __bool__ = __len__ = __iter__ = __repr__ = __getattr__ = __getattribute__ = boom
+    __hash__ = boom
+
+
+class HostileDict(dict):
+    __len__ = __iter__ = __getitem__ = items = keys = values = __contains__ = boom
+
+
+class HostileList(list):
+    __len__ = __iter__ = __getitem__ = boom
+
+
+class HostileTensor(torch.Tensor):
+    grad = grad_fn = property(boom)
+
+    @classmethod
+    def __torch_function__(cls, *args, **kwargs):
+        raise RuntimeError("asked")
+
+
+def watch_a_leak(keep):
+    watch = LeakWatch()
+    watch.check()
+    for step in range(4):
+        keep(step, torch.ones(1000))
+        leaks = watch.check()
+    return leaks
+
+
+def test_objects_that_misbehave_do_not_stop_the_watch():
+    hostile, plain_dict = [], HostileDict()
+
+    def keep(step, tensor):
+        each = Hostile.__new__(Hostile)
+        object.__setattr__(each, "kept", tensor)
+        hostile.append(each)
+        dict.__setitem__(plain_dict, step, torch.ones(500))
+
+    found = [(leak.num_tensors, leak.growth_bytes) for leak in watch_a_leak(keep)]
+    hostile.clear()
+    assert found == [(4, 4000), (4, 2000)]
+
+
+def test_list_whose_own_methods_fail():
+    kept = HostileList()
+    assert [leak.num_tensors for leak in watch_a_leak(lambda step, tensor: list.append(kept, tensor))] == [4]
+
+
+def test_tensors_of_other_kinds_are_among_the_living():
+    with FakeTensorMode():
+        fake = torch.ones(10, requires_grad=True) * 2
+    odd = [
+        fake,
+        torch.ones(3).as_subclass(HostileTensor),
+        nn.UninitializedParameter(),
+        torch.ones(3, device="meta"),
+        torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    ]
+    kept = []
+    (leak,) = watch_a_leak(lambda step, tensor: kept.append([*odd, tensor]))
+    assert leak.growth_bytes == 4000
+
+
+def test_saved_tensors_are_read_without_their_hooks():
+    calls = []
+
+    def pack(tensor):
+        calls.append("pack")
+        return tensor.clone()
+
+    def unpack(tensor):
+        calls.append("unpack")
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = torch.ones(100, requires_grad=True).exp()
+    calls.clear()
+    walk = GraphWalk()
+    walk.add([graph_of(out)])
+    assert calls == []
+    assert sum(walk.storages.values()) == 400
+    out.sum().backward()
+    freed = GraphWalk()
+    freed.add([graph_of(out)])
+    assert freed.storages == {}
+
+
+def test_recomputation_of_a_checkpoint_is_not_run():
+    runs = []
+
+    def block(x):
+        runs.append(1)
+        return x.exp().exp()
+
+    out = torch.utils.checkpoint.checkpoint(block, torch.ones(10, requires_grad=True), use_reentrant=False)
+    walk = GraphWalk()
+    walk.add([graph_of(out)])
+    assert len(runs) == 1
+
+
+def test_last_error_is_named():
+    def fail():
+        outputs = [torch.ones(1000)]
+        raise ValueError(len(outputs))
+
+    try:
+        fail()
+    except ValueError as exc:
+        sys.last_exc = exc
+    try:
+        outputs = next(frame for frame in _frames(sys.last_exc.__traceback__) if frame.f_code.co_name == "fail")
+        kept = dict(locals_of(outputs))["outputs"]
+        references = References(gc.get_objects(), [])
+        text = references.holder_of(kept[0]).text
+    finally:
+        del sys.last_exc
+    # This test's own frame holds the list too: the search stops at the first name.
+    assert "kept[0]" in text or "the last exception's traceback `sys.last_exc`" in text
+
+
+def _frames(traceback):
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def test_locals_are_read_without_a_trace():
+    def holder():
+        value = torch.ones(3)
+        before = sys.getrefcount(value)
+        names = [name for name, _ in locals_of(sys._getframe())]
+        return names, sys.getrefcount(value) - before
+
+    assert holder() == (["value", "before"], 0)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="f_locals is no dict of the frame's any more")
+def test_dict_that_a_function_got_from_locals_stays_as_it_is():
+    def configure(width, depth):
+        options = locals()
+        before = list(options)
+        names = locals_of(sys._getframe())
+        return names, before == list(options)
+
+    assert configure(1, 2) == ([], True)
+
+
+def test_array_of_objects_inside_an_object():
+    class Store:
+        def __init__(self):
+            self.results = np.empty(10, dtype=object)
+
+    store = Store()
+
+    def keep(step, tensor):
+        store.results[step] = tensor
+
+    (leak,) = watch_a_leak(keep)
+    assert leak.holder.startswith("attribute `results` of test_array_of_objects_inside_an_object.<locals>.Store")
+
+
+def test_many_threads():
+    done = threading.Event()
+    threads = [threading.Thread(target=done.wait) for _ in range(200)]
+    for thread in threads:
+        thread.start()
+    try:
+        kept = []
+        assert len(watch_a_leak(lambda step, tensor: kept.append(tensor))) == 1
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_no_suspects_no_search(monkeypatch):
+    net = nn.Linear(8, 8)
+    watch = LeakWatch()
+    monkeypatch.setattr(gc, "get_referrers", boom)
+    for _ in range(4):
+        (net(torch.ones(2, 8)).sum()).backward()
+        if watch._num_checks != 1:  # the second check looks at all that is new
+            assert watch.check() == []
+        else:
+            monkeypatch.undo()
+            watch.check()
+            monkeypatch.setattr(gc, "get_referrers", boom)
+
+
+def test_time_of_a_check_follows_the_number_of_objects():
+    junk = [[{"a": [number]}] for number in range(20_000)]
+    watch = LeakWatch()
+    watch.check()
+    watch.check()
+    start = time.process_time()
+    watch.check()
+    assert time.process_time() - start < 1.0  # 0.02 s on an idle machine
+    assert len(junk) == 20_000
