@@ -82,8 +82,41 @@ def hygiene(result: dict[str, Any]) -> str:
     return table(["habit", "claimed", "saves", "of", "note"], rows)
 
 
+def track_cost(result: dict[str, Any]) -> str:
+    sizes = result["figures"]
+    ways = [way for way in next(iter(sizes.values()))["ways"] if way != "bare"]
+    rows = [
+        [
+            f"`{way}`" if way.startswith("track") else way,
+            *(
+                f"{size['ways'][way]['steps_ratio']:.2f} ({size['ways'][way]['whole_ratio']:.2f})"
+                for size in sizes.values()
+            ),
+        ]
+        for way in ways
+    ]
+    return table(
+        ["way", *(f"{name}, {size['ways']['bare']['ms_per_step']:.1f} ms" for name, size in sizes.items())], rows
+    )
+
+
+def first_step(result: dict[str, Any]) -> str:
+    def ooms(row: dict[str, Any]) -> str:
+        return str(row["num_ooms"][0]) if "num_ooms" in row else "not even one row fits"
+
+    cases = result["figures"]["cases"]
+    shares = [f"{limit['share']:.0%}" for limit in next(iter(cases.values()))["limits"]]
+    rows = [
+        [name, way, *(ooms(limit[key]) for limit in case["limits"])]
+        for name, case in cases.items()
+        for way, key in (("foreseen", "with"), ("tried", "without"))
+    ]
+    return table(["model", "size", *shares], rows)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
-    render_case.__name__: render_case for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene)
+    render_case.__name__: render_case
+    for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene, track_cost, first_step)
 }
 
 

@@ -188,7 +188,18 @@ def _reader(
     optimisers' state.
     """
     if not isinstance(memory, int | str | float):
-        return memory.available_bytes
+        if device.type != "cpu":
+            return memory.available_bytes
+        first: int | None = None
+
+        def available() -> int:
+            # The C library keeps what a step has freed, and a later reading would take that for used.
+            nonlocal first
+            held, now = _held_bytes(model, optimizers), memory.available_bytes()
+            first = held + now if first is None else first
+            return max(now, first - held)
+
+        return available
     total = _device.host_memory().total_bytes if device.type == "cpu" else _device.device_memory(device).total_bytes
     budget_bytes = parse_budget(memory, total)
 
