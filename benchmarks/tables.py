@@ -114,9 +114,22 @@ def first_step(result: dict[str, Any]) -> str:
     return table(["model", "size", *shares], rows)
 
 
+def edge_mlp(result: dict[str, Any]) -> str:
+    rows = []
+    for case in result["figures"]["cases"]:
+        what = case["reduce"] + (", gathered" if case["gather"] else "")
+        name = f"{case['hidden']}, {case['edges']:,} edges, {what}"
+        for way, row in case["ways"].items():
+            peak = f"{row['peak_bytes'] / 2**20:,.1f} MiB"
+            error = f"{row['gradient_error']:.1e}" if "gradient_error" in row else ""
+            rows.append([name, way, peak, f"{row['ratio']:.2f}" if "ratio" in row else "", error])
+            name = ""
+    return table(["hidden layers, edges, reduction", "way", "peak", "time", "gradient error"], rows)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     render_case.__name__: render_case
-    for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene, track_cost, first_step)
+    for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene, track_cost, first_step, edge_mlp)
 }
 
 

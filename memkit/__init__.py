@@ -26,6 +26,11 @@ if TYPE_CHECKING:
     from memkit._eventlog import read_memory_events
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
+    from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
+    from memkit.chunk.loss import chunked_loss
+    from memkit.chunk.map import chunked_map
+    from memkit.chunk.segments import chunked_segment_reduce
+    from memkit.chunk.tiled import tiled_apply
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
     from memkit.planning.config import TrainingConfig
@@ -54,6 +59,10 @@ _HOMES = {
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
     "cached_backward": "train.contrastive",
+    "chunked_linear_cross_entropy": "chunk.cross_entropy",
+    "chunked_loss": "chunk.loss",
+    "chunked_map": "chunk.map",
+    "chunked_segment_reduce": "chunk.segments",
     "estimate_memory_usage": "planning.formula",
     "format_bytes": "_units",
     "get_preset_config": "planning.presets",
@@ -63,6 +72,7 @@ _HOMES = {
     "print_config_summary": "planning.summary",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
+    "tiled_apply": "chunk.tiled",
 }
 
 __all__ = [
@@ -82,6 +92,10 @@ __all__ = [
     "TrainingConfig",
     "__version__",
     "cached_backward",
+    "chunked_linear_cross_entropy",
+    "chunked_loss",
+    "chunked_map",
+    "chunked_segment_reduce",
     "estimate_memory_usage",
     "format_bytes",
     "get_preset_config",
@@ -91,6 +105,7 @@ __all__ = [
     "print_config_summary",
     "read_memory_events",
     "recover_from_oom",
+    "tiled_apply",
 ]
 
 # A library logs, and leaves it to the application whether anybody sees it.

@@ -9,7 +9,7 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,9 +93,17 @@ def allocator_counters(device: torch.device) -> DeviceMemory:
     )
 
 
+def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory]:
+    """Return a reader of `allocator_counters` that costs nothing where there are none."""
+    if device.type in {"cpu", "meta"}:
+        uncounted = DeviceMemory()
+        return lambda: uncounted
+    return lambda: allocator_counters(device)
+
+
 def peak_bytes(device: torch.device) -> int | None:
     """Read the largest allocated bytes of a device since the last reset; None where it keeps no such count."""
-    return None if device.type in _WITHOUT_PEAK else torch.accelerator.max_memory_allocated(device)
+    return allocator_counters(device).peak_bytes
 
 
 def reset_peak(device: torch.device) -> None:
@@ -165,9 +173,11 @@ def process_rank() -> tuple[int, int]:
 
 
 def trim_heap() -> None:
-    """Give the C library's free heap back to the system, where it is glibc; elsewhere do nothing."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    """Give the C library's free heap back to the system, where it has a call for it (glibc); elsewhere do nothing."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def resident_bytes() -> int:
@@ -182,18 +192,30 @@ def resident_bytes() -> int:
         os.close(file)
 
 
-def peak_resident_bytes() -> int:
-    """Read the largest resident bytes that this process ever had, or had since somebody reset the kernel's count."""
+def resident_peak_counter() -> Callable[[], int]:
+    """Return a reader of the largest resident bytes of this process, since its start or since the count's restart.
+
+    It takes half a microsecond. On Linux the quick count (``ru_maxrss``) begins with that of the process that started
+    this program, which may have been larger: up to there the reader asks for the process's own, in 15 microseconds.
+    """
     try:
         import resource
     except ImportError:  # Windows has none
-        return int(psutil.Process().memory_info().peak_wset)  # type: ignore[attr-defined]  # Windows has it
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return lambda: int(psutil.Process().memory_info().peak_wset)  # type: ignore[attr-defined]  # Windows has it
+    getrusage, who, unit = resource.getrusage, resource.RUSAGE_SELF, 1 if sys.platform == "darwin" else 1024
+    first = getrusage(who).ru_maxrss * unit
+    own = _status_bytes(Path("/"), "VmHWM")
+    inherited = 0 if own is None or own >= first else first
+
+    def read() -> int:
+        peak = getrusage(who).ru_maxrss * unit
+        return peak if peak > inherited else _status_bytes(Path("/"), "VmHWM") or peak
+
+    return read
 
 
-def restart_peak_resident_bytes() -> bool:
-    """Let `peak_resident_bytes` start again from what is resident now; False where the system cannot."""
+def restart_resident_peak() -> bool:
+    """Let the kernel's count of the largest resident bytes start again from now; False where the system cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

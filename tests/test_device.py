@@ -1,8 +1,10 @@
 """The door to the machine: devices, and host memory as the tightest limit leaves it."""
 
+import os
 import resource
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import psutil
@@ -150,3 +152,138 @@ def test_a_limit_that_no_system_has():
         mk.ConfigError, match=r"limit_memory\(meta\): got meta on .*; expected CUDA, or the CPU on Linux"
     ):
         _device.limit_memory(torch.device("meta"), 2**20)
+
+
+# ---- this process
+
+
+def run(script, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_resident_bytes_are_psutils():
+    assert _device.resident_bytes() == pytest.approx(psutil.Process().memory_info().rss, abs=4 * 2**20)
+
+
+def test_a_forked_process_reads_itself():
+    out = run("""
+        import os, torch
+        from memkit import _device
+        read_peak = _device.resident_peak_counter()
+        before = _device.resident_bytes()
+        if os.fork() == 0:
+            forked = _device.resident_bytes()
+            held = torch.ones(25 * 2**20)  # 100 MiB
+            grown = _device.resident_bytes() - forked
+            print(90 < grown / 2**20 < 130, read_peak() >= _device.resident_bytes() - 2**20, flush=True)
+            os._exit(0)
+        os.wait()
+        print(read_peak() - before < 50 * 2**20)
+        """)
+    assert out == "True True\nTrue"
+
+
+def test_the_peak_is_this_programs_own_and_can_start_again():
+    """The child of a process of 600 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
+    out = run("""
+        import subprocess, sys, torch
+        held = torch.ones(150 * 2**20)
+        child = '''
+        import resource, torch
+        from memkit import _device
+        read = _device.resident_peak_counter()
+        MIB = 2**20
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 600 * 1024, read() < 450 * MIB)
+        before = read()
+        torch.ones(25 * MIB)  # and gone
+        print(90 * MIB < read() - before < 130 * MIB)
+        torch.ones(250 * MIB)
+        print(read() - before > 900 * MIB)  # above what was inherited, the quick count is right
+        if _device.restart_resident_peak():
+            read = _device.resident_peak_counter()
+        print(abs(read() - _device.resident_bytes()) < 4 * MIB)
+        '''
+        subprocess.run([sys.executable, "-c", __import__("textwrap").dedent(child)], check=True)
+        """)
+    assert out.split() == ["True"] * 5
+
+
+def test_trim_heap_gives_back_what_lies_between_small_blocks():
+    held = [torch.ones(2000) for _ in range(8000)]
+    few = held[::100]
+    before = _device.resident_bytes()
+    del held
+    _device.trim_heap()
+    assert before - _device.resident_bytes() > 40 * 2**20
+    assert len(few) == 80
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "3", "WORLD_SIZE": "4"}, "(3, 4)"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "(0, 1)"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "(0, 1)"),
+        ({"RANK": "0"}, "(0, 1)"),
+    ],
+)
+def test_the_rank_is_the_launchers(environment, expected, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(_device.process_rank()) == expected
+
+
+def test_the_rank_is_torchs_where_it_runs_distributed():
+    out = run(
+        """
+        import torch.distributed as dist
+        from memkit import _device
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        print(_device.process_rank())
+        dist.destroy_process_group()
+        """,
+        RANK="1",
+        WORLD_SIZE="2",
+    )
+    assert out == "(0, 1)"
+
+
+def test_the_cpu_is_no_card():
+    cpu = torch.device("cpu")
+    assert (_device.device_identity(cpu), _device.allocator_snapshot(cpu), _device.peak_bytes(cpu)) == (
+        None,
+        None,
+        None,
+    )
+    assert _device.device_name(cpu)
+    assert _device.allocator_counter(cpu)() == DeviceMemory()
+
+
+@pytest.mark.gpu
+def test_a_card_has_a_name_an_identity_and_counters():
+    device = _device.resolve_device("cuda")
+    held = torch.empty(2**20, device=device)
+    read = _device.allocator_counter(device)
+    assert read().allocated_bytes == torch.cuda.memory_allocated(device) >= held.nbytes
+    assert read().peak_bytes == _device.peak_bytes(device) == torch.cuda.max_memory_allocated(device)
+    assert read().reserved_peak_bytes == torch.cuda.max_memory_reserved(device)
+    assert _device.device_identity(device) == str(torch.cuda.get_device_properties(device).uuid)
+    large = torch.empty(2**24, device=device)
+    del large
+    _device.reset_peak(device)
+    assert read().peak_bytes == read().allocated_bytes
+    assert _device.allocator_snapshot(device)
+
+
+def test_allocator_settings_are_those_of_the_environment(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert _device.allocator_settings() == {}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    assert _device.allocator_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}

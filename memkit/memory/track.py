@@ -96,7 +96,7 @@ class Tracker:
     def _make_recorder(self) -> Recorder:
         if not self._workspace:
             return Recorder()
-        from memkit.memory.allocations import WorkspaceRecorder  # needs a part of torch that may go: only on demand
+        from memkit._workspace import WorkspaceRecorder  # needs a part of torch that may go: only on demand
 
         return WorkspaceRecorder()
 

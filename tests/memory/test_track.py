@@ -15,7 +15,7 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import memkit.memory.allocations as allocations
+import memkit._workspace as allocations
 from benchmarks.cases import track_cost
 from memkit._errors import ConfigError, InputError, StateError
 from memkit._units import MIB

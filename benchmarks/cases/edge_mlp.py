@@ -1,0 +1,223 @@
+"""Edge MLP and reduction over nodes, forward and backward: plain, two loops over chunks, and memkit.
+
+Peaks are the CPU allocator's, by profiler events, above what is there before: inputs, parameters and the upstream
+gradient are not in it, the result and the parameters' gradients are. Times are processor times of one step, all ways in
+turns in one process, the smallest of the rounds; the ratio is to plain. Errors are against float64, largest error over
+largest value.
+
+Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.edge_mlp   (7 minutes, 8 GB)
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.result import write_result
+from memkit.chunk.segments import chunked_segment_reduce
+from tests.allocations import trace_allocations
+
+NUM_INPUTS, NUM_OUTPUTS, EDGES_PER_NODE = 6, 64, 20
+
+
+class Message(nn.Module):
+    """(e, 6) and, where they are gathered, (e, 64) to (e, 64)."""
+
+    def __init__(self, hidden: tuple[int, ...]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for before, after in zip((NUM_INPUTS, *hidden), hidden, strict=False):
+            layers += [nn.Linear(before, after), nn.GELU()]
+        self.net = nn.Sequential(*layers, nn.Linear(hidden[-1], NUM_OUTPUTS))
+
+    def forward(self, rows: Tensor, x_j: Tensor | None = None) -> Tensor:
+        message = self.net(rows)
+        return message if x_j is None else message * x_j
+
+
+@dataclass
+class Graph:
+    """20 edges per node, sorted by node; node features need a gradient where they are gathered."""
+
+    rows: Tensor
+    weight: Tensor
+    index: Tensor
+    num_nodes: int
+    x: Tensor | None
+    src: Tensor
+    reduce: str
+    upstream: Tensor
+
+    @classmethod
+    def make(cls, num_edges: int, reduce: str, *, gather: bool) -> Graph:
+        generator = torch.Generator().manual_seed(0)
+        nodes = num_edges // EDGES_PER_NODE
+        rows = torch.randn(num_edges, NUM_INPUTS, generator=generator)
+        index = torch.randint(nodes, (num_edges,), generator=generator).sort().values
+        src = torch.randint(nodes, (num_edges,), generator=generator)
+        upstream = torch.randn(num_edges if reduce == "softmax" else nodes, NUM_OUTPUTS, generator=generator)
+        x = torch.randn(nodes, NUM_OUTPUTS, generator=generator).requires_grad_() if gather else None
+        return cls(rows, torch.rand(num_edges, generator=generator), index, nodes, x, src, reduce, upstream)
+
+    def double(self) -> Graph:
+        x = None if self.x is None else self.x.detach().double().requires_grad_()
+        rows, weight, upstream = self.rows.double(), self.weight.double(), self.upstream.double()
+        return Graph(rows, weight, self.index, self.num_nodes, x, self.src, self.reduce, upstream)
+
+    def zeros(self) -> Tensor:
+        return self.rows.new_zeros(self.num_nodes, NUM_OUTPUTS)
+
+    def messages(self, module: nn.Module, rows: Tensor, weight: Tensor, src: Tensor) -> Tensor:
+        return module(rows, *([] if self.x is None else [self.x[src]])) * weight[:, None]
+
+
+def plain(module: nn.Module, graph: Graph) -> Tensor:
+    message = graph.messages(module, graph.rows, graph.weight, graph.src)
+    ids = graph.index[:, None].expand_as(message)
+    match graph.reduce:
+        case "sum":
+            return graph.zeros().index_add_(0, graph.index, message)
+        case "mean":
+            counts = graph.index.bincount(minlength=graph.num_nodes).clamp(min=1)
+            return graph.zeros().index_add_(0, graph.index, message) / counts[:, None]
+        case "max":
+            return graph.zeros().scatter_reduce(0, ids, message, "amax", include_self=False)
+        case _:
+            top = graph.zeros().scatter_reduce(0, ids, message.detach(), "amax", include_self=False)
+            powers = (message - top[graph.index]).exp()
+            return powers / graph.zeros().index_add_(0, graph.index, powers)[graph.index]
+
+
+def loop(module: nn.Module, graph: Graph, chunk_size: int) -> Tensor:
+    """Chunks without running them again."""
+    out = graph.zeros()
+    for rows, weight, index, src in parts(graph, chunk_size):
+        out.index_add_(0, index, graph.messages(module, rows, weight, src))
+    return out
+
+
+def checkpointed(module: nn.Module, graph: Graph, chunk_size: int) -> Tensor:
+    """A checkpoint around each chunk."""
+    out = graph.zeros()
+    for rows, weight, index, src in parts(graph, chunk_size):
+        out.index_add_(0, index, checkpoint(graph.messages, module, rows, weight, src, use_reentrant=False))
+    return out
+
+
+def parts(graph: Graph, chunk_size: int) -> Any:
+    return zip(*(each.split(chunk_size) for each in (graph.rows, graph.weight, graph.index, graph.src)), strict=True)
+
+
+def memkit(module: nn.Module, graph: Graph, chunk_size: int) -> Tensor:
+    return chunked_segment_reduce(
+        module,
+        graph.rows,
+        index=graph.index,
+        num_segments=graph.num_nodes,
+        reduce=graph.reduce,  # type: ignore[arg-type]
+        gather=None if graph.x is None else {"x_j": (graph.x, graph.src)},
+        weight=graph.weight,
+        chunk_size=chunk_size,
+    )
+
+
+SUMS = {
+    "plain": plain,
+    "loop over chunks of 4096": lambda module, graph: loop(module, graph, 4096),
+    "checkpoint per chunk of 4096": lambda module, graph: checkpointed(module, graph, 4096),
+}
+MEMKIT = {f"memkit, chunks of {size}": lambda m, g, size=size: memkit(m, g, size) for size in (1024, 4096)}
+Ways = dict[str, Callable[[nn.Module, Graph], Tensor]]
+# hidden layers, edges, reduction, gathered node features, ways, rounds
+CASES: list[tuple[tuple[int, ...], int, str, bool, Ways, int]] = [
+    ((128,) * 3, 50_000, "sum", False, SUMS | MEMKIT, 5),
+    ((128,) * 3, 100_000, "sum", False, SUMS | MEMKIT, 3),
+    ((128,) * 3, 1_000_000, "sum", False, SUMS | MEMKIT, 2),
+    ((64,) * 2, 50_000, "sum", False, {"plain": plain} | MEMKIT, 5),
+    ((64,) * 2, 1_000_000, "sum", False, {"plain": plain} | MEMKIT, 2),
+    ((256,) * 3, 50_000, "sum", False, {"plain": plain} | MEMKIT, 3),
+    ((256,) * 3, 1_000_000, "sum", False, {"plain": plain} | MEMKIT, 1),
+    *(((128,) * 3, 100_000, reduce, True, {"plain": plain} | MEMKIT, 3) for reduce in ("mean", "max", "softmax")),
+    *(((128,) * 3, 1_000_000, reduce, True, {"memkit, chunks of 1024": MEMKIT["memkit, chunks of 1024"]}, 0)
+      for reduce in ("mean", "max", "softmax")),
+]  # fmt: skip
+
+
+def step(way: Callable[[nn.Module, Graph], Tensor], module: nn.Module, graph: Graph) -> None:
+    way(module, graph).backward(graph.upstream)
+
+
+def forget(module: nn.Module, graph: Graph) -> None:
+    module.zero_grad()
+    if graph.x is not None:
+        graph.x.grad = None
+
+
+def gradients(way: Callable[[nn.Module, Graph], Tensor], module: nn.Module, graph: Graph) -> list[Tensor]:
+    tensors = [*module.parameters(), *([] if graph.x is None else [graph.x])]
+    out = way(module, graph)
+    return [out, *torch.autograd.grad(out, tensors, graph.upstream)]
+
+
+def add_errors(rows: dict[str, dict[str, Any]], module: Message, graph: Graph, ways: Ways) -> None:
+    """The truth is plain torch's in float64; of a million edges memkit's, whose tests hold it to plain's to 1e-11."""
+    truth = copy.deepcopy(module).double()
+    exact = gradients(plain if len(graph.rows) <= 100_000 else MEMKIT["memkit, chunks of 1024"], truth, graph.double())
+    for name, way in ways.items():
+        found = gradients(way, module, graph)
+        errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, exact, strict=True)]
+        rows[name] |= {"output_error": errors[0], "gradient_error": max(errors[1:])}
+
+
+def measure(hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, rounds: int, *, gather: bool) -> Any:
+    torch.manual_seed(1)
+    module, graph = Message(hidden), Graph.make(num_edges, reduce, gather=gather)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, way in ways.items():
+        rows[name] = {"peak_bytes": trace_allocations(lambda way=way: step(way, module, graph)).peak}
+        forget(module, graph)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            gc.collect()
+            start = time.process_time()
+            step(way, module, graph)
+            times[name].append(time.process_time() - start)
+            forget(module, graph)
+    for name, row in rows.items():
+        if rounds:
+            row |= {"seconds": round(min(times[name]), 3), "ratio": round(min(times[name]) / min(times["plain"]), 3)}
+    if "plain" in ways:
+        add_errors(rows, module, graph, ways)
+    outputs = 4 * graph.upstream.numel()
+    return {
+        "hidden": list(hidden), "edges": num_edges, "nodes": graph.num_nodes, "reduce": reduce, "gather": gather,
+        "output_bytes": outputs, "ways": rows,
+    }  # fmt: skip
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures = []
+    for hidden, num_edges, reduce, gather, ways, rounds in CASES:
+        start = time.perf_counter()
+        case = measure(hidden, num_edges, reduce, ways, rounds, gather=gather)
+        figures.append(case)
+        print(hidden, num_edges, reduce, "gather" if gather else "", f"{time.perf_counter() - start:.0f} s", flush=True)
+        for name, row in case["ways"].items():
+            print(
+                f"  {name:30} {row['peak_bytes'] / 2**20:8.1f} MiB", {k: v for k, v in row.items() if k != "peak_bytes"}
+            )
+    print(write_result("edge_mlp", {"cases": figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""A scalar whose gradient is computed inside the forward, chunk by chunk, so that no graph outlives its chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from memkit._errors import InputError, StateError
+
+Gradients = list[Tensor | None]
+Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> Tensor:
+    """Make a 0-dim tensor differentiable whose gradients are known as soon as it is.
+
+    Backward multiplies the gradients by the one number that comes from above: in place, unless the graph is retained.
+    With ``retain_graph=True`` a second backward is exact; without, it raises torch's own error. Each input gets one
+    gradient per call, so a parameter's hooks run once.
+
+    Args:
+        compute: Called once, with whether each input needs a gradient, in no-grad mode if any does and in the caller's
+            mode if none does. Returns the value, 0-dim, and for each input its gradient: of the input's shape, in any
+            dtype (see `accumulator_dtype`), or None for no gradient.
+        inputs: All that the value depends on.
+        call: The user's call, for the message.
+
+    Returns:
+        The value. It requires no gradient where no input does, where gradients are disabled, or where `compute` gave
+        none; in the first two cases `compute` is told to do no gradient work.
+
+    Raises:
+        StateError: In backward, with ``create_graph=True``: the graphs of the chunks are gone.
+    """
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+        return _WithGradients.apply(compute, call, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return compute([False] * len(inputs))[0]
+
+
+def sum_of_chunks(
+    chunk_sum: Callable[..., Tensor], rows: Sequence[Any], params: Sequence[Tensor], *, chunk_size: int, call: str
+) -> Tensor:
+    """Sum a function over chunks of rows, each chunk's gradient taken at once: memory is bounded by one chunk.
+
+    The chunks run in order and once, under the caller's autocast, so random numbers are drawn as in the plain loop
+    over the same chunks. Half-precision parameters accumulate their gradient in float32.
+
+    Args:
+        chunk_sum: ``chunk_sum(*chunk)`` returns a 0-dim tensor.
+        rows: Tensors of one or more dimensions with equally many rows in dimension 0 are cut; all else is passed to
+            every chunk as it is.
+        params: Distinct leaf tensors that ``chunk_sum`` uses besides the rows and that require grad.
+        chunk_size: Rows per chunk. No rows at all are one empty chunk.
+        call: The user's call, for messages.
+
+    Returns:
+        The sum, 0-dim, at least float32.
+
+    Raises:
+        InputError: The rows disagree or there are none to cut; ``chunk_sum`` uses another tensor that requires grad.
+        StateError: See `with_gradients`.
+
+    Memory cost: per chunk its graph and one gradient of all parameters; throughout, one gradient of all parameters
+    and of the rows that require grad.
+    """
+    num_rows = _count_rows(rows, call)
+    cut = [index for index, each in enumerate(rows) if _is_cut(each)]
+    is_grad_enabled = torch.is_grad_enabled()
+
+    def compute(needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
+        gradients = _Accumulators([*(rows[index] for index in cut), *params])
+        captured = _CapturedTensors(call)
+        targets = [index for index, is_needed in enumerate(needs) if is_needed]
+
+        def add(part: slice) -> Tensor:
+            chunk = list(rows)
+            for index, is_needed in zip(cut, needs, strict=False):
+                chunk[index] = rows[index].detach()[part].requires_grad_(is_needed)
+            value = chunk_sum(*chunk)
+            if value.requires_grad:
+                leaves = [*(chunk[index] for index in cut), *params]
+                captured.refuse(value, leaves)
+                found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
+                for index, gradient in zip(targets, found, strict=True):
+                    gradients.add(index, gradient, part if index < len(cut) else None)
+            return value.detach().to(accumulator_dtype(value.dtype))
+
+        with torch.set_grad_enabled(is_grad_enabled), _without_hooks(params):
+            total = add(slice(0, chunk_size))
+            for start in range(chunk_size, num_rows, chunk_size):
+                total = total + add(slice(start, start + chunk_size))
+        return total, gradients.buffers
+
+    return with_gradients(compute, [*(rows[index] for index in cut), *params], call=call)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which many values of ``dtype`` add up: float32 for half precision, which loses digits."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Compute, call: str, *inputs: Tensor) -> Tensor:
+        value, gradients = compute(ctx.needs_input_grad[2:])
+        # Saved as if they were activations: torch frees them, and refuses a second backward, as with any graph.
+        ctx.save_for_backward(*gradients)
+        ctx.call = call
+        ctx.dtypes = [each.dtype for each in inputs]
+        if all(gradient is None for gradient in gradients):
+            ctx.mark_non_differentiable(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise StateError(
+                ctx.call,
+                got="a backward with create_graph=True",
+                expected="one derivative: it was computed in the forward, and its own graph is gone",
+                fix="for second derivatives, compute this loss plainly, or in chunks each under "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+            )
+        # Without a retained graph these buffers have no other use. torch offers no public way to ask.
+        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+        results: Gradients = []
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if gradient is not None:
+                gradient = gradient.mul_(upstream[0]) if is_last else gradient * upstream[0]  # noqa: PLW2901
+            results.append(gradient if gradient is None else gradient.to(dtype))
+        return None, None, *results
+
+
+class _Accumulators:
+    """Gradients of all inputs, each allocated with its first contribution; None for an input that got none."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+        self.buffers: Gradients = [None] * len(inputs)
+
+    def add(self, index: int, gradient: Tensor | None, rows: slice | None) -> None:
+        """Add a chunk's gradient: of some rows, or of a whole parameter."""
+        if gradient is None:
+            return
+        buffer, source = self.buffers[index], self._inputs[index]
+        if buffer is None:
+            # A row's gradient comes once: more digits would be of no use.
+            dtype = source.dtype if rows else accumulator_dtype(source.dtype)
+            buffer = self.buffers[index] = torch.zeros_like(source, dtype=dtype, requires_grad=False)
+        (buffer[rows] if rows else buffer).add_(gradient)
+
+
+class _Edge(NamedTuple):
+    node: Node
+    output: int
+
+
+class _CapturedTensors:
+    """Finds tensors in a chunk's graph whose gradient nobody would take: it would be missing without a word."""
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        with torch.inference_mode(False), torch.enable_grad():  # noqa: FBT003 - torch.compile knows no mode=
+            mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
+        self._newest_before = _age(mark)
+
+    def refuse(self, value: Tensor, leaves: Sequence[Tensor]) -> None:
+        # A function may ask for a row's gradient itself (forces): such a row is known, though nobody outside needs it.
+        known = {get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad}
+        seen: set[Node] = set()
+        edges = [_Edge(*get_gradient_edge(value)[:2])]
+        while edges:
+            edge = edges.pop()
+            if edge.node in known or edge.node in seen:
+                continue
+            seen.add(edge.node)
+            if self._is_from_outside(edge.node, known):
+                self._raise(edge)
+            edges += [_Edge(node, output) for node, output in edge.node.next_functions if node is not None]
+
+    def _is_from_outside(self, node: Node, known: set[Node]) -> bool:
+        # Autocast keeps a parameter's conversion for the whole autocast block, so it may be older than this call.
+        is_conversion = node.name() == "ToCopyBackward0" and all(source in known for source, _ in node.next_functions)
+        return _is_leaf(node) or (_age(node) <= self._newest_before and not is_conversion)
+
+    def _raise(self, edge: _Edge) -> None:
+        node: Any = edge.node
+        like = node.variable if _is_leaf(node) else node._input_metadata[edge.output]  # noqa: SLF001 - no public form
+        shape = tuple(like.shape)
+        raise InputError(
+            self._call,
+            got=f"a function that uses a tensor of shape {shape} that requires grad and is neither among the rows nor "
+            "in params",
+            expected="to know all tensors that need a gradient",
+            fix="pass it as one of the rows if it has one entry per row; pass modules and other leaf tensors as "
+            "params=[...]; detach() it if it needs no gradient.",
+        )
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _age(node: Any) -> int:
+    return int(node._sequence_nr())  # noqa: SLF001 - a later operation has a higher number; no public form
+
+
+@contextlib.contextmanager
+def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+    """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
+    hooks = [(each, each._backward_hooks) for each in params if each._backward_hooks]  # noqa: SLF001 - no public form
+    try:
+        for each, _ in hooks:
+            each._backward_hooks = None  # noqa: SLF001
+        yield
+    finally:
+        for each, found in hooks:
+            each._backward_hooks = found  # noqa: SLF001
+
+
+def _is_cut(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _count_rows(rows: Sequence[Any], call: str) -> int:
+    counts = {len(each) for each in rows if _is_cut(each)}
+    if len(counts) != 1:
+        raise InputError(
+            call,
+            got=f"tensors with {sorted(counts)} rows" if counts else "no tensor with rows",
+            expected="one or more tensors that all have the rows in dimension 0",
+            fix="give what belongs to no row to the function itself, for example with functools.partial.",
+        )
+    return counts.pop()

@@ -1,0 +1,1 @@
+"""One function in pieces: forward and backward bounded by the chunk."""

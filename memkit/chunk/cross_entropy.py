@@ -1,0 +1,217 @@
+"""The loss of a large vocabulary, whose logits never exist as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError
+from memkit._streamed import Gradients, accumulator_dtype, with_gradients
+from memkit.chunk.loss import check_chunk_size, check_reduction
+
+_MIN_LOGITS_BYTES = 2**20  # measured: chunks of less are dominated by the cost of calling operators
+_MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
+
+
+def chunked_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Compute ``cross_entropy(linear(x, weight, bias), targets)`` with the logits of one chunk of rows at a time.
+
+    The gradients are computed in the forward, from the same logits, and the weight's is added up in place: nothing is
+    computed twice, and no second gradient of the weight exists. A mean divides once, by the number of targets that are
+    not ignored in all rows.
+
+    Args:
+        x: Hidden states (..., H), for example (B, T, H), floating point.
+        weight: (V, H).
+        targets: Class indices (...), int64.
+        bias: (V,), or None.
+        ignore_index: Targets with this value do not count.
+        reduction: ``"mean"`` over the targets that count, or ``"sum"``.
+        label_smoothing: Between 0 and 1, as in `torch.nn.functional.cross_entropy`.
+        chunk_size: Rows whose logits exist at a time. None: such that these logits take half the memory of the
+            gradients of ``x`` and ``weight``, or 1 MiB, or 64 rows, whichever is most.
+
+    Returns:
+        The loss, 0-dim, in the dtype of ``x``; float32 under autocast. As in torch, a mean where all targets are
+        ignored is NaN, and its gradients are zero.
+
+    Raises:
+        ConfigError: ``chunk_size`` is no positive int, ``reduction`` is another, such as ``"none"``, or
+            ``label_smoothing`` lies outside of 0 to 1.
+        InputError: The shapes do not fit each other, or the targets are not int64.
+        StateError: In backward with ``create_graph=True``.
+        RuntimeError: torch's own: a target is out of range (on CUDA a device-side assertion).
+
+    Memory cost: the gradients of ``x`` and ``weight``, which exist from the forward on, and one chunk's logits. For
+    half precision the logits and the weight's gradient are float32.
+
+    Source: gradients in the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), in plain torch.
+
+    Example:
+        >>> import torch
+        >>> from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
+        >>> head = torch.nn.Linear(16, 1000, bias=False)
+        >>> hidden = torch.randn(2, 8, 16, requires_grad=True)
+        >>> targets = torch.randint(1000, (2, 8))
+        >>> loss = chunked_linear_cross_entropy(hidden, head.weight, targets)
+        >>> loss.backward()
+        >>> whole = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten())
+        >>> torch.allclose(loss, whole)
+        True
+    """
+    call = f"chunked_linear_cross_entropy(x, weight, targets, reduction={reduction!r}, chunk_size={chunk_size!r})"
+    check_reduction(reduction, call)
+    _check_shapes(x, weight, targets, bias, call)
+    if not 0 <= label_smoothing <= 1:
+        raise ConfigError(
+            call, got=f"label_smoothing={label_smoothing!r}", expected="0 to 1", fix="0.1 is the usual value."
+        )
+    x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    if chunk_size is None:
+        chunk_size = choose_chunk_size(len(x), *weight.shape, itemsize=accumulator_dtype(x.dtype).itemsize)
+    check_chunk_size(chunk_size, call)
+    is_autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64  # autocast leaves float64 alone
+    is_counted = targets != ignore_index
+    problem = _Problem(
+        x=x,
+        weight=weight,
+        bias=bias,
+        index=targets.where(is_counted, 0).unsqueeze(1),
+        is_counted=is_counted.unsqueeze(1),
+        label_smoothing=label_smoothing,
+        chunk_size=chunk_size,
+        dtype=torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype,
+    )
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    total = with_gradients(problem.solve, inputs, call=call)
+    if reduction == "mean":
+        # The gradients are the sum's; this division reaches them in backward. Not as 0 / 0 where nothing counts.
+        count = is_counted.sum()
+        total = torch.where(count > 0, total / count.clamp(min=1), math.nan)
+    return total if is_autocast else total.to(x.dtype)
+
+
+def choose_chunk_size(num_rows: int, num_classes: int, width: int, *, itemsize: int) -> int:
+    """Return how many rows' logits may exist at a time: half as large as the gradients that exist anyway."""
+    gradient_bytes = (num_rows + num_classes) * width * itemsize
+    logits_bytes = max(gradient_bytes // 2, _MIN_LOGITS_BYTES)
+    return max(min(max(logits_bytes // (num_classes * itemsize), _MIN_ROWS), num_rows), 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """A sum of losses over rows; `dtype` is that of the matrix products."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    index: Tensor  # (N, 1) int64, in range where the row is ignored too
+    is_counted: Tensor  # (N, 1) bool
+    label_smoothing: float
+    chunk_size: int
+    dtype: torch.dtype
+
+    def solve(self, needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
+        """Return the sum and, where needed, the gradients of x, weight and bias."""
+        wide = accumulator_dtype(self.dtype)
+        gradients: Gradients = [
+            torch.zeros_like(each, dtype=each.dtype if each is self.x else wide) if is_needed else None
+            for each, is_needed in zip((self.x, self.weight, self.bias), needs, strict=False)
+            if each is not None
+        ]
+        num_rows, num_classes = len(self.x), len(self.weight)
+        buffer = self.x.new_empty(min(self.chunk_size, num_rows), num_classes, dtype=wide)
+        total = buffer.new_zeros(())
+        with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
+            weight = self.weight.to(self.dtype)
+            for start in range(0, num_rows, self.chunk_size):
+                part = slice(start, start + self.chunk_size)
+                x = self.x[part].to(self.dtype)
+                logits = buffer[: len(x)]
+                _multiply_into(logits, x, weight.t())
+                total += self._loss(logits, part, with_gradient=any(needs))
+                if any(needs):
+                    _add_gradients(gradients, part, logits, x, weight)
+        return total, gradients
+
+    def _loss(self, logits: Tensor, part: slice, *, with_gradient: bool) -> Tensor:
+        """Return a chunk's loss; leave in ``logits`` its gradient, if wanted."""
+        index, is_counted = self.index[part], self.is_counted[part]
+        smooth, num_classes = self.label_smoothing, logits.shape[1]
+        if self.bias is not None:
+            logits += self.bias
+        logits -= logits.amax(dim=1, keepdim=True)
+        expected = logits.gather(1, index) * (1 - smooth)
+        if smooth:
+            expected += logits.mean(dim=1, keepdim=True) * smooth
+        normalizer = logits.exp_().sum(dim=1, keepdim=True)
+        if with_gradient:
+            factor = is_counted.to(logits.dtype)
+            logits *= factor / normalizer
+            if smooth:
+                logits -= factor * (smooth / num_classes)
+            logits.scatter_add_(1, index, factor * (smooth - 1))
+        return (normalizer.log() - expected).where(is_counted, 0).sum()
+
+
+def _add_gradients(gradients: Gradients, part: slice, logits: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Add a chunk's gradients; ``logits`` is the gradient of its logits."""
+    of_x, of_weight, *of_bias = gradients
+    products = logits.to(x.dtype)
+    if of_x is not None:
+        _multiply_into(of_x[part], products, weight)
+    if of_weight is not None:
+        if of_weight.dtype == x.dtype:
+            of_weight.addmm_(products.t(), x)
+        else:
+            of_weight += products.t() @ x
+    for each in of_bias:
+        if each is not None:
+            each.add_(logits.sum(dim=0))
+
+
+def _multiply_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
+
+
+def _check_shapes(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, call: str) -> None:
+    fits = (
+        x.dim() >= 1
+        and weight.dim() == 2
+        and x.shape[-1] == weight.shape[1]
+        and x.shape[:-1] == targets.shape
+        and (bias is None or bias.shape == weight.shape[:1])
+    )
+    if not fits:
+        given = {"x": x, "weight": weight, "targets": targets} | ({} if bias is None else {"bias": bias})
+        raise InputError(
+            call,
+            got=", ".join(f"{name} of shape {tuple(each.shape)}" for name, each in given.items()),
+            expected="x (..., H), weight (V, H), targets (...), bias (V,)",
+            fix="pass one target for each vector of x; weight as torch.nn.Linear holds it.",
+        )
+    if targets.dtype != torch.int64:
+        raise InputError(
+            call,
+            got=f"targets of {targets.dtype}",
+            expected="class indices of torch.int64",
+            fix="convert indices with targets.long(); for probabilities use chunked_loss.",
+        )

@@ -1,0 +1,360 @@
+"""The engine under all row-wise forms: one autograd node per call, which runs a function in pieces.
+
+Sizes are decided before. A call is described by `ChunkedCall`; how the pieces' results become the call's result is its
+`Assembly`. The forward keeps no graph; the backward runs each piece again, takes its gradients, and forgets it. The
+parameters are inputs of the node, so that autograd adds each one's gradient once: DistributedDataParallel counts that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from memkit._errors import ConfigError, InputError, StateError
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans, wide
+from memkit.chunk.engine_params import parameters_of, refuse_captured, without_hooks
+from memkit.chunk.engine_replay import Piece, Replay
+from memkit.chunk.independence import NUM_PROBED, check_independence
+
+Strategy = Literal["auto", "checkpoint", "save"]
+_TENSOR = object()  # stands for a tensor where only the structure is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """An argument whose rows are picked from a tensor, chunk by chunk: ``tensor[pick]``.
+
+    Attributes:
+        tensor: (n, ...).
+        pick: int64 or int32, one for each row of the call.
+    """
+
+    tensor: Tensor
+    pick: Tensor
+
+
+class Tensors(NamedTuple):
+    """What a call computes on.
+
+    Attributes:
+        inputs: What rows are taken of.
+        params: What the function uses besides.
+        needs: For each of both whether it needs a gradient.
+    """
+
+    inputs: Sequence[Tensor]
+    params: Sequence[Tensor]
+    needs: Sequence[bool]
+
+
+@dataclass(slots=True)
+class ChunkedCall:
+    """One call of a function in pieces. Make it, `run` it once.
+
+    Attributes:
+        name: The user's call, for messages.
+        fn: The user's function.
+        assembly: What becomes of the results.
+        chunk_size: Rows of a chunk.
+        num_rows: Rows of the call; None to take them from the arguments.
+        num_kept: Of so many first chunks the graph is kept, so that the backward need not run them again.
+        preserve_rng_state: Whether the backward draws the same random numbers as the forward.
+        check: Whether to try first, on a few rows, that the function treats each row by itself.
+
+    Raises:
+        ConfigError: The chunk size is none.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    assembly: Assembly
+    chunk_size: int
+    num_rows: int | None = None
+    num_kept: int = 0
+    preserve_rng_state: bool = True
+    check: bool = False
+    # Set by `run`; no tensor that needs a gradient is among them, autograd must be able to free those.
+    _num_rows: int = field(init=False)
+    _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None where the rows of the chunk come in
+    _tree: pytree.TreeSpec = field(init=False)
+    _slots: list[int] = field(init=False)  # where each input comes in
+    _picks: list[Tensor | None] = field(init=False)  # by which each input's rows are picked; None: they are the call's
+    _result: tuple[list[Any], pytree.TreeSpec] = field(init=False)  # structure of what the function returns
+
+    def __post_init__(self) -> None:
+        size: object = self.chunk_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                self.name,
+                got=f"chunk_size={size!r}",
+                expected="a whole number of rows, at least 1",
+                fix="pass for example chunk_size=4096.",
+            )
+
+    def run(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None, strategy: Strategy
+    ) -> Any:
+        """Run the function over all rows.
+
+        Args:
+            args: Its arguments: tensors of rows, `Gathered`, anything else, or containers of them.
+            kwargs: The same by name.
+            params: Leaf tensors that the function uses besides its arguments and does not bring itself.
+            strategy: See `memkit.chunk.map.chunked_map`.
+
+        Returns:
+            The function's result, as assembled.
+
+        Raises:
+            ConfigError: The strategy is none.
+            InputError: The arguments do not have the same number of rows.
+        """
+        if strategy not in get_args(Strategy):
+            raise ConfigError(
+                self.name,
+                got=f"strategy={strategy!r}",
+                expected="'auto', 'checkpoint' or 'save'",
+                fix="leave it out unless you need second derivatives.",
+            )
+        inputs = self._take_arguments(args, kwargs)
+        if self.check:
+            self._check(inputs)
+        outputs: Sequence[Tensor]
+        if not torch.is_grad_enabled():
+            outputs, _ = self.assembly.collect(self._plain(inputs))
+        elif strategy == "auto":
+            own = parameters_of(self.name, self.fn, params)
+            outputs = _InPieces.apply(self, len(inputs), *inputs, *own)  # type: ignore[no-untyped-call]
+        else:
+            outputs = self.assembly.whole(self._in_graph(inputs, again=strategy == "checkpoint"))
+        template, tree = self._result
+        tensors = iter(outputs)
+        return pytree.tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in template], tree)
+
+    def _take_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """Note where tensors come in, and return them."""
+        leaves, self._tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        self._slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Gathered))]
+        found = [leaves[slot] for slot in self._slots]
+        self._picks = [leaf.pick if isinstance(leaf, Gathered) else None for leaf in found]
+        self._arguments = [None if number in self._slots else leaf for number, leaf in enumerate(leaves)]
+        self._num_rows = self._count_rows([leaf.pick if isinstance(leaf, Gathered) else leaf for leaf in found])
+        return [leaf.tensor if isinstance(leaf, Gathered) else leaf for leaf in found]
+
+    def _count_rows(self, tensors: Sequence[Tensor]) -> int:
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        num_rows = self.num_rows
+        if num_rows is None:
+            num_rows = shapes[0][0] if shapes and shapes[0] else -1
+        if not shapes or any(shape[:1] != (num_rows,) for shape in shapes):
+            raise InputError(
+                self.name,
+                got=f"tensors of shapes {', '.join(map(str, shapes))}" if shapes else "no tensor",
+                expected=f"{'the same number of' if self.num_rows is None else num_rows} rows in dimension 0 of each",
+                fix="give what is the same for all rows by functools.partial.",
+            )
+        return num_rows
+
+    @property
+    def indices(self) -> list[Tensor]:
+        """Tensors that forward and backward both read, and that need no gradient."""
+        return [*(pick for pick in self._picks if pick is not None), *self.assembly.indices]
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return spans(self._num_rows, self.chunk_size)
+
+    def pieces(self, tensors: Tensors, replay: Replay) -> Pieces:
+        """The forward of a call that records a gradient."""
+        results = (
+            (start, self._recorded(tensors, replay, number, start, length))
+            for number, (start, length) in enumerate(self._spans())
+        )
+        return Pieces(results, self._num_rows, for_backward=any(tensors.needs))
+
+    def _plain(self, inputs: Sequence[Tensor]) -> Pieces:
+        tensors = Tensors(inputs, (), [False] * len(inputs))
+        results = ((start, self._piece(tensors, start, length).results) for start, length in self._spans())
+        return Pieces(results, self._num_rows, for_backward=False)
+
+    def _recorded(self, tensors: Tensors, replay: Replay, number: int, start: int, length: int) -> list[Tensor]:
+        """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
+        is_kept = number < self.num_kept
+        # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
+        with torch.set_grad_enabled(is_kept or number == 0):
+            piece = self._piece(tensors, start, length)
+        if number == 0:
+            refuse_captured(self.name, self.fn, piece.results, known=[*piece.parts, *tensors.params])
+        if is_kept:
+            replay.keep(piece)
+        return [result.detach() for result in piece.results]
+
+    def _piece(self, tensors: Tensors, start: int, length: int) -> Piece:
+        """Run the function on one chunk."""
+        parts = self._parts(tensors.inputs, start, length)
+        for part, need in zip(parts, tensors.needs, strict=False):
+            part.requires_grad_(need)
+        return Piece(parts, self._call(parts, length))
+
+    def _parts(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+        # Detached, so that what follows makes no node: a slice's gradient would be as large as the whole.
+        return [
+            rows.narrow(0, start, length) if pick is None else rows.index_select(0, pick.narrow(0, start, length))
+            for rows, pick in zip((tensor.detach() for tensor in inputs), self._picks, strict=True)
+        ]
+
+    def _check(self, inputs: Sequence[Tensor]) -> None:
+        length = min(NUM_PROBED, self.chunk_size, self._num_rows)
+        parts = self._parts(inputs, 0, length)
+        check_independence(lambda *rows: self._call(rows, length), parts, call=self.name, behind=self.fn)
+
+    def _call(self, parts: Sequence[Tensor], length: int) -> list[Tensor]:
+        filled = list(self._arguments)
+        for slot, part in zip(self._slots, parts, strict=True):
+            filled[slot] = part
+        args, kwargs = pytree.tree_unflatten(filled, self._tree)
+        leaves, tree = pytree.tree_flatten(self.fn(*args, **kwargs))
+        results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        shapes = [tuple(result.shape) for result in results]
+        if not shapes or any(shape[:1] != (length,) for shape in shapes):
+            raise InputError(
+                self.name,
+                got=f"a function that returns {shapes or 'no tensor'} for a chunk of {length} rows",
+                expected="one row for each row",
+                fix="reduce outside, or use chunked_segment_reduce or chunked_loss.",
+            )
+        self._result = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
+        return results
+
+    def _in_graph(self, inputs: Sequence[Tensor], *, again: bool) -> list[Tensor]:
+        """All results through ordinary autograd, each piece checkpointed or with its graph kept."""
+
+        def piece(length: int, *parts: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
+            # What is gathered is gathered inside: a checkpoint keeps its inputs.
+            gathered = [part if isinstance(part, Tensor) else part[0].index_select(0, part[1]) for part in parts]
+            return self._call(gathered, length)
+
+        # In the graph `split` costs one concatenation; a slice would cost zeros as large as the whole for each chunk.
+        pieces_of = [
+            torch.split(tensor, self.chunk_size)
+            if pick is None
+            else [(tensor, rows) for rows in torch.split(pick, self.chunk_size)]
+            for tensor, pick in zip(inputs, self._picks, strict=True)
+        ]
+        pieces = []
+        for (_, length), *parts in zip(self._spans(), *pieces_of, strict=True):
+            if again:
+                keep_random = self.preserve_rng_state
+                results = checkpoint(piece, length, *parts, use_reentrant=False, preserve_rng_state=keep_random)
+            else:
+                results = piece(length, *parts)
+            pieces.append(results)
+        return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+    def gradients(self, tensors: Tensors, upstream: Upstream, kept: list[Piece]) -> list[Tensor | None]:
+        """Gradients of inputs and parameters, chunk by chunk; of the kept pieces first, they need no random state."""
+        totals: list[Tensor | None] = [None] * len(tensors.needs)
+        for start, length in self._spans():
+            # No local holds a piece when the next one runs.
+            self._add_gradients(
+                totals,
+                tensors,
+                kept.pop(0) if kept else self._again(tensors, start, length),
+                upstream(start, length),
+                start,
+            )
+        return [
+            None if total is None else total.to(tensor.dtype)
+            for total, tensor in zip(totals, [*tensors.inputs, *tensors.params], strict=True)
+        ]
+
+    @torch.enable_grad()
+    def _again(self, tensors: Tensors, start: int, length: int) -> Piece:
+        return self._piece(tensors, start, length)
+
+    def _add_gradients(
+        self, totals: list[Tensor | None], tensors: Tensors, piece: Piece, upstream: list[Tensor | None], start: int
+    ) -> None:
+        ends = [(y, g.to(y.device)) for y, g in zip(piece.results, upstream, strict=True) if g is not None]
+        ends = [(y, g) for y, g in ends if y.requires_grad]
+        if not ends:
+            return
+        leaves = [*piece.parts, *tensors.params]
+        wanted = [number for number, need in enumerate(tensors.needs) if need]
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            [y for y, _ in ends], [leaves[number] for number in wanted], [g for _, g in ends], allow_unused=True
+        )
+        for number, gradient in zip(wanted, found, strict=True):
+            if gradient is None:
+                continue
+            if number < len(tensors.inputs):
+                self._add_rows(totals, tensors.inputs[number], number, gradient, start)
+            elif (total := totals[number]) is None:  # a copy: autograd may return the upstream gradient itself
+                totals[number] = gradient.to(wide(gradient.dtype), copy=True)
+            else:
+                total.add_(gradient)
+
+    def _add_rows(self, totals: list[Tensor | None], tensor: Tensor, number: int, gradient: Tensor, start: int) -> None:
+        pick, total = self._picks[number], totals[number]
+        if total is None:  # zeros: another chunk may have no gradient
+            dtype = gradient.dtype if pick is None else wide(gradient.dtype)
+            totals[number] = total = torch.zeros_like(tensor, dtype=dtype)
+        if pick is None:
+            total.narrow(0, start, len(gradient)).copy_(gradient)
+        else:
+            total.index_add_(0, pick.narrow(0, start, len(gradient)), gradient.to(total.dtype))
+
+
+class _InPieces(torch.autograd.Function):
+    """The one node of a call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        inputs = tensors[:num_inputs]
+        replay = Replay(inputs, random=call.preserve_rng_state)
+        versions = _versions(inputs)
+        outputs, saved = call.assembly.collect(
+            call.pieces(Tensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
+        )
+        if versions != _versions(inputs):
+            raise InputError(
+                call.name,
+                got="a function that changes its arguments in place",
+                expected="arguments left as they are: the backward runs the function on them again",
+                fix="work on a copy, for example inplace=False in the first activation.",
+            )
+        ctx.call, ctx.replay, ctx.num_inputs, ctx.num_tensors = call, replay, num_inputs, len(tensors)
+        ctx.save_for_backward(*tensors, *saved, *call.indices)  # the last to be refused where they changed
+        ctx.num_saved = len(saved)
+        ctx.set_materialize_grads(value=False)
+        ctx.mark_non_differentiable(
+            *(output for output in outputs if not (output.is_floating_point() or output.is_complex()))
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call, replay = ctx.call, ctx.replay
+        if torch.is_grad_enabled():
+            raise StateError(
+                call.name,
+                got="a backward with create_graph=True",
+                expected="first derivatives only",
+                fix="pass strategy='checkpoint', which can be differentiated twice.",
+            )
+        saved = ctx.saved_tensors
+        inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
+        upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
+        with replay.again() as kept, without_hooks(params):
+            found = call.gradients(Tensors(inputs, params, ctx.needs_input_grad[2:]), upstream, kept)
+        return None, None, *found
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Autograd's count of in-place changes."""
+    return [tensor._version for tensor in tensors]  # noqa: SLF001 - there is no public form

@@ -1,0 +1,66 @@
+"""Run a piece again as it ran the first time: the caller's autocast, and the same random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memkit import _rng
+
+
+@dataclass(slots=True)
+class Piece:
+    """A chunk that was run with a graph.
+
+    Attributes:
+        parts: The leaves that the function was given.
+        results: The tensors of its result.
+    """
+
+    parts: list[Tensor]
+    results: list[Tensor]
+
+
+class Replay:
+    """What the backward of a call needs from its forward.
+
+    Args:
+        tensors: The call's inputs; their devices' autocast is noted.
+        random: Whether to note the random state.
+
+    Attributes:
+        kept: The first pieces, where their graphs were kept.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
+        kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted(kinds)
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._at_start = _rng.capture() if random else None
+        self._after_kept = self._at_start
+        self.kept: list[Piece] = []
+
+    def keep(self, piece: Piece) -> None:
+        """Keep the next piece's graph; what is run again starts after it."""
+        self.kept.append(piece)
+        self._after_kept = _rng.capture() if self._at_start else None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[list[Piece]]:
+        """A block that runs the pieces again, in order, but for those that it is given: a kept graph serves once."""
+        kept, self.kept = self.kept, []
+        state = self._after_kept if kept else self._at_start
+        with contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            if state:
+                stack.enter_context(_rng.preserved())
+                _rng.restore(state)
+            yield kept

@@ -1,0 +1,380 @@
+"""How far a module looks, and by which stride it shifts: found by following NaN through a small volume.
+
+NaN in the input shows in every result that depends on it, whatever the weights: zeros and dead ReLUs do not hide it.
+Half of a small volume is NaN, up to one place or from one place on. The first and the last place that it reaches, in
+the result and in every intermediate tensor, form staircases over that place; their tread is the stride.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit import _rng
+from memkit._errors import InputError
+from memkit.chunk.tileloop import CALL, TileJob, run_tiles
+from memkit.chunk.tiles import ExactAxis, Reach
+
+_SIZES = (8, 16, 32, 64, 128)  # of the small volume; the strides of most networks divide one of them
+_LONGEST = 512
+_PERIODS = (2, 8, 32)  # longest period looked for, the cheap search first
+_VOXELS = 2**13  # of one run of the probe, if rows can be taken out for it
+_REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # by modules, of a size or a dtype
+_GAUSSIAN = 'mode="gaussian" approximates it; or apply the module before that layer in tiles, and that layer whole.'
+
+_Key = tuple[Any, ...]
+_CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDictionary()
+
+
+def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, Reach]:
+    """Find what a module needs around a place, in each of some dimensions.
+
+    The module runs without gradients on small volumes with noise and NaN. Parameters, gradients and random state stay
+    as they are, and buffers are copies. What was found is checked: a small volume is run whole and in tiles, in float64
+    and in evaluation mode. It is kept for the module, as long as its description (``repr``) and modes stay the same.
+
+    Args:
+        module: Shifts with its input, as convolutions do.
+        x: (B, C, *spatial); only its form counts.
+        dims: Dimensions to look at, counted from the end.
+
+    Returns:
+        For each dimension its reach.
+
+    Raises:
+        InputError: The module looks at everything, changes its buffers, depends on where it is, or stops NaN.
+
+    Memory cost: a run without gradients over some thousand voxels, more for a module that looks far; a copy of the
+    buffers, and one of the parameters in float64.
+    """
+    modes = tuple(each.training for each in module.modules())
+    form = (x.shape[1], x.dtype, x.device, tuple(size % (2 * _PERIODS[-1]) for size in x.shape[2:]))
+    key = (repr(module), modes, form, tuple(dims))
+    known = _CACHE.setdefault(module, {})
+    if key not in known:
+        with torch.no_grad(), _rng.preserved():
+            probe = _Probe(module, x)
+            known[key] = {dim: probe.reach(dim) for dim in dims}
+    return known[key]
+
+
+class _Probe:
+    """Small volumes for one module, and what NaN does in them."""
+
+    def __init__(self, module: nn.Module, x: Tensor) -> None:
+        self._module, self._like = module, x
+        self._generator = torch.Generator(x.device)
+        self._sizes, self._step = self._working_sizes()
+
+    def reach(self, dim: int) -> Reach:
+        """Find the reach in one dimension, and check it."""
+        sizes = list(self._sizes)
+        for length in self._lengths(dim):
+            sizes[dim] = length
+            try:
+                reach = self._settle(dim, sizes)
+            except _REFUSALS as error:
+                if isinstance(error, InputError):
+                    raise
+                continue
+            if reach is not None:
+                self._check(dim, sizes, reach)
+                return reach
+            if length >= _LONGEST // 2 and self._culprit(dim, sizes):
+                break  # it would be no better in a longer one
+        raise self._unsettled(dim, sizes)
+
+    def _working_sizes(self) -> tuple[list[int], int]:
+        """Small spatial sizes that the module takes, like the real ones in what is left over by its strides."""
+        spatial = self._like.shape[2:]
+        options = [([step + size % step for size in spatial], step) for step in _SIZES]
+        reason: Exception | None = None
+        for sizes, step in [*options, (list(spatial), max(spatial))]:
+            buffers = self._buffers()
+            try:
+                functional_call(self._module, buffers, (self._noise(1, sizes),))
+            except _REFUSALS as error:
+                reason = error
+                continue
+            self._refuse_changed(buffers)
+            return sizes, step
+        raise InputError(
+            CALL,
+            got=f"a module that takes no input of shape {(1, *self._like.shape[1:])}: {reason}",
+            expected="a module that runs on the input, also with a batch of 1",
+            fix="see that module(x[:1]) runs.",
+        ) from reason
+
+    def _lengths(self, dim: int) -> Iterator[int]:
+        step, size = 2 * self._step, self._like.shape[dim]
+        while step <= _LONGEST:
+            yield step + size % step
+            step *= 2
+
+    def _noise(self, rows: int, sizes: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        like = self._like
+        self._generator.manual_seed(0)
+        noise = torch.randn(
+            like.shape[1], *sizes, generator=self._generator, dtype=dtype or like.dtype, device=like.device
+        )
+        return noise.expand(rows, *noise.shape).contiguous()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: each.clone() for name, each in self._module.named_buffers()}
+
+    def _refuse_changed(self, buffers: dict[str, Tensor]) -> None:
+        for name, now in self._module.named_buffers():
+            then = buffers[name]
+            if not bool(((now == then) | ((now != now) & (then != then))).all()):
+                owner = self._module.get_submodule(name.rpartition(".")[0])
+                raise InputError(
+                    CALL,
+                    got=f"a module that changes its buffer `{name}` ({type(owner).__name__}) in every forward",
+                    expected="the same function for every tile",
+                    fix="call eval() on that layer: statistics of a tile are not those of the volume.",
+                )
+
+    def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:
+        """The reach, if NaN in the middle stays off both ends, and a period shows."""
+        middle = sizes[dim] // 2
+        if not _is_inside(self._stairs(dim, sizes, [middle])[-1]):
+            return None
+        for longest in _PERIODS:
+            if not longest < middle < sizes[dim] - longest - 1:
+                return None
+            positions = list(range(middle - longest, middle + longest + 1))
+            stairs = self._stairs(dim, sizes, positions)
+            if not _is_inside(stairs[-1]):
+                return None
+            period = _period(stairs, longest)
+            if period is not None:
+                return _reach(stairs[-1], positions, period, sizes[dim])
+        return None
+
+    def _stairs(self, dim: int, sizes: Sequence[int], positions: Sequence[int]) -> list[_Stairs]:
+        """Staircases of all tensors that the forward makes; the last is the result's."""
+        at_once = max(_VOXELS // math.prod(sizes) // 2, 1)
+        parts = [self._footprints(dim, sizes, positions[i : i + at_once]) for i in range(0, len(positions), at_once)]
+        if len({len(part) for part in parts}) > 1:
+            raise InputError(
+                CALL,
+                got="a module that runs other operators when values change",
+                expected="the same operators for every tile",
+                fix='mode="gaussian" approximates it.',
+            )
+        return [_Stairs.join(each) for each in zip(*parts, strict=True)]
+
+    def _footprints(self, dim: int, sizes: Sequence[int], positions: Sequence[int]) -> list[_Stairs]:
+        rows = self._noise(2 * len(positions) + 1, sizes)
+        for index, position in enumerate(positions):
+            rows[2 * index + 1].narrow(dim, position, sizes[dim] - position).fill_(math.nan)
+            rows[2 * index + 2].narrow(dim, 0, position + 1).fill_(math.nan)
+        with _Footprints(dim, rows) as seen:
+            y = functional_call(self._module, self._buffers(), (rows,))
+        result = _Stairs.of(y, dim)
+        if bool(torch.isnan(y[0]).any()):  # the row without NaN: rows are mixed
+            raise self._unsettled(dim, sizes)
+        return [*seen.stairs, result]
+
+    def _unsettled(self, dim: int, sizes: Sequence[int]) -> InputError:
+        """Say why no reach was found: who sees everything, or that it is too far."""
+        culprit = self._culprit(dim, sizes)
+        if culprit is None:
+            return InputError(
+                CALL,
+                got=f"a module for which no halo up to {_LONGEST // 2} and no stride up to {_PERIODS[-1]} showed in "
+                f"dimension {dim}",
+                expected="a module that shifts with its input, as convolutions do, and lets NaN pass",
+                fix='mode="gaussian" approximates it.',
+            )
+        return InputError(
+            CALL,
+            got=f"a module whose result depends on the whole of dimension {dim}, first in {culprit}",
+            expected="convolutions and what is local: a tile cannot see the whole (a norm over space, attention, "
+            "global pooling, circular padding)",
+            fix=_GAUSSIAN,
+        )
+
+    def _culprit(self, dim: int, sizes: Sequence[int]) -> str | None:
+        """The first module that carries NaN from the far end to the near end."""
+        names = {each: name for name, each in self._module.named_modules()}
+        found: list[str] = []
+
+        def watch(child: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            before, after = (
+                any(_is_at_start(each, dim, self._like.dim()) for each in pytree.tree_leaves(values))
+                for values in (inputs, output)
+            )
+            if after and not before:
+                found.append(f"`{names[child]}` ({type(child).__name__})" if names[child] else type(child).__name__)
+
+        rows = self._noise(1, sizes)
+        rows.narrow(dim, sizes[dim] - 1, 1).fill_(math.nan)
+        handles = [each.register_forward_hook(watch) for each in names]
+        try:
+            functional_call(self._module, self._buffers(), (rows,))
+        except _REFUSALS:
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else None
+
+    def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:
+        """Compare the whole with tiles on a small volume: what stops NaN, or counts places, shows here."""
+        spatial = len(sizes)
+        room = sizes[dim] - reach.before - reach.after
+        axes = [ExactAxis.cut(size, size, Reach(0, 0)) for size in sizes]
+        axes[dim + spatial] = ExactAxis.cut(sizes[dim], max(room // 4, 1), reach)
+        modes = [(each, each.training) for each in self._module.modules()]
+        try:
+            for each, _ in modes:
+                each.training = False  # not eval(), which modules may override; dropout would differ by chance
+            error, dtype = self._difference(tuple(axes), sizes)
+        finally:
+            for each, mode in modes:
+                each.training = mode
+        # In float64 what is not exact is far above this, and layers that compute in float32 inside are below.
+        if not error <= (1e-6 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5):
+            raise InputError(
+                CALL,
+                got=f"a module whose tiles differ from the whole by {error:.1e} in dimension {dim}, with the halo "
+                f"({reach.before}, {reach.after}) that NaN shows",
+                expected="a module that gives the same wherever it is put, and lets NaN pass (no coordinates, no "
+                "align_corners=True, no nan_to_num)",
+                fix='take that part out of the module; or mode="gaussian" approximates it.',
+            )
+
+    def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:
+        """Largest difference between tiles and whole, as a share of the largest result."""
+        try:
+            return self._difference_in(axes, sizes, torch.float64), torch.float64
+        except _REFUSALS:  # no float64 on the device, or a layer that insists on another dtype
+            return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
+
+    def _difference_in(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int], dtype: torch.dtype) -> float:
+        state = {name: self._alive(each, dtype) for name, each in self._module.named_parameters()}
+        state |= {name: each.to(dtype, copy=True) if each.is_floating_point() else each.clone()
+                  for name, each in self._module.named_buffers()}  # fmt: skip
+
+        def run(volume: Tensor) -> Tensor:
+            with torch.autocast(volume.device.type, enabled=False):
+                result: Tensor = functional_call(self._module, state, (volume,))
+            return result
+
+        x = self._noise(1, sizes, dtype)
+        whole = run(x.clone())
+        tiled = run_tiles(TileJob(self._module, axes), x, run)
+        return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
+
+    def _alive(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        """A parameter in another dtype; noise for a layer that starts at zero, which would hide what is before it."""
+        if not parameter.is_floating_point() or bool(parameter.any()):
+            return parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
+        return torch.randn(parameter.shape, generator=self._generator, dtype=dtype, device=parameter.device)
+
+
+class _Stairs:
+    """First and last place that NaN reaches in one tensor, for each place at which it begins or ends.
+
+    Attributes:
+        size: Length of the tensor.
+        first: (positions,) int64, for NaN from the position on; ``size`` where there is none.
+        last: (positions,) int64, for NaN up to the position; -1 where there is none.
+    """
+
+    def __init__(self, size: int, first: Tensor, last: Tensor) -> None:
+        self.size, self.first, self.last = size, first, last
+
+    @classmethod
+    def of(cls, tensor: Tensor, dim: int) -> _Stairs:
+        lines = torch.isnan(tensor).movedim(dim, 1).flatten(2).any(2)[1:].cpu()  # (2 * positions, size)
+        places = torch.arange(lines.shape[1])
+        first = places.where(lines[0::2], torch.tensor(len(places))).amin(1)
+        last = places.where(lines[1::2], torch.tensor(-1)).amax(1)
+        return cls(len(places), first, last)
+
+    @classmethod
+    def join(cls, parts: Sequence[_Stairs]) -> _Stairs:
+        return cls(parts[0].size, torch.cat([each.first for each in parts]), torch.cat([each.last for each in parts]))
+
+    @property
+    def is_level(self) -> bool:
+        """NaN reaches the same places from everywhere."""
+        return bool((self.first == self.first[0]).all() and (self.last == self.last[0]).all())
+
+    @property
+    def is_all_or_nothing(self) -> bool:
+        ends = int(self.first[0]), int(self.last[0])
+        return self.is_level and ends in ((0, self.size - 1), (self.size, -1))
+
+
+class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Notes where NaN is in every tensor of the volume's form that an operator makes."""
+
+    def __init__(self, dim: int, rows: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dim, self._ndim, self._num_rows = dim, rows.dim(), len(rows)
+        self.stairs: list[_Stairs] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if (
+                isinstance(each, Tensor)
+                and each.is_floating_point()
+                and each.dim() == self._ndim
+                and len(each) == self._num_rows
+                and each.numel()
+            ):
+                self.stairs.append(_Stairs.of(each, self._dim))
+        return result
+
+
+def _is_inside(stairs: _Stairs) -> bool:
+    """NaN reaches the result, and stays off both its ends."""
+    return bool(
+        (stairs.first > 0).all()
+        and (stairs.first < stairs.size).all()
+        and (stairs.last >= 0).all()
+        and (stairs.last < stairs.size - 1).all()
+    )
+
+
+def _period(stairs: Sequence[_Stairs], longest: int) -> int | None:
+    """The shortest shift after which all staircases look the same; None if there is none."""
+    # What sees all or nothing has no stride. What is level in a long search has none either: NaN does not move in it.
+    is_long = longest == _PERIODS[-1]
+    moving = [each for each in stairs[:-1] if not (each.is_all_or_nothing or (each.is_level and is_long))]
+    lines = torch.stack([torch.stack([each.first, each.last]) for each in [*moving, stairs[-1]]])
+    for period in range(1, longest + 1):
+        rises = lines[..., period:] - lines[..., :-period]
+        if bool((rises == rises[:, :1, :1]).all() and (rises > 0).all()):
+            return period
+    return None
+
+
+def _reach(stairs: _Stairs, positions: Sequence[int], period: int, size: int) -> Reach:
+    step = int(stairs.first[period] - stairs.first[0])
+    places = torch.tensor(positions)
+    before = (stairs.last // step * period - places).max()
+    after = (places + 1 - (stairs.first // step + 1) * period).max()
+    # Places that no input reaches (a transposed convolution's gaps) may lack at the end of a tile.
+    lacking = -(-(size // period * step - stairs.size) // step) * period
+    return Reach(max(int(before), 0), max(int(after), lacking, 0), period, step)
+
+
+def _is_at_start(value: object, dim: int, num_dims: int) -> bool:
+    """Whether NaN is at the first place of a dimension; in a tensor of another form, everywhere."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    is_nan = torch.isnan(value)
+    return bool(is_nan.select(dim, 0).any() if value.dim() == num_dims else is_nan.all())

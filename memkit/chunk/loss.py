@@ -1,0 +1,167 @@
+"""A loss over many rows, with the memory of one chunk: gradients are taken inside the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._streamed import accumulator_dtype, sum_of_chunks
+from memkit.chunk.engine_params import parameters_of
+
+
+def chunked_loss(
+    fn: Callable[..., Tensor | tuple[Tensor, float | Tensor]],
+    *rows: Any,
+    chunk_size: int,
+    reduction: Literal["mean", "sum"] = "mean",
+    weight_total: float | Tensor | None = None,
+    params: Iterable[Tensor] | None = None,
+) -> Tensor:
+    """Compute a loss and its gradient over all rows, keeping the activations of one chunk at a time.
+
+    Equals ``fn(*rows).mean()`` (or ``.sum()``) for a function that treats rows independently. Each chunk's gradient is
+    taken right after its forward, so nothing is computed twice. The division happens once, over all rows: chunks of
+    unequal weight are exact, as a mean of the chunks' means would not be.
+
+    Args:
+        fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a pair ``(loss_sum, count)``
+            with the sum of the chunk's losses, 0-dim, and what it counts for in the mean: valid tokens, a sum of
+            weights.
+        *rows: Tensors (N, ...) that are cut along dimension 0; their gradients are taken where they require grad.
+            Other values, and 0-dim tensors, are passed to every chunk as they are.
+        chunk_size: Rows per chunk. A few thousand for a small MLP; below some hundreds, overhead shows.
+        reduction: ``"mean"`` divides by the number of losses (all elements of what ``fn`` returns) or by the sum of the
+            counts; ``"sum"`` does not divide.
+        weight_total: Divide by this instead, for ``reduction="mean"``.
+        params: Leaf tensors that ``fn`` trains besides the rows. A module brings its own, also through a method or a
+            `functools.partial`.
+
+    Returns:
+        The loss, 0-dim, in the dtype of what ``fn`` returns. A mean over nothing is NaN.
+
+    Raises:
+        ConfigError: ``chunk_size`` is no positive int; another ``reduction``, such as ``"none"``: a gradient per row
+            from above cannot reach gradients that are already summed.
+        InputError: ``fn`` returns one number, or another number of rows; it uses a tensor that requires grad and is
+            neither among the rows nor in ``params``; the rows disagree.
+        InputTypeError: ``fn`` returns something else.
+        StateError: In backward with ``create_graph=True``.
+
+    Memory cost: the graph of one chunk; the gradients of rows and parameters, which exist from the forward on; and one
+    chunk's gradient of the parameters. Half-precision parameters accumulate in float32.
+
+    Source: gradients inside the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), for any function.
+
+    Example:
+        >>> import torch
+        >>> from memkit.chunk.loss import chunked_loss
+        >>> model = torch.nn.Linear(6, 1)
+        >>> def squared_error(x, y):
+        ...     return (model(x) - y).square()
+        >>> x, y = torch.ones(1000, 6), torch.ones(1000, 1)
+        >>> loss = chunked_loss(squared_error, x, y, chunk_size=256, params=model.parameters())
+        >>> loss.backward()
+        >>> torch.allclose(loss, squared_error(x, y).mean())
+        True
+    """
+    call = f"chunked_loss(fn, ..., chunk_size={chunk_size!r}, reduction={reduction!r})"
+    check_chunk_size(chunk_size, call)
+    check_reduction(reduction, call)
+    if reduction == "sum" and weight_total is not None:
+        raise ConfigError(
+            call,
+            got=f"weight_total={weight_total!r} with reduction='sum'",
+            expected="a divisor only where something is divided",
+            fix="drop weight_total, or use reduction='mean'.",
+        )
+    count: float | Tensor = 0
+    dtype = torch.get_default_dtype()
+
+    def chunk_sum(*chunk: Any) -> Tensor:
+        nonlocal count, dtype
+        output = fn(*chunk)
+        loss_sum, chunk_count = (
+            _read_pair(output, call) if isinstance(output, tuple) else _read_losses(output, chunk, call)
+        )
+        count = count + chunk_count
+        dtype = loss_sum.dtype if isinstance(output, tuple) else output.dtype
+        return loss_sum
+
+    total = sum_of_chunks(chunk_sum, rows, parameters_of(call, fn, params), chunk_size=chunk_size, call=call)
+    if reduction == "mean":
+        # The gradients above are the sum's. This division reaches them as the one factor that backward multiplies by.
+        total = total / (count if weight_total is None else weight_total)
+    return total.to(dtype)
+
+
+def check_chunk_size(chunk_size: object, call: str) -> None:
+    """Check a number of rows per chunk."""
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ConfigError(
+            call,
+            got=f"chunk_size={chunk_size!r}",
+            expected="a whole number of rows, 1 or more",
+            fix="pass the number of rows whose activations fit; a few thousand for a small MLP.",
+        )
+
+
+def check_reduction(reduction: object, call: str) -> None:
+    """Check that a loss becomes one number."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(
+            call,
+            got=f"reduction={reduction!r}",
+            expected="'mean' or 'sum': the gradients are summed over rows in the forward, so that weights per row that "
+            "backward brings would come too late",
+            fix="multiply the losses by such weights inside the function, or compute losses per row with chunked_map.",
+        )
+
+
+def _read_losses(losses: object, chunk: tuple[Any, ...], call: str) -> tuple[Tensor, int]:
+    if not isinstance(losses, Tensor):
+        raise InputTypeError(
+            call,
+            got=f"a {type(losses).__name__} from fn",
+            expected="a tensor with the losses of the chunk's rows, or a tuple (loss_sum, count)",
+            fix="return the losses per row (reduction='none').",
+        )
+    num_rows = next(len(each) for each in chunk if isinstance(each, Tensor) and each.dim() > 0)
+    if losses.dim() == 0:
+        raise InputError(
+            call,
+            got="one number from fn",
+            expected="one loss per row: if it is a mean, the mean of the chunks' means is not the mean over all rows "
+            "when chunks are unequal or rows are ignored",
+            fix="return the losses per row (reduction='none'), or a tuple (loss_sum, count).",
+        )
+    if len(losses) != num_rows:
+        raise InputError(
+            call,
+            got=f"losses of shape {tuple(losses.shape)} from fn for {num_rows} rows",
+            expected="one loss per row, in dimension 0",
+            fix="return the losses per row (reduction='none'), or a tuple (loss_sum, count).",
+        )
+    return losses.sum(dtype=accumulator_dtype(losses.dtype)), losses.numel()
+
+
+def _read_pair(pair: tuple[Any, ...], call: str) -> tuple[Tensor, float | Tensor]:
+    if len(pair) == 2 and isinstance(pair[0], Tensor) and pair[0].dim() == 0:
+        loss_sum, count = pair
+        if isinstance(count, Tensor) and count.dim() == 0:
+            return loss_sum, count.detach().to(accumulator_dtype(count.dtype))
+        if isinstance(count, int | float):
+            return loss_sum, count
+    raise InputError(
+        call,
+        got=f"a tuple of {', '.join(_describe(each) for each in pair)} from fn",
+        expected="(loss_sum, count): a 0-dim tensor, and a number or 0-dim tensor",
+        fix="return (losses.sum(), valid.sum()).",
+    )
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

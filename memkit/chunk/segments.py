@@ -1,0 +1,123 @@
+"""Messages of edges, reduced over segments, in pieces: the memory of one chunk however many edges there are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, get_args
+
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError
+from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
+from memkit.chunk.map import describe
+from memkit.chunk.segments_index import Segments
+from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
+
+
+def chunked_segment_reduce(
+    fn: Callable[..., Any],
+    *edge_rows: Any,
+    index: Tensor | None = None,
+    ptr: Tensor | None = None,
+    num_segments: int | None = None,
+    reduce: Reduce = "sum",
+    gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    weight: Tensor | None = None,
+    chunk_size: int,
+    params: Iterable[Tensor] | None = None,
+    strategy: Strategy = "auto",
+    preserve_rng_state: bool = True,
+    num_kept: int = 0,
+    check: bool = True,
+) -> Tensor:
+    """Compute messages ``fn(*edge_rows, **gathered)`` in chunks of edges and reduce them over segments.
+
+    It is the middle of a graph network or an integral operator: an MLP of each edge, summed at each node. The messages
+    and all that the MLP computes exist for one chunk at a time, in the backward too.
+
+    Args:
+        fn: A module or function that treats each edge by itself and returns a tensor (n, ...). Run again in the
+            backward.
+        *edge_rows: Its arguments, or containers of them: tensors (num_edges, ...); all else is passed as it is.
+        index: int64 or int32 (num_edges,), the segment of each edge, in any order: nothing is sorted.
+        ptr: Instead of ``index``, for edges in the order of their segments: segment i has the edges ptr[i]:ptr[i + 1].
+        num_segments: Rows of the result. None takes one more than the largest index (which waits for the device).
+        reduce: ``"sum"``; ``"mean"`` over the edges of the segment; ``"max"`` and ``"min"``, whose gradient goes to the
+            first of equal edges; ``"softmax"`` over the edges of the segment, which keeps one row for each edge. A
+            segment without edges gets 0.
+        gather: Keyword arguments of ``fn`` that are rows of something smaller: ``{"x_j": (x, src)}`` passes rows of
+            ``x[src]``, picked chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
+        weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` divides by the number of edges
+            all the same.
+        chunk_size: Edges of one call.
+        params: As in `memkit.chunk.map.chunked_map`.
+        strategy: As in `memkit.chunk.map.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and a gradient
+            as large as ``x`` is made for each chunk.
+        preserve_rng_state: As in `memkit.chunk.map.chunked_map`.
+        num_kept: As in `memkit.chunk.map.chunked_map`.
+        check: As in `memkit.chunk.map.chunked_map`.
+
+    Returns:
+        (num_segments, ...), for ``"softmax"`` (num_edges, ...) in the order of the edges, in the messages' dtype. Half
+        precision is added up in float32.
+
+    Raises:
+        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is none.
+        InputError: Numbers of edges differ, an index is out of range (looked at on the CPU), ``fn`` returns something
+            else, or what `memkit.chunk.map.chunked_map` raises.
+        StateError: In the backward: ``create_graph=True`` with ``strategy="auto"``.
+
+    Memory cost: the result; for max and min in training 4 bytes for each of its numbers (8 from 2**31 edges on);
+    gradients of what needs one; and what one chunk takes, forward and backward.
+
+    Example:
+        >>> import torch
+        >>> from memkit.chunk.segments import chunked_segment_reduce
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        >>> x, src, dst = torch.randn(100, 8), torch.randint(100, (5000,)), torch.randint(100, (5000,))
+        >>> offsets = torch.randn(5000, 3)
+        >>> def message(offset, x_j):
+        ...     return mlp(offset) * x_j
+        >>> out = chunked_segment_reduce(
+        ...     message, offsets, index=dst, num_segments=100, gather={"x_j": (x, src)},
+        ...     params=mlp.parameters(), chunk_size=1024,
+        ... )
+        >>> expected = torch.zeros(100, 8).index_add(0, dst, message(offsets, x[src]))
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
+    """
+    name = f"chunked_segment_reduce({describe(fn)}, ...)"
+    if reduce not in get_args(Reduce):
+        raise ConfigError(
+            name,
+            got=f"reduce={reduce!r}",
+            expected=f"one of {', '.join(map(repr, get_args(Reduce)))}",
+            fix="use 'sum', and divide or normalise the result.",
+        )
+    segments = Segments(name, index, ptr, num_segments)
+    call = ChunkedCall(
+        name,
+        functools.partial(_message, name, fn),
+        reduction(reduce, segments, chunk_size),
+        chunk_size=chunk_size,
+        num_rows=segments.num_edges,
+        num_kept=num_kept,
+        check=check,
+        preserve_rng_state=preserve_rng_state,
+    )
+    gathered = {key: Gathered(x, pick) for key, (x, pick) in (gather or {}).items()}
+    result: Tensor = call.run((weight, *edge_rows), gathered, params=params, strategy=strategy)
+    return result
+
+
+def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: Any, **gathered: Tensor) -> Tensor:
+    message = fn(*rows, **gathered)
+    if not isinstance(message, Tensor) or not message.is_floating_point():
+        raise InputError(
+            name,
+            got=f"a function that returns {message.dtype if isinstance(message, Tensor) else type(message).__name__}",
+            expected="one tensor of messages, in a floating-point dtype",
+            fix="concatenate messages in their last dimension, and split the result.",
+        )
+    return message if weight is None else message * like_rows(weight, message)

@@ -1,0 +1,91 @@
+"""To which segment each edge belongs: by an index, or by where each segment's edges begin."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memkit._errors import InputError
+
+
+class Segments:
+    """The segment of every edge.
+
+    Args:
+        call: The user's call, for messages.
+        index: Integer tensor (num_edges,), in any order; None with ``ptr``.
+        ptr: Integer tensor (num_segments + 1,): segment i has the edges ptr[i] to ptr[i + 1]; None with ``index``.
+        num_segments: How many there are; with ``index`` None is one more than the largest, which waits for the device.
+
+    Attributes:
+        num_segments: How many there are.
+        num_edges: How many edges.
+        tensor: ``index`` or ``ptr``.
+
+    Raises:
+        InputError: Not one of the two, a wrong shape or type, or values out of range (looked at on the CPU only).
+    """
+
+    def __init__(self, call: str, index: Tensor | None, ptr: Tensor | None, num_segments: int | None) -> None:
+        if (index is None) == (ptr is None):
+            raise InputError(
+                call,
+                got="both index and ptr" if ptr is not None else "neither index nor ptr",
+                expected="one of them",
+                fix="pass index=dst with the segment of each edge.",
+            )
+        self._index, self._ptr = index, ptr
+        if ptr is not None:
+            self._check(call, "ptr", ptr)
+            num_segments = self._matching(call, num_segments, len(ptr) - 1)
+            self.num_edges = int(ptr[-1]) if len(ptr) else -1
+            if num_segments < 0 or int(ptr[0]) != 0 or bool((ptr.diff() < 0).any()):
+                self._refuse(call, "a ptr that does not rise from 0", "0 first, then where each segment ends")
+        elif index is not None:
+            self._check(call, "index", index)
+            self.num_edges = len(index)
+            if num_segments is None:
+                num_segments = int(index.max()) + 1 if len(index) else 0
+            if index.device.type == "cpu" and len(index):  # elsewhere the device's own check must do: this one waits
+                low, high = (int(bound) for bound in index.aminmax())
+                if low < 0 or high >= num_segments:
+                    self._refuse(
+                        call,
+                        f"an index from {low} to {high}",
+                        f"segments from 0 to {num_segments - 1} (num_segments - 1)",
+                    )
+        self.num_segments = num_segments or 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """``index`` or ``ptr``, whichever there is."""
+        return self._index if self._index is not None else self._ptr  # type: ignore[return-value] # one is there
+
+    def of(self, start: int, length: int) -> Tensor:
+        """The segments of some edges, int64 (length,); from a ``ptr`` they are never made for all edges."""
+        if self._index is not None:
+            return self._index.narrow(0, start, length).long()
+        edges = torch.arange(start, start + length, device=self.tensor.device)
+        return torch.bucketize(edges, self.tensor[1:].long(), right=True)
+
+    def counts(self) -> Tensor:
+        """Edges of each segment, int64 (num_segments,)."""
+        if self._index is None:
+            return self.tensor.diff().long()
+        ones = self._index.new_ones(1, dtype=torch.int64).expand(self.num_edges)
+        return ones.new_zeros(self.num_segments).scatter_add_(0, self._index.long(), ones)
+
+    @staticmethod
+    def _matching(call: str, given: int | None, found: int) -> int:
+        if given not in (None, found):
+            Segments._refuse(call, f"num_segments={given} and a ptr of {found + 1} numbers", "num_segments + 1 numbers")
+        return found
+
+    @staticmethod
+    def _check(call: str, name: str, tensor: Tensor) -> None:
+        if tensor.dim() != 1 or tensor.dtype not in (torch.int64, torch.int32):
+            Segments._refuse(call, f"{name} of shape {tuple(tensor.shape)} in {tensor.dtype}", "one row of int64")
+
+    @staticmethod
+    def _refuse(call: str, got: str, expected: str) -> None:
+        raise InputError(call, got=got, expected=expected, fix="check how the edges were built.")

@@ -1,0 +1,203 @@
+"""Messages to segments, chunk by chunk: sum, mean, max, min and softmax, with their gradients in closed form.
+
+A segment may lie in many chunks, in any order: sums and largest values are carried on from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans, wide
+from memkit.chunk.segments_index import Segments
+
+Reduce = Literal["sum", "mean", "max", "min", "softmax"]
+
+
+def reduction(reduce: Reduce, segments: Segments, chunk_size: int) -> Assembly:
+    """Return what reduces messages over segments."""
+    match reduce:
+        case "softmax":
+            return _Softmax(segments, chunk_size)
+        case "max" | "min":
+            return _Extreme(segments, reduce)
+        case _:
+            return _Sum(segments, is_mean=reduce == "mean")
+
+
+class _OverSegments(Assembly):
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self.indices = (segments.tensor,)
+
+    def _new(self, message: Tensor, fill: float, dtype: torch.dtype) -> Tensor:
+        """One row for each segment."""
+        return message.new_full((self._segments.num_segments, *message.shape[1:]), fill, dtype=dtype)
+
+
+class _Sum(_OverSegments):
+    def __init__(self, segments: Segments, *, is_mean: bool) -> None:
+        super().__init__(segments)
+        self._divisors = segments.counts().clamp_(min=1) if is_mean else None
+
+    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+        total = None
+        for start, (message,) in pieces:
+            if total is None:
+                dtype = message.dtype
+                total = self._new(message, 0, wide(dtype))
+            total.index_add_(0, self._segments.of(start, len(message)), message.to(total.dtype))
+            del message  # before the next chunk runs
+        assert total is not None  # noqa: S101 - there is always a chunk
+        if self._divisors is not None:
+            total.div_(like_rows(self._divisors, total))
+        return [total.to(dtype)], []
+
+    def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:  # noqa: ARG002
+        (gradient,) = gradients
+
+        def of(start: int, length: int) -> list[Tensor | None]:
+            if gradient is None:
+                return [None]
+            ids = self._segments.of(start, length)
+            rows = gradient.index_select(0, ids)
+            return [rows if self._divisors is None else rows.div_(like_rows(self._divisors[ids], rows))]
+
+        return of
+
+    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
+        (message,) = tensors
+        total = self._new(message, 0, wide(message.dtype))
+        total = total.index_add(0, self._segments.of(0, len(message)), message.to(total.dtype))
+        if self._divisors is not None:
+            total = total / like_rows(self._divisors, total)
+        return [total.to(message.dtype)]
+
+
+class _Extreme(_OverSegments):
+    """The largest or smallest message; its gradient goes to the first edge that has it."""
+
+    def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:
+        super().__init__(segments)
+        self._how: Literal["amax", "amin"] = "amax" if reduce == "max" else "amin"
+        # Numbers of edges are stored for each output: four bytes where they are enough.
+        self._dtype = torch.int32 if segments.num_edges < torch.iinfo(torch.int32).max else torch.int64
+
+    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+        best = winners = None
+        for start, (message,) in pieces:
+            if best is None:
+                best = self._new(message, float("-inf") if self._how == "amax" else float("inf"), message.dtype)
+                winners = self._new(message, self._segments.num_edges, self._dtype) if pieces.for_backward else None
+            self._take(best, winners, start, message)
+            del message  # before the next chunk runs
+        assert best is not None  # noqa: S101 - there is always a chunk
+        best.masked_fill_(like_rows(self._segments.counts() == 0, best), 0)
+        return [best], [] if winners is None else [winners]
+
+    def _take(self, best: Tensor, winners: Tensor | None, start: int, message: Tensor) -> None:
+        """Take a chunk's messages in. Written for all edges at once, without a wait for the device."""
+        ids = self._segments.of(start, len(message))
+        rows = like_rows(ids, message).expand_as(message)
+        before = best.index_select(0, ids)
+        best.scatter_reduce_(0, rows, message, self._how)
+        if winners is None:
+            return
+        after, none = best.index_select(0, ids), self._segments.num_edges
+        earlier = winners.index_select(0, ids)
+        is_open = (after != before) | (earlier == none)  # the winner so far, if any, has lost
+        winners.scatter_(0, rows, earlier.masked_fill_(is_open, none))
+        edges = like_rows(torch.arange(start, start + len(message), dtype=self._dtype, device=ids.device), message)
+        candidates = torch.where(is_open & (message == after), edges, none)
+        winners.scatter_reduce_(0, rows, candidates, "amin")
+
+    def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
+        (gradient,), (winners,) = gradients, saved
+
+        def of(start: int, length: int) -> list[Tensor | None]:
+            if gradient is None:
+                return [None]
+            ids = self._segments.of(start, length)
+            rows = gradient.index_select(0, ids)
+            edges = like_rows(torch.arange(start, start + length, device=ids.device), rows)
+            return [rows.masked_fill_(winners.index_select(0, ids) != edges, 0)]
+
+        return of
+
+    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
+        (message,) = tensors
+        with torch.no_grad():
+            _, (winners,) = self.collect(Pieces(iter([(0, [message.detach()])]), len(message), for_backward=True))
+        if not len(message):
+            return [self._new(message, 0, message.dtype)]
+        is_empty = winners == self._segments.num_edges
+        return [message.gather(0, winners.long().masked_fill(is_empty, 0)).masked_fill(is_empty, 0)]
+
+
+class _Softmax(_OverSegments):
+    """Each message's share of its segment: (num_edges, ...), in the order of the edges."""
+
+    def __init__(self, segments: Segments, chunk_size: int) -> None:
+        super().__init__(segments)
+        self._chunk_size = chunk_size
+
+    def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
+        output = top = None
+        for start, (message,) in pieces:
+            if output is None or top is None:
+                output = message.new_empty((self._segments.num_edges, *message.shape[1:]))
+                top = self._new(message, float("-inf"), message.dtype)
+            ids = self._segments.of(start, len(message))
+            output.narrow(0, start, len(message)).copy_(message)
+            top.scatter_reduce_(0, like_rows(ids, message).expand_as(message), message, "amax")
+            del message  # before the next chunk runs
+        assert output is not None  # noqa: S101 - there is always a chunk
+        assert top is not None  # noqa: S101
+        total = self._new(output, 0, wide(output.dtype))
+        for start, length in self._spans():
+            ids = self._segments.of(start, length)
+            total.index_add_(0, ids, self._powers(output.narrow(0, start, length), top, ids))
+        for start, length in self._spans():
+            ids, rows = self._segments.of(start, length), output.narrow(0, start, length)
+            rows.copy_(self._powers(rows, top, ids).div_(total.index_select(0, ids)))
+        return [output], [output] if pieces.for_backward else []
+
+    @staticmethod
+    def _powers(rows: Tensor, top: Tensor, ids: Tensor) -> Tensor:
+        return rows.to(wide(rows.dtype)).sub(top.index_select(0, ids)).exp_()
+
+    def _spans(self) -> Iterable[tuple[int, int]]:
+        return spans(self._segments.num_edges, self._chunk_size)
+
+    def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
+        (gradient,), (output,) = gradients, saved
+        mean = self._new(output, 0, wide(output.dtype))
+        if gradient is not None:
+            for start, length in self._spans():
+                shares = output.narrow(0, start, length).to(mean.dtype)
+                mean.index_add_(0, self._segments.of(start, length), shares * gradient.narrow(0, start, length))
+
+        def of(start: int, length: int) -> list[Tensor | None]:
+            if gradient is None:
+                return [None]
+            rows = gradient.narrow(0, start, length) - mean.index_select(0, self._segments.of(start, length))
+            return [rows.mul_(output.narrow(0, start, length)).to(output.dtype)]
+
+        return of
+
+    def whole(self, tensors: list[Tensor]) -> list[Tensor]:
+        (message,) = tensors
+        ids = self._segments.of(0, len(message))
+        top = self._new(message, float("-inf"), message.dtype)
+        top = top.scatter_reduce(0, like_rows(ids, message).expand_as(message), message.detach(), "amax")
+        powers = (message.to(wide(message.dtype)) - top.index_select(0, ids)).exp()
+        total = self._new(message, 0, powers.dtype).index_add(0, ids, powers)
+        return [(powers / total.index_select(0, ids)).to(message.dtype)]
+
+
+def like_rows(column: Tensor, rows: Tensor) -> Tensor:
+    """One number for each row, shaped so that it meets the whole row."""
+    return column.view(-1, *[1] * (rows.dim() - 1))

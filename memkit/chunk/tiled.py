@@ -1,0 +1,205 @@
+"""Convolutional modules on volumes that are too large for them: tile by tile, with the result of the whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit.chunk.halo import find_reach
+from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
+from memkit.chunk.tiles import Axis, BlendedAxis, ExactAxis, Reach
+
+Mode = Literal["exact", "constant", "gaussian"]
+
+
+def tiled_apply(
+    module: nn.Module,
+    x: Tensor,
+    tile_size: int | Sequence[int],
+    *,
+    halo: int | Sequence[int] | Literal["auto"] = "auto",
+    dims: Sequence[int] | None = None,
+    mode: Mode = "exact",
+    overlap: float = 0.25,
+    online_reduce: Callable[[Tensor], Tensor] | None = None,
+    output_device: torch.device | str | None = None,
+) -> Tensor:
+    """Apply a module to a volume tile by tile, forward and backward: equal to ``module(x)``, with one tile's graph.
+
+    Each tile is cut with the margin (halo) that its results depend on. The margin and the module's stride are found
+    by following NaN through the module. Backward runs each tile again and sums its gradients into those of the input
+    and of the parameters, which get one gradient per call.
+
+    Args:
+        module: Convolutions, transposed ones, pooling, upsampling, activations, skip connections, BatchNorm in
+            evaluation mode. It takes (B, C, *spatial) and returns one tensor with as many dimensions.
+        x: (B, C, *spatial), floating point; one, two or three spatial dimensions, in any number of rows.
+        tile_size: Places of the input that a tile owns, at most: one number, or one per dimension in ``dims``; rounded
+            down to a multiple of the module's stride. What a tile reads is larger by the halo on both sides. With
+            ``mode="constant"`` or ``"gaussian"`` the length of a window.
+        halo: ``"auto"``, or places on both sides of a tile: one number or one per dimension in ``dims``. A number is
+            believed: one that is too small gives wrong results near the cuts.
+        dims: Dimensions that are cut; None for all spatial ones. ``(-3,)`` cuts slabs.
+        mode: ``"exact"``: equal to the module. ``"constant"``, ``"gaussian"``: an approximation for modules that look
+            at the whole volume: windows that overlap are averaged, with equal weights or with weights that fall from
+            their centre. Results must have the input's size.
+        overlap: Share of a window that the next one covers again, in [0, 1). Not used by ``"exact"``.
+        online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``, with
+            ``mode="exact"``: ``lambda y: y.argmax(1)`` keeps one label where the module gives many channels. It must
+            keep the spatial dimensions, and these last.
+        output_device: Where the result is put together, ``"cpu"`` for one that does not fit; None: where the module
+            leaves it.
+
+    Returns:
+        The result; (B, channels, *out_spatial), or as ``online_reduce`` gives it.
+
+    Raises:
+        InputError: In exact mode, a module that no tile can be exact for: it is named (a norm over space, attention,
+            global pooling, circular padding, BatchNorm in training mode).
+        InputTypeError: The module or its result has another form.
+        ConfigError: Settings are out of range or exclude each other.
+        StateError: In a backward with ``create_graph=True``.
+
+    A tile as large as the volume is one plain call. Random numbers (dropout) are drawn anew for each tile, and repeated
+    in backward: a valid draw, not the one of ``module(x)``.
+
+    Memory cost: the result, the input's gradient (in float32 for half precision), one gradient of the parameters, and
+    what a tile with its halo takes. The first call for a module looks for the halo: see `find_reach`.
+    Time cost: backward repeats the forward; halos are computed more than once.
+
+    Source: halos of half the receptive field aligned to the stride, Majurski and Bajcsy, "Exact tile-based
+    segmentation inference for images larger than GPU memory", 2021.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from memkit.chunk.tiled import tiled_apply
+        >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+        >>> image = torch.rand(1, 1, 60, 50, dtype=torch.float64, requires_grad=True)
+        >>> y = tiled_apply(net, image, 16)
+        >>> bool((y - net(image)).abs().max() < 1e-12)
+        True
+        >>> y.square().mean().backward()
+        >>> image.grad.shape
+        torch.Size([1, 1, 60, 50])
+    """
+    _check_input(module, x)
+    cut = _per_dim(x, dims, tile_size, "tile_size", least=1)
+    dims = list(cut)
+    _check_settings(x, module, mode, overlap, online_reduce)
+    spatial = range(2 - x.dim(), 0)
+    is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
+    axes: list[Axis] = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
+    if mode == "exact" and not is_whole:
+        reaches = find_reach(module, x, dims)
+        if halo != "auto":
+            halos = _per_dim(x, dims, halo, "halo", least=0)
+            reaches = {dim: reach.with_halo(halos[dim]) for dim, reach in reaches.items()}
+        for dim, reach in reaches.items():
+            axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
+        _warn_of_no_effect(x, axes, reaches)
+    elif not is_whole:
+        for dim in dims:
+            axes[dim] = BlendedAxis(x.shape[dim], min(cut[dim], x.shape[dim]), overlap, mode == "gaussian")
+    if all(axis.length == axis.size for axis in axes):
+        y: Tensor = module(x)
+        y = y if online_reduce is None else online_reduce(y)
+        return y if output_device is None else y.to(output_device)
+    device = None if output_device is None else torch.device(output_device)
+    return apply_tiles(TileJob(module, tuple(axes), device, online_reduce), x)
+
+
+def _check_input(module: object, x: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise InputTypeError(
+            CALL,
+            got=f"a {type(module).__name__}",
+            expected="an nn.Module, whose parameters are known",
+            fix="put the function into the forward of a module that holds its layers.",
+        )
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
+        got = f"a tensor of {x.dim()} dimensions, {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise InputTypeError(
+            CALL,
+            got=got,
+            expected="a floating point tensor (B, C, *spatial)",
+            fix="add the missing dimensions with x[None, None]; convert with x.float().",
+        )
+    params = {id(each) for each in module.parameters()}
+    for name, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if isinstance(value, Tensor) and value.is_leaf and value.requires_grad and id(value) not in params:
+                raise InputError(
+                    CALL,
+                    got=f"a module whose attribute `{name}{'.' if name else ''}{attribute}` requires grad and is no "
+                    "parameter",
+                    expected="all that needs a gradient among the module's parameters",
+                    fix="make it an nn.Parameter; its gradient would be missing.",
+                )
+
+
+def _check_settings(
+    x: Tensor, module: nn.Module, mode: Mode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
+) -> None:
+    if mode not in ("exact", "constant", "gaussian"):
+        raise ConfigError(
+            f"tiled_apply(mode={mode!r})",
+            got=repr(mode),
+            expected="'exact', 'constant' or 'gaussian'",
+            fix="leave it out for results equal to the module's.",
+        )
+    if not 0 <= overlap < 1:
+        raise ConfigError(
+            f"tiled_apply(overlap={overlap!r})", got=repr(overlap), expected="a share in [0, 1)", fix="0.25 is usual."
+        )
+    if online_reduce is None:
+        return
+    needs_grad = x.requires_grad or any(each.requires_grad for each in module.parameters())
+    if mode != "exact" or (torch.is_grad_enabled() and needs_grad):
+        raise ConfigError(
+            "tiled_apply(online_reduce=...)",
+            got=f"mode={mode!r}" if mode != "exact" else "a call that records gradients",
+            expected="inference in exact mode: windows that overlap are averaged first, and gradients need the whole",
+            fix="call it under torch.no_grad(), with mode='exact'.",
+        )
+
+
+def _per_dim(
+    x: Tensor, dims: Sequence[int] | None, value: int | Sequence[int], name: str, *, least: int
+) -> dict[int, int]:
+    """One number for each dimension, counted from the end."""
+    spatial = range(2 - x.dim(), 0)
+    chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
+    values = [value] * len(chosen) if isinstance(value, int) else list(value)
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
+        raise ConfigError(
+            f"tiled_apply(dims={dims!r})",
+            got=f"{dims!r} for an input of {x.dim()} dimensions",
+            expected=f"different spatial dimensions out of {tuple(spatial)}",
+            fix="leave dims out to cut all of them.",
+        )
+    if len(values) != len(chosen) or any(isinstance(each, bool) or each < least for each in values):
+        raise ConfigError(
+            f"tiled_apply({name}={value!r})",
+            got=repr(value),
+            expected=f"one int, or one for each of the {len(chosen)} dimensions that are cut; {least} or more",
+            fix=f"pass {name}=32, or a tuple.",
+        )
+    return dict(zip(chosen, values, strict=True))
+
+
+def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach]) -> None:
+    if any(axis.length < axis.size for axis in axes):
+        return
+    halos = ", ".join(f"{reach.before} + {reach.after}" for reach in reaches.values())
+    warnings.warn(
+        f"tiled_apply: a tile with its halo ({halos}) is as large as the volume {tuple(x.shape[2:])}: the module runs "
+        "whole. A larger volume, or a module that looks less far, can be cut.",
+        MemkitWarning,
+        stacklevel=3,
+    )

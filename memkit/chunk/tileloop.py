@@ -1,0 +1,211 @@
+"""Run a module tile by tile: the result, and the gradients with one tile's graph alive at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit._errors import InputError, InputTypeError, StateError
+from memkit._streamed import accumulator_dtype
+from memkit.chunk.engine_params import without_hooks
+from memkit.chunk.engine_replay import Replay
+from memkit.chunk.tiles import Axis, Piece, tiles
+
+CALL = "tiled_apply(module, x)"
+
+
+@dataclass(frozen=True, slots=True)
+class TileJob:
+    """What to run, and how the volume is cut.
+
+    Attributes:
+        module: The module.
+        axes: The cut of each spatial dimension; these are the last dimensions of the input and of the result.
+        output_device: Where the result is put together; None where the module leaves it.
+        reduce: Applied to each tile's part of the result before it is stored; keeps the spatial dimensions.
+    """
+
+    module: nn.Module
+    axes: tuple[Axis, ...]
+    output_device: torch.device | None = None
+    reduce: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def first(self) -> list[Piece]:
+        """A tile at the origin, for `read`: how large its result is shows when it ran."""
+        return [Piece(0, 0, 0, 0)] * len(self.axes)
+
+    def read(self, pieces: Sequence[Piece]) -> tuple[Any, ...]:
+        """The tile's place in the input."""
+        return ..., *(slice(p.start, p.start + axis.length) for p, axis in zip(pieces, self.axes, strict=True))
+
+    def tile_out_sizes(self, y: Tensor) -> tuple[int, ...]:
+        """The spatial sizes of a tile's result."""
+        return tuple(y.shape[-len(self.axes) :])
+
+
+def apply_tiles(job: TileJob, x: Tensor) -> Tensor:
+    """Run the module over all tiles; differentiable where autograd records and something requires a gradient."""
+    params = [each for each in job.module.parameters() if each.requires_grad]
+    if torch.is_grad_enabled() and (x.requires_grad or params):
+        return _Tiled.apply(job, x, *params)  # type: ignore[no-any-return, no-untyped-call]
+    return run_tiles(job, x, job.module)
+
+
+def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Put the result together from the tiles.
+
+    Args:
+        job: What to do.
+        x: (B, C, *spatial).
+        fn: What to call with each tile; the module, or a stand-in for it.
+
+    Memory cost: the result, and what one tile takes.
+    """
+    # A copy, because a module may write into its input, and neighbours read the same places.
+    y = fn(x[job.read(job.first)].clone())
+    _refuse_other_forms(x, y)
+    sizes = job.tile_out_sizes(y)
+    total = tuple(axis.out_size(size) for axis, size in zip(job.axes, sizes, strict=True))
+    out: Tensor | None = None
+    for index, pieces in enumerate(tiles(job.axes, sizes)):
+        if index:
+            y = fn(x[job.read(pieces)].clone())
+        part = _part(y, pieces)
+        shares = _shares(pieces, part)
+        part = part if shares is None else part * shares
+        part = part if job.reduce is None else _reduced(part, job.reduce, len(total))
+        if out is None:
+            shape = (*part.shape[: part.dim() - len(total)], *total)
+            out = torch.zeros(shape, dtype=part.dtype, device=job.output_device or part.device)
+        if shares is None:
+            out[_write(pieces)] = part
+        else:
+            out[_write(pieces)] += part.to(out.device)
+        del y, part, shares  # before the next tile runs
+    assert out is not None  # noqa: S101 - there is at least one tile
+    return out
+
+
+class _Tiled(torch.autograd.Function):
+    """All tiles as one node: parameters are its inputs, so each gets one gradient per call."""
+
+    @staticmethod
+    def forward(ctx: Any, job: TileJob, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.job, ctx.replay = job, Replay([x], random=True)
+        ctx.save_for_backward(x, *params)
+        device_type = x.device.type
+        dtype, is_on = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
+        # No cache: weights cast here have no graph, and must not be found by what the user calls next.
+        with torch.autocast(device_type, dtype, is_on, cache_enabled=False):
+            return run_tiles(job, x, job.module)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise StateError(
+                CALL,
+                got="a backward with create_graph=True",
+                expected="one derivative: the tiles' graphs are gone when their gradients are taken",
+                fix="for second derivatives call module(x), under torch.utils.checkpoint if it takes too much.",
+            )
+        x, *params = ctx.saved_tensors
+        with ctx.replay.again(), without_hooks(params):
+            return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])
+
+
+def _gradients(
+    job: TileJob, x: Tensor, params: Sequence[Tensor], needs: Sequence[bool], upstream: Tensor
+) -> list[Tensor | None]:
+    """Gradients of the input and of the parameters, None for what the result does not depend on."""
+    sources = [x, *params]
+    wanted = [index for index, is_needed in enumerate(needs) if is_needed]
+    sums: list[Tensor | None] = [None] * len(sources)
+
+    def run(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = x[job.read(pieces)].detach().requires_grad_(needs[0])
+            return leaf, job.module(leaf.clone())
+
+    # Every tile runs, in the forward's order: random numbers repeat only so.
+    leaf, y = run(job.first)
+    for index, pieces in enumerate(tiles(job.axes, job.tile_out_sizes(y))):
+        if index:
+            leaf, y = run(pieces)
+        with torch.enable_grad():
+            part = _part(y, pieces)
+        if part.requires_grad:
+            shares = _shares(pieces, part)
+            above = upstream[_write(pieces)].to(part.device)
+            above = above if shares is None else above * shares
+            targets = [leaf, *params]
+            found = torch.autograd.grad(part, [targets[each] for each in wanted], above, allow_unused=True)
+            for each, gradient in zip(wanted, found, strict=True):
+                if gradient is not None:
+                    _add(sums, each, sources[each], gradient, job.read(pieces) if each == 0 else ...)
+            del shares, above, targets, found
+        del leaf, y, part
+    return [None if total is None else total.to(source.dtype) for total, source in zip(sums, sources, strict=True)]
+
+
+def _add(sums: list[Tensor | None], index: int, source: Tensor, gradient: Tensor, where: Any) -> None:
+    total = sums[index]
+    if total is None:
+        total = sums[index] = torch.zeros_like(source, dtype=accumulator_dtype(source.dtype), requires_grad=False)
+    total[where] += gradient
+
+
+def _part(y: Tensor, pieces: Sequence[Piece]) -> Tensor:
+    """The places of a tile's result that it gives."""
+    places: Any = (..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces))
+    part = y[places]
+    if part.shape[-len(pieces) :] != torch.Size(p.out_stop - p.out_start for p in pieces):
+        raise InputError(
+            CALL,
+            got=f"a tile's result of sizes {tuple(y.shape[-len(pieces) :])}, which lacks places that it must give",
+            expected="a halo that holds what these places depend on, and the same sizes for the same input",
+            fix='leave halo="auto".',
+        )
+    return part
+
+
+def _write(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    """Their place in the whole result."""
+    return ..., *(slice(p.out_start, p.out_stop) for p in pieces)
+
+
+def _shares(pieces: Sequence[Piece], part: Tensor) -> Tensor | None:
+    """The product of the weights of all dimensions, in the shape of a window; None for exact tiles."""
+    product: Tensor | None = None
+    for dim, piece in enumerate(pieces):
+        if piece.weights is not None:
+            line = part.new_tensor(piece.weights).view(-1, *[1] * (len(pieces) - 1 - dim))
+            product = line if product is None else product * line
+    return product
+
+
+def _reduced(part: Tensor, reduce: Callable[[Tensor], Tensor], num_spatial: int) -> Tensor:
+    reduced = reduce(part)
+    if reduced.shape[-num_spatial:] != part.shape[-num_spatial:]:
+        raise InputError(
+            "tiled_apply(online_reduce=...)",
+            got=f"a result of shape {tuple(reduced.shape)} for a tile of shape {tuple(part.shape)}",
+            expected="the spatial dimensions as they are, at the end",
+            fix="reduce over channels only, for example online_reduce=lambda y: y.argmax(1).",
+        )
+    return reduced
+
+
+def _refuse_other_forms(x: Tensor, y: object) -> None:
+    if not isinstance(y, Tensor) or y.dim() != x.dim() or len(y) != len(x):
+        got = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
+        raise InputTypeError(
+            CALL,
+            got=f"a module that returns {got} for an input of shape {tuple(x.shape)}",
+            expected="one tensor (B, channels, *spatial) with as many dimensions as the input",
+            fix="wrap the module in one that returns the tensor you need; pool or flatten outside.",
+        )

@@ -1,0 +1,175 @@
+"""Where the tiles of a volume lie, one dimension at a time: integers only, no tensors.
+
+A network that shifts with its input does so in whole periods: an input moved by ``period`` places moves the result by
+``step`` places. A convolution has 1 and 1, a net that halves the size 2 and 1, a U-Net with three poolings 8 and 8.
+Tiles start at multiples of the period. The whole length and a tile's length leave the same rest when divided by the
+period, so that rounding of odd sizes is the same in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from memkit._errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far a result looks in one dimension, in places of the input.
+
+    Period ``m`` of the results is places ``m * step`` to ``(m + 1) * step``. It depends on the input from
+    ``m * period - before`` to ``(m + 1) * period + after`` and on nothing else.
+
+    Attributes:
+        before: Places before the period of the result.
+        after: Places behind it.
+        period: Places of the input by which the network shifts.
+        step: Places of the result that belong to a period.
+    """
+
+    before: int
+    after: int
+    period: int = 1
+    step: int = 1
+
+    def with_halo(self, halo: int) -> Reach:
+        """The same period with another halo on both sides."""
+        return replace(self, before=halo, after=halo)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tile in one dimension.
+
+    Attributes:
+        start: First place of the input that the tile reads.
+        out_start: First place of the result that the tile gives.
+        out_stop: End of these places.
+        offset: Where they begin in the tile's own result.
+        weights: One weight per place of the result where tiles overlap and are blended; None where each place
+            belongs to one tile.
+    """
+
+    start: int
+    out_start: int
+    out_stop: int
+    offset: int
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExactAxis:
+    """A dimension cut such that every place of the result comes from one tile, which sees all that it depends on.
+
+    Tiles at the border extend inwards: all have one length. Build it with `ExactAxis.cut`.
+
+    Attributes:
+        size: Length of the input.
+        length: Length of the part of it that every tile reads.
+        core: Periods of the result that belong to a tile; the last may have fewer.
+        reach: What the network needs.
+    """
+
+    size: int
+    length: int
+    core: int
+    reach: Reach
+
+    @classmethod
+    def cut(cls, size: int, tile_size: int, reach: Reach) -> ExactAxis:
+        """Cut ``size`` places into tiles that own at most ``tile_size`` places each (at least one period)."""
+        period = reach.period
+        num_periods = -(-size // period)
+        most = max(tile_size // period, 1)
+        core = -(-num_periods // -(-num_periods // most))  # even tiles: less to read than a small one at the end
+        length = (core + -(-reach.before // period)) * period + reach.after
+        length += (size - length) % period
+        if tile_size >= size or length >= size:
+            return cls(size, size, num_periods, reach)
+        return cls(size, length, core, reach)
+
+    def out_size(self, tile_out_size: int) -> int:
+        """Length of the whole result, from the length of one tile's."""
+        return tile_out_size + (self.size - self.length) // self.reach.period * self.reach.step
+
+    def pieces(self, tile_out_size: int) -> Iterator[Piece]:
+        """The tiles in ascending order, the first one at 0.
+
+        Args:
+            tile_out_size: Length of one tile's result, the same for all.
+        """
+        if self.length == self.size:
+            yield Piece(0, 0, tile_out_size, 0)
+            return
+        period, step = self.reach.period, self.reach.step
+        before = -(-self.reach.before // period) * period
+        out_size = self.out_size(tile_out_size)
+        for out_start in range(0, out_size, self.core * step):
+            start = min(max(out_start // step * period - before, 0), self.size - self.length)
+            offset = out_start - start // period * step
+            yield Piece(start, out_start, min(out_start + self.core * step, out_size), offset)
+
+
+@dataclass(frozen=True, slots=True)
+class BlendedAxis:
+    """A dimension covered by windows that overlap; the weights of a place add up to 1. Results have the input's size.
+
+    Attributes:
+        size: Length of the input.
+        length: Length of a window.
+        overlap: Share of a window that the next one covers again, in [0, 1).
+        is_gaussian: Weights fall from a window's centre (an eighth of its length is one standard deviation), or are
+            equal.
+    """
+
+    size: int
+    length: int
+    overlap: float
+    is_gaussian: bool
+
+    def out_size(self, tile_out_size: int) -> int:  # noqa: ARG002 - the form that ExactAxis has
+        """Length of the whole result."""
+        return self.size
+
+    def pieces(self, tile_out_size: int) -> Iterator[Piece]:
+        """The windows in ascending order, the first one at 0."""
+        if tile_out_size != self.length:
+            raise InputError(
+                "tiled_apply(mode='constant' or 'gaussian')",
+                got=f"a module that gives {tile_out_size} places for a window of {self.length}",
+                expected="results of the window's size",
+                fix="choose a tile_size that the module's strides divide; mode='exact' takes other sizes.",
+            )
+        stride = max(int(self.length * (1 - self.overlap)), 1)
+        last = self.size - self.length
+        starts = [*range(0, last, stride), last]
+        window = [self._weight(place) for place in range(self.length)]
+        totals = [0.0] * self.size
+        for start in starts:
+            for place, weight in enumerate(window, start):
+                totals[place] += weight
+        for start in starts:
+            stop = start + tile_out_size
+            shares = tuple(weight / total for weight, total in zip(window, totals[start:stop], strict=True))
+            yield Piece(start, start, stop, 0, shares)
+
+    def _weight(self, place: int) -> float:
+        if not self.is_gaussian:
+            return 1.0
+        return math.exp(-(((place - (self.length - 1) / 2) / (self.length / 8)) ** 2) / 2)
+
+
+Axis = ExactAxis | BlendedAxis
+
+
+def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[Piece, ...]]:
+    """All tiles: one piece per dimension, the last dimension fastest.
+
+    Args:
+        axes: The dimensions.
+        tile_out_sizes: Size of one tile's result in each of them.
+    """
+    return itertools.product(*(axis.pieces(size) for axis, size in zip(axes, tile_out_sizes, strict=True)))

@@ -1,0 +1,140 @@
+"""What lives at one instant, without having watched how it came: by category, and the largest storages by holder."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
+
+from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
+from memkit.memory.holders import References, attributes, is_a
+
+_Owners = dict[int, tuple[str, Any]]  # by id of a tensor: what it is, and the parameter that it is for
+
+
+@dataclass(frozen=True, slots=True)
+class LiveStorage:
+    """One block of memory.
+
+    Attributes:
+        nbytes: Its size.
+        category: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer"``, ``"saved for backward"``, ``"other"``.
+        shape: Shape of a tensor in it; None where only the autograd graph has one.
+        dtype: That tensor's dtype.
+        holder: Who holds the tensor, by a name in the user's code; None where memory did not suffice to find out.
+    """
+
+    nbytes: int
+    category: str
+    shape: tuple[int, ...] | None
+    dtype: str | None
+    holder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What lives.
+
+    Attributes:
+        by_category: Bytes per category, largest first, each storage once.
+        largest: The largest storages, largest first.
+    """
+
+    by_category: dict[str, int]
+    largest: tuple[LiveStorage, ...]
+
+
+def take_census(device: torch.device, num_largest: int) -> Census:
+    """Look at all live tensors that Python or a live autograd graph can reach. Allocates nothing on the device.
+
+    Args:
+        device: Whose storages.
+        num_largest: How many to list with their holders.
+    """
+    objects = gc.get_objects()  # no closure may hold it: its cell would be in the list, and the list for ever in it
+    tensors: list[Tensor] = _all_of(Tensor, objects)
+    layers = _all_of(nn.Module, objects)
+    gradients = [(gradient, tensor) for tensor in tensors if (gradient := grad_of(tensor)) is not None]
+    states = list(_optimizer_states(_all_of(torch.optim.Optimizer, objects)))
+    there = {
+        key: (nbytes, tensor)
+        for tensor in (*(gradient for gradient, _ in gradients), *tensors)
+        if tensor.device == device
+        for key, nbytes in storages_of(tensor)
+        if nbytes
+    }
+    walk = GraphWalk(device=device)
+    walk.add(node for node in map(graph_of, tensors) if node is not None)
+    buffers = [attributes(layer).get("_buffers") for layer in layers]  # missing where the error came while one was made
+    categories = {
+        **dict.fromkeys(walk.storages, "saved for backward"),
+        **_label("optimizer", (value for value, _, _ in states)),
+        **_label("gradient", (gradient for gradient, _ in gradients)),
+        **_label("buffer", (value for each in buffers if each for value in each.values())),
+        **_label("parameter", (tensor for tensor in tensors if is_a(tensor, nn.Parameter))),
+    }
+    sizes = {**walk.storages, **{key: nbytes for key, (nbytes, _) in there.items()}}
+    by_category: Counter[str] = Counter()
+    for key, nbytes in sizes.items():
+        by_category[categories.get(key, "other")] += nbytes
+    largest = {key: there.get(key, (0, None))[1] for key in sorted(sizes, key=lambda key: -sizes[key])[:num_largest]}
+    owners: _Owners = {id(value): (name, parameter) for value, name, parameter in states}
+    owners |= {id(gradient): ("gradient", tensor) for gradient, tensor in gradients}
+    holders = _find_holders(largest, owners, objects, layers)
+    return Census(
+        dict(by_category.most_common()),
+        tuple(
+            LiveStorage(
+                nbytes=sizes[key],
+                category=categories.get(key, "other"),
+                shape=None if tensor is None else tuple(tensor.shape),
+                dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
+                holder=holders.get(key),
+            )
+            for key, tensor in largest.items()
+        ),
+    )
+
+
+def _all_of(base: type, objects: list[object]) -> list[Any]:
+    """Instances of a class, by their true types: a proxy's `__class__` is not asked."""
+    kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
+    return [each for each in objects if type(each) in kinds]
+
+
+def _optimizer_states(optimizers: list[Any]) -> Iterator[tuple[Tensor, str, Any]]:
+    """Yield each tensor of an optimizer's state, what it is, and the parameter that it is for."""
+    for optimizer in optimizers:
+        for parameter, values in dict(getattr(optimizer, "state", {})).items():  # none where the error came in __init__
+            for path, value in tree_leaves_with_path(values):
+                if is_a(value, Tensor):
+                    yield value, f"state{keystr(path)} of {type(optimizer).__name__}", parameter
+
+
+def _find_holders(
+    largest: dict[int, Tensor | None], owners: _Owners, objects: list[object], layers: list[Any]
+) -> dict[int, str]:
+    """Name the holder of each storage; of none where memory does not suffice, for the search takes some of its own."""
+    try:
+        references = References(objects, layers)
+        return {key: _holder_of(tensor, owners, references) for key, tensor in largest.items()}
+    except MemoryError:
+        return {}
+
+
+def _holder_of(tensor: Tensor | None, owners: _Owners, references: References) -> str:
+    if tensor is not None and id(tensor) in owners:
+        name, parameter = owners[id(tensor)]
+        return f"{name} for {_holder_of(parameter, {}, references)}" if is_a(parameter, Tensor) else name
+    holder = None if tensor is None else references.holder_of(tensor)
+    return "no variable: the autograd graph, or other C++ code" if holder is None or not holder.place else holder.text
+
+
+def _label(category: str, values: Iterable[Any]) -> dict[int, str]:
+    return {key: category for each in values if is_a(each, Tensor) for key, _ in storages_of(each)}

@@ -1,0 +1,134 @@
+"""A run's events: the last ones in memory, all of them in a file where one is given."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memkit import _device
+from memkit._errors import ConfigError, MemkitWarning, StateError
+from memkit._events import Event, LoggedDevice, LogHeader, Origin
+from memkit._eventwriter import EventWriter, rank_path, save_events, save_legacy
+
+
+class Journal:
+    """The events of a `MemoryManager`. Iterating gives those in memory, oldest first.
+
+    Memory cost: about 0.6 kB of host memory for each event, up to ``max_events``.
+
+    Args:
+        header: What to say about the run.
+        path: The run's log file, which every event is appended to; with several ranks, each has its own (see
+            `memkit._eventwriter.rank_path`). None keeps them in memory only. It belongs to the process that opened it:
+            one that is forked from there, such as a DataLoader worker, has its own events in its own memory, and warns
+            once.
+        max_events: How many to keep in memory; older ones are dropped there.
+
+    Attributes:
+        num_dropped: Events that are not in memory any more.
+
+    Raises:
+        ConfigError: ``max_events`` is negative.
+        OSError: The log file cannot be opened; its directory must exist.
+        FileFormatError: The log file holds something that is no event log; it is left alone.
+
+    Example:
+        >>> import memkit as mk
+        >>> memory = mk.MemoryManager("cpu")
+        >>> memory.mark("model_loaded")
+        >>> [event.event for event in memory.events]
+        ['model_loaded']
+    """
+
+    def __init__(self, header: LogHeader, *, path: str | os.PathLike[str] | None, max_events: int) -> None:
+        if max_events < 0:
+            raise ConfigError(
+                f"max_events={max_events}", got=str(max_events), expected="zero or more", fix="pass 0 to keep none."
+            )
+        self.num_dropped = 0
+        self._header = header
+        self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
+        self._writer: EventWriter | None = None
+        if path is not None:
+            self._writer = EventWriter(rank_path(path, header.rank, header.world_size), header)
+
+    def __iter__(self) -> Iterator[Event]:
+        return (Event(**values) for values in tuple(self._events))
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Take the values of an event. Without a log file they are made one when somebody looks."""
+        self.num_dropped += len(self._events) == self._events.maxlen
+        self._events.append(values)
+        if self._writer is None:
+            return
+        try:
+            self._writer.write(Event(**values))
+        except StateError:
+            self.close()  # this process's copy
+            warnings.warn(
+                f"Process {os.getpid()} was forked from the one that writes the memory log: its own events stay in its "
+                "memory. Make a MemoryManager with another log there to keep them.",
+                MemkitWarning,
+                stacklevel=6,
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the events in memory to a log file, which `memkit.read_memory_events` reads; atomically.
+
+        Args:
+            path: The file; one that exists is replaced. Its directory must exist.
+
+        Raises:
+            OSError: The file cannot be written; what was there before still is.
+        """
+        first = [Event("events_dropped", note={"num_dropped": self.num_dropped})] if self.num_dropped else []
+        save_events(path, self._header, [*first, *self])
+
+    def save_legacy(self, path: str | os.PathLike[str]) -> int:
+        """Write the older form, a JSON array of names and peaks; atomically.
+
+        Args:
+            path: The file; one that exists is replaced. Its directory must exist.
+
+        Returns:
+            How many events were left out: the form cannot hold one whose peak is not recorded.
+
+        Raises:
+            OSError: The file cannot be written; what was there before still is.
+        """
+        return save_legacy(path, self)
+
+    def close(self) -> None:
+        """Close the log file; events that come later are kept in memory only."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def header_of(device: torch.device, total_bytes: int | None) -> LogHeader:
+    """Make the header of a run: which process, on which device, and who counts what."""
+    names = ["allocated_bytes", "peak_bytes"]
+    if device.type == "cpu":
+        counted = Origin("dispatch", "measured")
+    else:
+        counted = Origin(f"{device.type}_allocator", "measured")
+        names += ["peak_total_bytes", "reserved_bytes", "reserved_peak_bytes"]
+    rank, world_size = _device.process_rank()
+    return LogHeader.new(
+        rank=rank,
+        world_size=world_size,
+        device=LoggedDevice(_device.device_name(device), total_bytes, device.type),
+        versions={"torch": str(torch.__version__)},
+        fields={
+            **dict.fromkeys(names, counted),
+            **dict.fromkeys(("host_rss_bytes", "host_peak_bytes"), Origin("rss", "measured")),
+        },
+    )

@@ -1,0 +1,349 @@
+"""`MemoryManager`: what a device and the host hold, per phase and step, cheap enough to leave on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+
+from memkit import _device
+from memkit._errors import ConfigError, MemkitWarning
+from memkit._oom import is_out_of_memory
+from memkit._records import MemorySnapshot
+from memkit.memory.advice import Advice, advise, advise_about_sharing
+from memkit.memory.budget import parse_budget
+from memkit.memory.journal import Journal, header_of
+from memkit.memory.leaks import Leak, LeakWatch
+from memkit.memory.ledger import Ledger, Phase
+from memkit.memory.phases import PhaseTotals
+from memkit.memory.postmortem import write_post_mortem
+from memkit.memory.sharing import DeviceClaim
+from memkit.memory.summary import summarize, summarize_line
+from memkit.memory.track import Tracker
+
+_LOGGER = logging.getLogger("memkit")
+_RELEASE_INTERVAL_S = 10.0
+
+
+class MemoryManager:
+    """Says what a device and the host hold: now, per phase, per step; finds what leaks; writes the log.
+
+    It reads counters that exist anyway, and starts no thread. Each thread has phases of its own. A process that is
+    forked from here, such as a DataLoader worker, writes nothing into the log.
+
+    Memory cost: about 0.6 kB of host memory for each event, up to ``max_events``. Time cost: 20 to 50 microseconds for
+    a phase or a step inside a training on the CPU (``docs/memory-manager.md``); none for what is not called.
+
+    Args:
+        device: ``"auto"`` (the accelerator, or else the CPU), a name, or a device.
+        budget: What may be used of it: bytes, text such as ``"22GiB"``, or a fraction as a float in (0, 1].
+        reset_peaks: False leaves torch's peak counter alone, so that ``max_memory_allocated()`` stays true for
+            everybody; a phase's own peak is then known where it sets a new record. True makes every phase's peak exact,
+            by resetting the counters (on the CPU under Linux, the kernel's count for the process) at each phase.
+        log: A file to which every event is appended, readable after a kill: marks at once, the ends of phases and steps
+            together where several come within a tenth of a second. With several ranks each writes its own:
+            ``"memory_events.jsonl"`` becomes ``"memory_events.rank3.jsonl"``.
+        line_every: Every so many steps, log a line at level INFO to the logger ``"memkit"``; None never does.
+        max_events: How many events to keep in memory.
+
+    Attributes:
+        device: The device.
+        budget_bytes: The budget; None without one.
+        num_steps: How often `step` was called.
+
+    Raises:
+        ConfigError: This machine has no such device, or it holds nothing (``"meta"``); another argument is no such
+            thing.
+        InputError: The budget is text that is no size, or negative.
+        OSError: The log file cannot be opened; its directory must exist.
+
+    Example:
+        >>> import memkit as mk
+        >>> memory = mk.MemoryManager("cpu")
+        >>> with memory.phase("epoch"):
+        ...     with memory.phase("forward"):
+        ...         pass
+        >>> list(memory.phases), memory.phases["epoch/forward"].num_calls
+        (['epoch', 'epoch/forward'], 1)
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "auto",
+        budget: int | str | float | None = None,
+        *,
+        reset_peaks: bool = False,
+        log: str | os.PathLike[str] | None = None,
+        line_every: int | None = None,
+        max_events: int = 10_000,
+    ) -> None:
+        self.device = _device.resolve_device(device)
+        if self.device.type == "meta":
+            raise ConfigError(
+                "MemoryManager('meta')", got="meta", expected="a device that holds memory", fix="use Tracker instead."
+            )
+        if line_every is not None and line_every < 1:
+            raise ConfigError(
+                f"line_every={line_every}",
+                got=str(line_every),
+                expected="1 or more, or None",
+                fix="pass None for none.",
+            )
+        total_bytes = self._total_bytes()
+        self.budget_bytes = parse_budget(budget, total_bytes)
+        self.num_steps = 0
+        self._line_every = line_every
+        self._released_at = float("-inf")
+        self._leak_watch = LeakWatch()
+        self._journal = Journal(header_of(self.device, total_bytes), path=log, max_events=max_events)
+        self._ledger = Ledger(self.device, self._journal, reset_peaks=reset_peaks)
+        weakref.finalize(self, _finish, self._ledger, self._journal)  # also at the end of the program
+        identity = _device.device_identity(self.device)
+        self._claim = None if identity is None else DeviceClaim(identity)
+        self._warn_of_sharing()
+
+    # ------------------------------------------------------------------------------------------------- now
+
+    def snapshot(self) -> MemorySnapshot:
+        """Read everything, the driver too. What a backend does not count is None."""
+        device, host = _device.device_memory(self.device), _device.host_memory()
+        on_cpu, tracker, allocated = self.device.type == "cpu", self._ledger.here.tracker, device.allocated_bytes
+        self._ledger.read()
+        if allocated is None and tracker is not None:
+            allocated = tracker.live_bytes
+        return MemorySnapshot(
+            allocated_bytes=allocated,
+            reserved_bytes=device.reserved_bytes,
+            peak_bytes=self._ledger.peak_bytes,
+            free_bytes=host.available_bytes if on_cpu else device.free_bytes,
+            total_bytes=host.total_bytes if on_cpu else device.total_bytes,
+            host_rss_bytes=host.rss_bytes,
+            host_peak_bytes=max(host.rss_bytes, self._ledger.host_peak_bytes),
+            host_available_bytes=host.available_bytes,
+            host_total_bytes=host.total_bytes,
+            host_limited_by=host.limited_by,
+        )
+
+    def available_bytes(self) -> int:
+        """Return what tensors can still take: free on the device or cached by torch, within the budget.
+
+        On the CPU: until the tightest of machine, container and resource limits. There the budget is for the whole
+        process, by its resident bytes; on an accelerator it is for this process's tensors.
+        """
+        if self.device.type == "cpu":
+            host = _device.host_memory()
+            available, used = host.available_bytes, host.rss_bytes
+        else:
+            device = _device.device_memory(self.device)
+            used, reserved = device.allocated_bytes or 0, device.reserved_bytes or 0
+            free = device.free_bytes
+            if free is None:  # MPS: against what the driver recommends
+                free = max(0, (device.total_bytes or 0) - reserved)
+            available = free + reserved - used
+        return available if self.budget_bytes is None else max(0, min(available, self.budget_bytes - used))
+
+    def line(self) -> str:
+        """Return one line for people: what the device and the host hold now."""
+        return summarize_line(self.snapshot(), str(self.device))
+
+    def summary(self) -> str:
+        """Return a text for people: that line, a table of all phases, and advice."""
+        return summarize(self.snapshot(), str(self.device), self.phases, self.advice())
+
+    def advice(self) -> list[Advice]:
+        """Return what to change in the environment, with the figures that say so. Nothing is changed."""
+        counters = replace(
+            self._ledger.read(),
+            peak_bytes=self._ledger.peak_bytes,
+            reserved_peak_bytes=self._ledger.reserved_peak_bytes,
+        )
+        others = self._claim.others() if self._claim else ()
+        return advise(counters, _device.host_memory(), _device.allocator_settings(), others)
+
+    # ------------------------------------------------------------------------------------ phases and steps
+
+    @property
+    def phases(self) -> dict[str, PhaseTotals]:
+        """What the phases took so far, by path such as ``"step/forward"``."""
+        self._ledger.settle()
+        return self._ledger.phases
+
+    @property
+    def events(self) -> Journal:
+        """The events up to now; ``events.save(path)`` writes them."""
+        self._ledger.settle()
+        return self._journal
+
+    def phase(self, name: str) -> Phase:
+        """A context that measures its block: time, peak, and an event at its end. Phases nest.
+
+        Args:
+            name: What the block does, such as ``"forward"``.
+
+        Raises:
+            InputError: The name is empty, or no text.
+        """
+        return self._ledger.phase(name)
+
+    def mark(self, name: str, *, component: str | None = None, note: dict[str, Any] | None = None) -> None:
+        """Note an event with the counters as they are: ``memory.mark("vae_loaded")``.
+
+        Args:
+            name: The event's name.
+            component: The part of the model that it is about.
+            note: Anything else, as plain JSON values.
+
+        Raises:
+            InputError: The name is empty, or the note holds no plain JSON (also as InputTypeError).
+        """
+        self._ledger.mark(name, self._ledger.here.path, component=component, note=note)
+
+    def step(self) -> None:
+        """Note the end of an optimiser step; every ``line_every`` steps, log a line."""
+        self.num_steps = self._ledger.step()
+        is_due = self._line_every is not None and self.num_steps % self._line_every == 0
+        if is_due and _LOGGER.isEnabledFor(logging.INFO):
+            _LOGGER.info("step %d, %s", self.num_steps, self.line())
+
+    # ------------------------------------------------------------------------------------------ looking deeper
+
+    @contextlib.contextmanager
+    def track(self, *, workspace: bool = False) -> Iterator[Tracker]:
+        """Watch a block exactly: live bytes by category, module, operator and line (``docs/track.md``).
+
+        Args:
+            workspace: Count also what operators take and give back inside.
+        """
+        here = self._ledger.here
+        here.failure = None  # another error may come with the same id
+        with Tracker(device=self.device, workspace=workspace) as tracker:
+            here.trackers.append(tracker)
+            try:
+                yield tracker
+            except BaseException as error:
+                here.note_error(error)
+                raise
+            finally:
+                here.trackers.remove(tracker)
+
+    def leaks(self) -> list[Leak]:
+        """Return what grew since the last call, and who holds it; call it once a step, or every few steps.
+
+        The first call only looks (``docs/leaks.md``).
+        """
+        return self._leak_watch.check()
+
+    def release(self, *, min_interval_s: float = _RELEASE_INTERVAL_S) -> int:
+        """Give back what nobody uses: reference cycles, torch's cached blocks, the C library's free heap.
+
+        It also clears the local variables of the last error that reached the top, which a notebook keeps for its
+        debugger, with all their tensors. Worth it between phases of different sizes and after an out-of-memory; in
+        every step it only costs time, so calls that come too soon do nothing.
+
+        Args:
+            min_interval_s: Seconds since the last release before which nothing is done.
+
+        Returns:
+            Bytes given back to the device, or on the CPU to the system; 0 also where it was too soon.
+        """
+        now = time.monotonic()
+        if now - self._released_at < min_interval_s:
+            return 0
+        self._released_at = now
+        before = self._held_bytes()
+        _clear_last_error()
+        _device.release_cached_memory()
+        _device.trim_heap()
+        given_back = max(0, before - self._held_bytes())
+        self.mark("release", note={"given_back_bytes": given_back})
+        return given_back
+
+    @contextlib.contextmanager
+    def post_mortem(self, directory: str | os.PathLike[str]) -> Iterator[None]:
+        """Write a file about an out-of-memory that leaves the block, then let it through.
+
+        Whatever goes wrong while it is written is a warning: the error that passes is always the block's own.
+
+        Args:
+            directory: Where; made if it is not there. One file for each rank, ``out-of-memory.json``, with the phase,
+                what lived by category, the largest storages and who holds them, the last events, and on CUDA the
+                allocator's snapshot. It replaces that of an earlier error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                self._write_post_mortem(directory, error)
+            raise
+
+    def close(self) -> None:
+        """Close the log file, and let go of the claim on the card. Events that come later stay in memory."""
+        _finish(self._ledger, self._journal)
+        if self._claim is not None:
+            self._claim.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------------- inside
+
+    def _held_bytes(self) -> int:
+        reserved = _device.allocator_counters(self.device).reserved_bytes
+        return _device.resident_bytes() if reserved is None else reserved
+
+    def _total_bytes(self) -> int | None:
+        if self.device.type == "cpu":
+            return _device.host_memory().total_bytes
+        return _device.device_memory(self.device).total_bytes
+
+    def _write_post_mortem(self, directory: str | os.PathLike[str], error: Exception) -> None:
+        phase, tracker = self._ledger.here.origin_of(error)
+        try:
+            self._ledger.mark("out_of_memory", phase, note={"error": type(error).__name__})
+            path = write_post_mortem(
+                directory,
+                error,
+                device=self.device,
+                phase=phase,
+                snapshot=self.snapshot(),
+                events=self.events,
+                tracker=tracker,
+            )
+            _LOGGER.error("out of memory: see %s", path)
+        except Exception as problem:  # noqa: BLE001 - nothing may hide the error that is on its way
+            with contextlib.suppress(MemkitWarning):  # where warnings are errors
+                warnings.warn(f"The post-mortem could not be written: {problem!r}", MemkitWarning, stacklevel=5)
+
+    def _warn_of_sharing(self) -> None:
+        others = self._claim.others() if self._claim else ()
+        for advice in advise_about_sharing(others):
+            warnings.warn(f"MemoryManager({str(self.device)!r}): {advice}", MemkitWarning, stacklevel=3)
+
+
+def _finish(ledger: Ledger, journal: Journal) -> None:
+    """Write what waits, and close the log file."""
+    ledger.settle()
+    journal.close()
+
+
+def _clear_last_error() -> None:
+    """Clear the locals of the last error that reached the top, and of those that it came from."""
+    error = getattr(sys, "last_value", None)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

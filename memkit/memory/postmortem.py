@@ -1,0 +1,128 @@
+"""The file that an out-of-memory leaves behind: what lived, who held it, and what happened before."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from memkit import _device
+from memkit._atomic import write_bytes, write_text
+from memkit._events import EVENT_KEYS, Event
+from memkit._eventwriter import rank_path
+from memkit._oom import describe_error
+from memkit._records import MemorySnapshot
+from memkit._units import format_bytes
+from memkit.memory.census import Census, take_census
+from memkit.memory.summary import summarize_host
+from memkit.memory.track import Tracker
+
+SCHEMA = "memkit.postmortem/1"
+_Result = TypeVar("_Result")
+_NUM_LARGEST = 20
+_NUM_EVENTS = 50
+
+
+def write_post_mortem(
+    directory: str | os.PathLike[str],
+    error: BaseException,
+    *,
+    device: torch.device,
+    phase: str | None,
+    snapshot: MemorySnapshot,
+    events: Iterable[Event],
+    tracker: Tracker | None,
+) -> Path:
+    """Write ``out-of-memory.json`` (with ranks, ``out-of-memory.rank3.json``), while the error's frames still live.
+
+    A part that cannot be had, mostly because it takes more memory than is left, is None; ``problems`` says why.
+
+    Args:
+        directory: Where; made if it is not there. A file of an earlier error is replaced: the last one counts.
+        error: The out-of-memory error.
+        device: The device that was watched.
+        phase: Where it came.
+        snapshot: What device and host hold now.
+        events: The run's events; the last ones are written.
+        tracker: Who watches the block that failed, if anybody does: then the categories are exact.
+
+    Returns:
+        The file's path.
+
+    Raises:
+        OSError: It cannot be written.
+        MemoryError: Not even the least of it has room.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = rank_path(folder / "out-of-memory.json", *_device.process_rank())
+    problems: list[str] = []
+    census = _attempt(lambda: take_census(device, _NUM_LARGEST), problems)
+    tracked = None if tracker is None else _attempt(lambda: _tracked(tracker), problems)
+    allocator = _attempt(lambda: _device.allocator_snapshot(device), problems)
+    record: dict[str, Any] = {
+        "schema": SCHEMA,
+        "text": _describe(error, str(device), phase, snapshot, census),
+        "error": describe_error(error),
+        "device": str(device),
+        "phase": phase,
+        "snapshot": asdict(snapshot),
+        "by_category_bytes": None if census is None else census.by_category,
+        "largest": None if census is None else [asdict(each) for each in census.largest],
+        "tracked": tracked,
+        "events": [_plain(event) for event in list(events)[-_NUM_EVENTS:]],
+        "allocator_snapshot": None if allocator is None else path.with_suffix(".pickle").name,
+        "problems": problems,
+    }
+    if allocator is not None:
+        write_bytes(path.with_suffix(".pickle"), allocator)
+    write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def _attempt(fn: Callable[[], _Result], problems: list[str]) -> _Result | None:
+    try:
+        return fn()
+    except Exception as problem:  # noqa: BLE001 - mostly too little memory; the other parts are worth writing
+        problems.append(describe_error(problem))
+        return None
+
+
+def _describe(
+    error: BaseException, where: str, phase: str | None, snapshot: MemorySnapshot, census: Census | None
+) -> list[str]:
+    """The first things that a person wants to know, a line each."""
+    lines = [describe_error(error), f"in phase {phase}" if phase else "outside of all phases", summarize_host(snapshot)]
+    if census is None:
+        return [*lines, "the tensors could not be looked at: see problems"]
+    counted = sum(census.by_category.values())
+    lines.append(f"tensors on {where} that Python reaches: {format_bytes(counted)}")
+    lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in census.by_category.items()]
+    if snapshot.allocated_bytes is not None:
+        lines.append(f"  {format_bytes(snapshot.allocated_bytes - counted):>12}  not reached, or rounding")
+    lines.append("largest:")
+    for each in census.largest[:10]:
+        shape = "" if each.shape is None else f" {each.dtype}{list(each.shape)}"
+        holder = "" if each.holder is None else f", held by {each.holder}"
+        lines.append(f"  {format_bytes(each.nbytes):>12}  {each.category}{shape}{holder}")
+    return lines
+
+
+def _tracked(tracker: Tracker) -> dict[str, Any]:
+    """What was live at the failure, as it was watched."""
+    return {
+        "live_bytes": tracker.live_bytes,
+        "by_category_bytes": tracker.live_by("category"),
+        "by_module_bytes": dict(islice(tracker.live_by("module").items(), _NUM_LARGEST)),
+        "by_line_bytes": dict(islice(tracker.live_by("source").items(), _NUM_LARGEST)),
+    }
+
+
+def _plain(event: Event) -> dict[str, Any]:
+    return {name: value for name in EVENT_KEYS if (value := getattr(event, name)) is not None}

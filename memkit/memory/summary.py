@@ -1,0 +1,84 @@
+"""A manager's figures as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from memkit._records import MemorySnapshot
+from memkit._units import format_bytes
+from memkit.memory.phases import PhaseTotals
+
+_UNKNOWN = "not recorded"
+_HEADER = ("phase", "calls", "host time", "mean", "longest", "peak of tensors", "peak of process")
+_LEGEND = {
+    "<=": "'<=': no block of the phase set a new record, so its own peak is known to be at most this.",
+    ">=": "'>=': not every block was watched, so the largest peak is at least this.",
+    " to ": "'to': a block set a record, the first size; later ones did not, and stayed below the second.",
+}
+
+
+def summarize_line(snapshot: MemorySnapshot, where: str) -> str:
+    """One line: what the device and the host hold now."""
+    device = [
+        f"{name} {format_bytes(value)}"
+        for name, value in (
+            ("allocated", snapshot.allocated_bytes),
+            ("reserved", snapshot.reserved_bytes),
+            ("peak", snapshot.peak_bytes),
+        )
+        if value is not None
+    ]
+    total = "" if snapshot.total_bytes is None else f", of {format_bytes(snapshot.total_bytes)}"
+    return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
+
+
+def summarize_host(snapshot: MemorySnapshot) -> str:
+    """A part of that line: what the host holds."""
+    return (
+        f"host: process {format_bytes(snapshot.host_rss_bytes)} (peak {format_bytes(snapshot.host_peak_bytes)}), "
+        f"available {format_bytes(snapshot.host_available_bytes)} (limited by {snapshot.host_limited_by})"
+    )
+
+
+def summarize(snapshot: MemorySnapshot, where: str, phases: Mapping[str, PhaseTotals], notes: Iterable[object]) -> str:
+    """The line, a table of the phases, and notes."""
+    lines = [summarize_line(snapshot, where)]
+    rows = [_row(path, totals) for path, totals in phases.items() if totals.num_calls]
+    if rows:
+        widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
+        lines += ["", *(_align(row, widths) for row in (_HEADER, *rows)), ""]
+        lines += [text for sign, text in _LEGEND.items() if any(sign in cell for row in rows for cell in row[5:])]
+        lines.append("Times are the host's clock: an accelerator may still work when the host is done.")
+    return "\n".join([*lines, *(f"- {note}" for note in notes)])
+
+
+def _row(path: str, totals: PhaseTotals) -> tuple[str, ...]:
+    return (
+        path,
+        str(totals.num_calls),
+        _seconds(totals.duration_ns),
+        _seconds(totals.duration_ns / totals.num_calls),
+        _seconds(totals.longest_ns),
+        _peak(totals.peak_bytes, totals.peak_at_most_bytes),
+        _peak(totals.host_peak_bytes, totals.host_peak_at_most_bytes),
+    )
+
+
+def _align(row: tuple[str, ...], widths: list[int]) -> str:
+    first, *others = zip(row, widths, strict=True)
+    return "  ".join([first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)])
+
+
+def _peak(known: int | None, at_most: int | None) -> str:
+    if known is None:
+        return _UNKNOWN if at_most is None else f"<= {format_bytes(at_most)}"
+    if at_most is None:
+        return f">= {format_bytes(known)}"
+    return format_bytes(known) if known == at_most else f"{format_bytes(known)} to {format_bytes(at_most)}"
+
+
+def _seconds(nanoseconds: float) -> str:
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.2f} {unit}"
+    return f"{nanoseconds / 1e3:.0f} us"

@@ -1,0 +1,371 @@
+"""One node per call: what hangs on it, what it draws, casts, keeps and refuses. Each test fails on a simple loop."""
+
+import functools
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from memkit._errors import ConfigError, InputError, StateError
+from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.map import _Rows, chunked_map
+from memkit.chunk.segments import chunked_segment_reduce
+from tests.allocations import trace_allocations
+
+MIB = 2**20
+
+
+def mlp(width=16, inputs=3, outputs=4, **kwargs):
+    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs)).to(**kwargs)
+
+
+def gradients(module, *tensors):
+    found = [tensor.grad for tensor in (*tensors, *module.parameters())]
+    for tensor in (*tensors, *module.parameters()):
+        tensor.grad = None
+    return found
+
+
+def run(fn, x, num_kept=0, chunk_size=16, **kwargs):
+    call = ChunkedCall("test()", fn, _Rows(None), chunk_size=chunk_size, num_kept=num_kept)
+    return call.run((x,), kwargs, params=None, strategy="auto")
+
+
+# ---- parameters
+
+
+def test_each_parameter_gets_its_gradient_added_once():
+    module = mlp()
+    added, hooked = [], []
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: added.append(p))
+        parameter.register_hook(lambda g: hooked.append(g))
+    x = torch.randn(100, 3, requires_grad=True)
+    chunked_map(module, x, chunk_size=8).sum().backward()
+    assert len(added) == 4  # DistributedDataParallel marks a parameter ready at each
+    assert len(hooked) == 4
+    assert all(parameter._backward_hooks for parameter in module.parameters())
+
+
+def test_hook_of_a_parameter_sees_the_whole_gradient_once():
+    """Within the backward too: torch.autograd.grad runs a leaf's hooks, here for every chunk."""
+    module, x = mlp(dtype=torch.float64), torch.randn(100, 3, dtype=torch.float64)
+    module[0].weight.register_hook(lambda g: 2 * g)
+    module(x).sum().backward()
+    expected = gradients(module)
+    chunked_map(module, x, chunk_size=8).sum().backward()
+    assert_close(gradients(module), expected)
+
+
+def test_unused_parameter_and_row_get_none():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x, y):
+            return self.used(x)
+
+    module, x, y = Half(), torch.randn(10, 3, requires_grad=True), torch.randn(10, 3, requires_grad=True)
+    chunked_map(module, x, y, chunk_size=4).sum().backward()
+    assert module.unused.weight.grad is None  # an optimiser would let it decay
+    assert y.grad is None
+    assert module.used.weight.grad is not None
+
+
+def test_frozen_parameters_and_inputs():
+    module = mlp()
+    module[0].requires_grad_(False)
+    x = torch.randn(10, 3)
+    chunked_map(module, x, chunk_size=4).sum().backward()
+    assert module[0].weight.grad is None
+    assert module[2].weight.grad is not None
+
+
+@pytest.mark.parametrize("with_grad_input", [True, False])
+def test_captured_parameters_are_refused_by_name(with_grad_input):
+    """Without that the gradient is None and nobody says so; without a grad input the result would not even need one."""
+    module, x = mlp(), torch.randn(10, 3, requires_grad=with_grad_input)
+
+    def fn(x):
+        return module(x)
+
+    with pytest.raises(InputError, match=r"(?s)`module\.0\.weight` of shape \(16, 3\).*params=.*checkpoint"):
+        chunked_map(fn, x, chunk_size=4)
+    with torch.no_grad():
+        chunked_map(fn, x, chunk_size=4)
+    for options in ({"params": module.parameters()}, {"strategy": "checkpoint"}, {"strategy": "save"}):
+        chunked_map(fn, x, chunk_size=4, **options).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        gradients(module, x)
+
+
+def test_captured_intermediate_is_refused():
+    scale = torch.randn(3, requires_grad=True)
+    twice = 2 * scale
+    x = torch.randn(10, 3)
+    with pytest.raises(InputError, match=r"a tensor of shape \(3,\)"):
+        chunked_map(lambda rows: rows * twice, x, chunk_size=4)
+    with pytest.raises(InputError, match="computed from others"):
+        chunked_map(lambda rows: rows * twice, x, chunk_size=4, params=[twice])
+    with pytest.raises(InputError, match="`scale`"):
+        chunked_map(lambda rows: rows + 1 if rows is None else scale.expand(len(rows), 3), x, chunk_size=4)
+
+
+def test_methods_and_partials_bring_their_parameters():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def encode(self, x, *, scale=1.0):
+            return scale * self.layer(x)
+
+    net, x, scale = Net(), torch.randn(10, 3), torch.ones(2, requires_grad=True)
+    for fn in (net.encode, functools.partial(net.encode, scale=2.0), functools.partial(net.encode, scale=scale)):
+        chunked_map(fn, x, chunk_size=4).sum().backward()
+        assert gradients(net)[0] is not None
+    assert scale.grad is not None
+
+
+# ---- the same numbers, the same casts
+
+
+def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
+    module = nn.Sequential(nn.Linear(3, 32), nn.Dropout(0.5), nn.Linear(32, 4)).double()
+    x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(3)
+    out = torch.cat([module(part) for part in x.split(16)])
+    out.square().sum().backward()
+    expected = [out, *gradients(module, x)]
+    for num_kept in (0, 1, 3, 99):
+        torch.manual_seed(3)
+        out = run(module, x, num_kept)
+        torch.rand(5)  # others draw too before the backward
+        before = torch.get_rng_state()
+        out.square().sum().backward()
+        assert torch.equal(torch.get_rng_state(), before)
+        assert_close([out, *gradients(module, x)], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_numpy_noise_is_drawn_again():
+    def fn(x):
+        return x * torch.from_numpy(np.random.rand(len(x), 3))
+
+    x = torch.randn(100, 3, dtype=torch.float64, requires_grad=True)
+    out = chunked_map(fn, x, chunk_size=16)
+    np.random.rand(7)
+    out.sum().backward()
+    assert_close(x.grad * x.detach(), out.detach())
+
+
+def test_without_random_state_gradients_of_dropout_are_wrong():
+    """The control: what is saved by preserve_rng_state=False is what dropout needs."""
+    x = torch.randn(100, 3, requires_grad=True)
+    out = chunked_map(nn.Dropout(0.5), x, chunk_size=16, preserve_rng_state=False)
+    out.sum().backward()
+    assert not torch.equal(x.grad * x, out)
+
+
+def test_autocast_of_the_forward_is_the_one_of_the_backward():
+    module, dtypes = mlp(), []
+    module[1].register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
+    x = torch.randn(40, 3, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = chunked_map(module, x, chunk_size=40)
+        expected_out = module(x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected_out)
+    out.float().square().sum().backward()
+    assert set(dtypes) == {torch.bfloat16}
+    found = gradients(module, x)
+    expected_out.float().square().sum().backward()
+    assert_close(found, gradients(module, x), rtol=0, atol=0)
+
+
+def test_backward_inside_a_block_that_casts():
+    module, x = mlp(), torch.randn(40, 3)
+    out = chunked_map(module, x, chunk_size=8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out.sum().backward()
+    found = gradients(module)
+    module(x).sum().backward()
+    assert_close(found, gradients(module))
+
+
+def test_half_precision_gradients_are_added_up_in_float32():
+    """512 chunks in bfloat16: a sum in bfloat16 loses two per cent."""
+    module, x = nn.Linear(3, 2).bfloat16(), torch.rand(4096, 3).bfloat16()
+    chunked_map(module, x, chunk_size=8).float().sum().backward()
+    expected = x.double().sum(0)
+    error = ((module.weight.grad[0].double() - expected) / expected).abs().max()
+    naive = torch.zeros(3, dtype=torch.bfloat16)
+    for part in x.split(8):
+        naive += part.sum(0)
+    assert error < 4e-3
+    assert ((naive.double() - expected) / expected).abs().max() > 1e-2
+    assert module.weight.grad.dtype == torch.bfloat16
+
+
+# ---- graphs
+
+
+def test_nothing_that_autograd_returns_is_written_into():
+    """The gradient of a bias of the output's shape is the upstream gradient itself."""
+    bias, x = torch.zeros(4, 3, requires_grad=True), torch.randn(8, 3, requires_grad=True)
+    upstream = torch.randn(8, 3)
+    kept = upstream.clone()
+    out = chunked_map(lambda rows: rows + bias, x, chunk_size=4, params=[bias])
+    out.backward(upstream)
+    assert torch.equal(upstream, kept)
+    assert_close(bias.grad, upstream[:4] + upstream[4:])
+
+
+def test_backward_twice():
+    module, x = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5)).double(), torch.randn(50, 3, dtype=torch.float64)
+    for num_kept in (0, 2):
+        out = run(module, x, num_kept)
+        out.sum().backward(retain_graph=True)
+        first = gradients(module)
+        out.sum().backward()
+        assert_close(gradients(module), first)
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+
+
+def test_kept_pieces_are_not_run_again():
+    calls = []
+
+    def fn(x):
+        calls.append(len(x))
+        return x * 2
+
+    x = torch.randn(50, 3, requires_grad=True)
+    run(fn, x, num_kept=2).sum().backward()
+    assert calls == [16, 16, 16, 2, 16, 2]
+
+
+def test_create_graph_is_refused_with_the_way_out():
+    module, x = mlp(dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    out = chunked_map(module, x, chunk_size=4)
+    with pytest.raises(StateError, match="strategy='checkpoint'"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+
+
+def test_second_derivatives_through_checkpoints():
+    module = mlp(dtype=torch.float64)
+    rows = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+
+    def energy(rows):
+        return chunked_map(module, rows, chunk_size=3, strategy="checkpoint")
+
+    assert torch.autograd.gradgradcheck(energy, rows)
+    results = []
+    for fn in (energy, module):  # forces in a loss
+        (force,) = torch.autograd.grad(fn(rows).sum(), rows, create_graph=True)
+        force.square().sum().backward()
+        results.append(gradients(module, rows))
+    assert_close(results[0], results[1])
+
+
+def test_in_place_changes_are_refused():
+    x = torch.randn(10, 3)
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 2))
+    with pytest.raises(InputError, match="in place"):
+        chunked_map(module, x, chunk_size=4)
+    x, dst = torch.randn(10, 3, requires_grad=True), torch.randint(4, (10,))
+    out = chunked_segment_reduce(nn.Identity(), x, index=dst, num_segments=4, chunk_size=4)
+    dst[0] += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_call_inside_a_call():
+    module, x = mlp(dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64, requires_grad=True)
+    module(x).square().sum().backward()
+    expected = gradients(module, x)
+    inner = functools.partial(chunked_map, module, chunk_size=4)
+    chunked_map(inner, x, chunk_size=16).square().sum().backward()
+    assert_close(gradients(module, x), expected)
+
+
+def test_backward_frees_the_inputs():
+    x = torch.randn(50, 3, requires_grad=True)
+    rows = x * 2
+    out = run(mlp(), rows, num_kept=2)
+    alive = weakref.ref(rows)
+    del rows
+    assert alive() is not None
+    out.sum().backward()
+    gc.collect()
+    assert alive() is None
+
+
+# ---- memory
+
+
+def peak(step):
+    step()
+    return trace_allocations(step).peak
+
+
+@pytest.mark.parametrize("way", ["rows", "slices", "loop"])
+def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
+    """The controls: a loop keeps every graph; slices in the graph make zeros as large as the whole."""
+    module, chunk_size = mlp(width=128, inputs=8, outputs=1), 512
+    above = []
+    for num_rows in (4096, 16384):
+        x = torch.randn(num_rows, 8, requires_grad=True)
+
+        def step(x=x):
+            match way:
+                case "rows":
+                    out = chunked_map(module, x, chunk_size=chunk_size)
+                case "slices":
+                    out = torch.cat([module(x[at : at + chunk_size]) for at in range(0, len(x), chunk_size)])
+                case _:
+                    out = torch.cat([module(part) for part in x.split(chunk_size)])
+            out.sum().backward()
+            gradients(module, x)
+
+        above.append(peak(step) - x.nbytes - 4 * num_rows)
+    assert (abs(above[1] - above[0]) < 0.1 * MIB) == (way == "rows")
+    assert (above[1] < 2 * MIB) == (way == "rows")
+
+
+def test_kept_graphs_cost_what_they_keep():
+    module, x = mlp(width=128, inputs=8, outputs=1), torch.randn(8192, 8)
+    peaks = [peak(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 4, 8)]
+    graph = 512 * (2 * 128 + 1) * 4  # what GELU and the last layer save, and the result
+    assert 0.8 * 4 * graph < peaks[1] - peaks[0] <= 4 * graph  # the first chunk has a graph in any case
+    assert_close(peaks[2] - peaks[1], 4 * graph, rtol=0.01, atol=0)
+
+
+def test_inference_has_one_output_and_one_chunk():
+    """A list of pieces and its concatenation hold the output twice, a loop's variable a second chunk."""
+    module, x = nn.Linear(8, 256), torch.randn(4096, 8)
+    output, chunk = 4096 * 256 * 4, 1024 * 256 * 4
+    index = torch.zeros(4096, dtype=torch.int64)
+    with torch.no_grad():
+        naive = peak(lambda: torch.cat([module(part) for part in x.split(1024)]))
+        ours = peak(lambda: chunked_map(module, x, chunk_size=1024))
+        total = peak(lambda: chunked_segment_reduce(module, x, index=index, num_segments=1, chunk_size=1024))
+        softmax = peak(
+            lambda: chunked_segment_reduce(module, x, index=index, num_segments=1, reduce="softmax", chunk_size=1024)
+        )
+    assert ours < output + 1.1 * chunk < 2 * output <= naive
+    assert total < 1.1 * chunk
+    assert softmax < output + 2.1 * chunk  # of the second pass: powers, and the sums picked for them
+
+
+def test_settings_are_checked():
+    x = torch.randn(4, 3)
+    for chunk_size in (0, -1, 2.0, "auto", True):
+        with pytest.raises(ConfigError, match="chunk_size"):
+            chunked_map(torch.sin, x, chunk_size=chunk_size)
+    with pytest.raises(ConfigError, match="'checkpoint'"):
+        chunked_map(torch.sin, x, chunk_size=2, strategy="fast")

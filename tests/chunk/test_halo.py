@@ -1,0 +1,110 @@
+"""How far a module looks: the right numbers, nothing left behind, and a refusal that names who sees too much."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memkit._errors import InputError
+from memkit.chunk.halo import find_reach
+from memkit.chunk.tiles import Reach
+from tests.allocations import trace_allocations
+from tests.chunk.nets import HiddenStride, UNet, exact_nets, refused_nets
+
+CASES = {
+    "stack": Reach(3, 3, 1, 1),
+    "dilated": Reach(3, 3, 1, 1),
+    "padding modes": Reach(2, 2, 1, 1),
+    "no padding": Reach(0, 4, 1, 1),
+    "more padding": Reach(2, 0, 1, 1),
+    "strided, odd sizes": Reach(3, 2, 2, 1),
+    "stride 3": Reach(0, 0, 3, 3),
+    "stride without looking": Reach(0, 0, 2, 1),
+    "transposed": Reach(2, 2, 1, 2),
+    "2 in, 3 out": Reach(2, 0, 2, 3),
+    "pooling": Reach(3, 3, 2, 1),
+    "1x1": Reach(0, 0, 1, 1),
+    "u-net": Reach(5, 5, 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reach(name):
+    net, sizes = exact_nets()[name]
+    assert find_reach(net, torch.zeros(2, 1, *sizes), (-2,))[-2] == CASES[name]
+
+
+def test_each_dimension_has_its_own_reach():
+    net = nn.Conv3d(1, 2, (3, 5, 1), stride=(1, 2, 1), padding=(1, 2, 0))
+    found = find_reach(net, torch.zeros(1, 1, 20, 20, 20), (-3, -2, -1))
+    assert found == {-3: Reach(1, 1), -2: Reach(2, 1, 2, 1), -1: Reach(0, 0)}
+
+
+def test_dead_layers_hide_nothing():
+    """Gradients of these networks are zero, and so would be any reach found by them."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.Conv2d(2, 2, 3, padding=1))
+    nn.init.zeros_(net[2].weight)
+    nn.init.constant_(net[0].bias, -100.0)
+    assert find_reach(net, torch.zeros(1, 1, 20, 20), (-1,))[-1] == Reach(2, 2)
+
+
+def test_a_stride_that_a_wider_layer_hides():
+    found = find_reach(HiddenStride(), torch.zeros(1, 1, 64), (-1,))[-1]
+    assert (found.period, found.step) == (4, 4)
+
+
+def test_four_poolings():
+    layers = [nn.Sequential(nn.Conv1d(1, 1, 3, padding=1), nn.MaxPool1d(2)) for _ in range(4)]
+    net = nn.Sequential(*layers, nn.Upsample(scale_factor=16))
+    assert find_reach(net, torch.zeros(1, 1, 160), (-1,))[-1] == Reach(15, 15, 16, 16)
+
+
+@pytest.mark.parametrize("name", refused_nets())
+def test_refusal_names_the_culprit(name):
+    net, message = refused_nets()[name]
+    with pytest.raises(InputError, match=message) as caught:
+        find_reach(net, torch.zeros(1, 1, 36, 28), (-2, -1))
+    assert "eval()" in str(caught.value) or "gaussian" in str(caught.value)
+
+
+def test_a_module_that_does_not_take_the_input():
+    with pytest.raises(InputError, match="takes no input of shape"):
+        find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
+
+
+def test_no_trace():
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4).eval(), nn.Dropout(0.5), nn.Conv2d(4, 2, 3))
+    x = torch.rand(1, 1, 30, 30, requires_grad=True)
+    before = copy.deepcopy(net.state_dict())
+    modes, random = [each.training for each in net.modules()], torch.get_rng_state()
+    versions = [each._version for each in (*net.parameters(), *net.buffers())]
+    find_reach(net, x, (-2, -1))
+    torch.testing.assert_close(dict(net.state_dict()), dict(before), rtol=0, atol=0)
+    assert [each.training for each in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [each._version for each in (*net.parameters(), *net.buffers())] == versions
+    assert all(each.grad is None for each in (x, *net.parameters()))
+    assert not any(each._forward_hooks for each in net.modules())
+
+
+def test_found_once_until_the_module_changes():
+    net = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.Dropout(0.1))
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    x = torch.zeros(1, 1, 30, 30)
+    first = find_reach(net, x, (-1,))
+    num_calls = len(calls)
+    assert find_reach(net, x, (-1,)) is first
+    assert len(calls) == num_calls
+    net[0] = nn.Conv2d(1, 2, 5, padding=2)
+    assert find_reach(net, x, (-1,))[-1] == Reach(2, 2)
+
+
+def test_few_bytes():
+    net = UNet(nn.Conv3d, nn.ConvTranspose3d, width=8)
+    x = torch.zeros(1, 1, 96, 96, 96)
+    probe = trace_allocations(lambda: find_reach(net, x, (-3, -2, -1)))
+    with torch.no_grad():
+        whole = trace_allocations(lambda: net(x))
+    assert probe.peak < whole.peak / 4

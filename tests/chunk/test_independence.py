@@ -1,0 +1,94 @@
+"""Functions that mix rows are found by a NaN that spreads, and named; functions of each row pass, random ones too."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit.chunk.independence import check_independence
+
+
+def check(fn, *rows):
+    check_independence(fn, rows, call="chunked_map(fn)")
+
+
+def mlp(*middle):
+    return nn.Sequential(nn.Linear(4, 8), *middle, nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (mlp(nn.BatchNorm1d(8)), r"`1` \(BatchNorm1d\)"),
+        (mlp(nn.Softmax(0)), r"`1` \(Softmax\)"),
+        (nn.TransformerEncoderLayer(4, 1, 8, dropout=0.0), r"`self_attn` \(MultiheadAttention\)"),
+        (lambda x: x - x.mean(0), "its own code"),
+        (lambda x: x.cumsum(0), "its own code"),
+        (lambda x: x.flip(0), "its own code"),
+        (lambda x: {"y": x, "norm": x / x.norm()}, "its own code"),
+    ],
+)
+def test_what_mixes_rows_is_refused_by_name(fn, name):
+    with pytest.raises(mk.InputError, match=rf"first in ({name}).*a function of each row alone.*eval mode"):
+        check(fn, torch.randn(20, 4))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        mlp(nn.LayerNorm(8), nn.GELU(), nn.Dropout(0.5)),
+        mlp(nn.BatchNorm1d(8)).eval(),
+        nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 4, 1), nn.GroupNorm(2, 4)),
+        lambda x: (x.pow(2).sum(1), torch.rand_like(x)),
+        lambda x: 1.0,
+    ],
+)
+def test_functions_of_each_row_pass(fn):
+    check(fn, torch.randn(20, 4))
+
+
+def test_one_row_and_integers_prove_nothing():
+    check(lambda x: x - x.mean(0), torch.randn(1, 4))
+    check(nn.Embedding(10, 3), torch.arange(10))
+
+
+def test_a_nan_that_was_there_is_no_sign():
+    rows = torch.randn(6, 2)
+    rows[0, 0] = float("nan")
+    check(lambda x: x * 2, rows)
+
+
+def test_nothing_is_left_behind():
+    model = mlp(nn.BatchNorm1d(8), nn.Dropout())
+    before, x = copy.deepcopy(model.state_dict()), torch.randn(20, 4, requires_grad=True)
+    state = torch.get_rng_state()
+    with pytest.raises(mk.InputError):
+        check(model, x)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)  # NaN would have stayed in the statistics
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.isnan(x).any()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_module_is_tried_once_in_each_mode():
+    calls = []
+    model = mlp(nn.BatchNorm1d(8))
+    model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(3):
+        check(model.eval(), torch.randn(20, 4))
+    assert len(calls) == 1
+    with pytest.raises(mk.InputError, match="BatchNorm1d"):
+        check(model.train(), torch.randn(20, 4))
+
+
+def test_chunked_calls_refuse_what_mixes_rows_unless_told_not_to_look():
+    x, index = torch.randn(20, 4), torch.arange(20) // 5
+    for call in (
+        lambda **more: mk.chunked_map(mlp(nn.BatchNorm1d(8)), x, chunk_size=8, **more),
+        lambda **more: mk.chunked_segment_reduce(mlp(nn.BatchNorm1d(8)), x, index=index, chunk_size=8, **more),
+    ):
+        with pytest.raises(mk.InputError, match=r"BatchNorm1d.*check=False"):
+            call()
+        call(check=False)

@@ -1,0 +1,211 @@
+"""A loss in chunks is the loss: value and gradients, whatever the chunks weigh."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memkit as mk
+from memkit.chunk.loss import chunked_loss
+from tests.allocations import trace_allocations
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5)).double()
+
+
+@pytest.fixture
+def rows():
+    return torch.randn(50, 6, dtype=torch.float64, requires_grad=True), torch.randint(5, (50,))
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+
+
+@given(num_rows=st.integers(1, 40), chunk_size=st.integers(1, 50), width=st.sampled_from([None, 1, 3]))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_is_the_whole_loss(reduction, num_rows, chunk_size, width):
+    weight = torch.linspace(-1, 1, 4 * (width or 1), dtype=torch.float64).reshape(4, -1).requires_grad_()
+    x = torch.linspace(-2, 2, num_rows * 4, dtype=torch.float64).reshape(-1, 4).requires_grad_()
+
+    def fn(x):
+        losses = (x @ weight).sin()
+        return losses.squeeze(1) if width is None else losses
+
+    loss = chunked_loss(fn, x, chunk_size=chunk_size, reduction=reduction, params=[weight])
+    whole = getattr(fn(x), reduction)()
+    same(loss, whole)
+    same(torch.autograd.grad(loss, (x, weight)), torch.autograd.grad(whole, (x, weight)))
+
+
+def test_a_module_brings_its_parameters_also_through_method_and_partial(model, rows):
+    x, _ = rows
+    expected = torch.autograd.grad(model(x).mean(), [*model.parameters()])
+    for fn in (model, model.forward, functools.partial(model)):
+        same(torch.autograd.grad(chunked_loss(fn, x, chunk_size=8), [*model.parameters()]), expected)
+
+
+def test_uneven_ignored_targets_are_exact_and_a_mean_of_means_is_not(model, rows):
+    x, y = rows
+    y[3:17] = -100
+
+    def fn(x, y):
+        return F.cross_entropy(model(x), y, reduction="sum"), (y != -100).sum()
+
+    loss = chunked_loss(fn, x, y, chunk_size=8, params=model.parameters())
+    whole = F.cross_entropy(model(x), y)
+    same(loss, whole)
+    same(torch.autograd.grad(loss, x), torch.autograd.grad(whole, x))
+    parts = [F.cross_entropy(model(a), b) for a, b in zip(x.split(8), y.split(8), strict=True) if (b != -100).any()]
+    assert abs(float((sum(parts) / len(parts) - whole).detach())) > 1e-3
+
+
+def test_class_weights_divide_by_their_sum(model, rows):
+    x, y = rows
+    weight = torch.tensor([1.0, 2, 3, 4, 0.1], dtype=torch.float64)
+
+    def losses(x, y):
+        return F.cross_entropy(model(x), y, weight=weight, reduction="none")
+
+    whole = F.cross_entropy(model(x), y, weight=weight)
+    loss = chunked_loss(losses, x, y, chunk_size=8, weight_total=weight[y].sum(), params=model.parameters())
+    same(loss, whole)
+    same(torch.autograd.grad(loss, x), torch.autograd.grad(whole, x))
+    same(
+        chunked_loss(losses, x, y, chunk_size=8, weight_total=float(weight[y].sum()), params=model.parameters()), whole
+    )
+
+
+def test_counts_in_half_precision_do_not_stall():
+    """256 + 1 is 256 in bfloat16."""
+    x = torch.ones(600, 1, dtype=torch.bfloat16)
+    loss = chunked_loss(lambda x: (x.sum(), x.sum()), x, chunk_size=1)
+    assert loss.dtype == torch.bfloat16
+    assert float(loss) == 1
+
+
+def test_one_number_from_the_function_is_refused(model, rows):
+    x, y = rows
+    with pytest.raises(mk.InputError, match=r"one number from fn.*mean of the chunks' means.*reduction='none'"):
+        chunked_loss(lambda x, y: F.cross_entropy(model(x), y), x, y, chunk_size=8, params=model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (torch.ones(1), r"shape \(1,\) from fn for 8 rows"),
+        (3.0, "a float from fn"),
+        ((torch.ones(8), 8), r"a tuple of a tensor of shape \(8,\), a int"),
+        ((torch.ones(()), "8"), "a str"),
+        ((torch.ones(()), torch.ones(8)), r"shape \(8,\)"),
+        ((torch.ones(()), 8, 9), "a int, a int"),
+    ],
+)
+def test_other_results_are_refused(returned, got, rows):
+    with pytest.raises(mk.MemkitError, match=got):
+        chunked_loss(lambda x: returned, rows[0], chunk_size=8)
+
+
+def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, rows):
+    """Summed gradients cannot be weighted per row afterwards: a wrapper that tries is wrong without a word."""
+    x, _ = rows
+    with pytest.raises(mk.ConfigError, match=r"reduction='none'.*too late.*Way out"):
+        chunked_loss(model, x, chunk_size=8, reduction="none")
+    params, upstream = list(model.parameters()), torch.linspace(-1, 2, 50, dtype=torch.float64)[:, None]
+    exact = torch.autograd.grad((model(x) * upstream).sum(), params)
+    inside = chunked_loss(lambda x, w: model(x) * w, x, upstream, chunk_size=8, reduction="sum", params=params)
+    same(torch.autograd.grad(inside, params), exact)
+    too_late = [g * upstream.mean() for g in torch.autograd.grad(model(x).sum(), params)]
+    assert (too_late[0] - exact[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None, "auto"])
+def test_chunk_sizes(chunk_size, model, rows):
+    with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows"):
+        chunked_loss(model, rows[0], chunk_size=chunk_size)
+
+
+def test_a_divisor_without_division_is_refused(model, rows):
+    with pytest.raises(mk.ConfigError, match="weight_total=3 with reduction='sum'"):
+        chunked_loss(model, rows[0], chunk_size=8, reduction="sum", weight_total=3)
+
+
+def test_forgotten_parameters_are_refused(model, rows):
+    """Inside an autograd function a closure's parameters get no gradient, and nobody says so."""
+    with pytest.raises(mk.InputError, match=r"shape \((16, 6|16,|5, 16|5,)\) that requires grad"):
+        chunked_loss(lambda x: model(x).square(), rows[0], chunk_size=8)
+
+
+def test_other_arguments_reach_every_chunk(rows):
+    x, _ = rows
+    loss = chunked_loss(
+        lambda x, s, none, t: x * s * t if none is None else x, x, 3, None, torch.tensor(2), chunk_size=8
+    )
+    same(loss, 6 * x.mean())
+
+
+def test_no_rows_are_a_mean_over_nothing(model):
+    x = torch.empty(0, 6, dtype=torch.float64, requires_grad=True)
+    assert chunked_loss(model, x, chunk_size=8).isnan()
+    total = chunked_loss(model, x, chunk_size=8, reduction="sum")
+    total.backward()
+    assert float(total.detach()) == 0
+    assert x.grad.shape == x.shape
+
+
+def test_validation_keeps_no_graph(model, rows):
+    with torch.no_grad():
+        loss = chunked_loss(model, rows[0], chunk_size=8)
+    assert not loss.requires_grad
+    same(loss, model(rows[0]).mean())
+
+
+def test_training_by_it_is_training(rows):
+    """Ten steps of Adam with both, from the same start."""
+    x, y = rows[0].detach(), rows[1]
+
+    def train(loss_of):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5)).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    def in_chunks(model):
+        def fn(x, y):
+            return F.cross_entropy(model(x), y, reduction="none")
+
+        return chunked_loss(fn, x, y, chunk_size=7, params=model.parameters())
+
+    torch.testing.assert_close(train(in_chunks), train(lambda m: F.cross_entropy(m(x), y)), rtol=1e-9, atol=1e-11)
+
+
+def test_it_takes_eighteen_times_less_memory_where_a_loop_takes_as_much():
+    model = nn.Sequential(
+        nn.Linear(6, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 64)
+    )
+    x, y = torch.randn(20_000, 6), torch.randn(20_000, 64)
+
+    def fn(x, y):
+        return F.mse_loss(model(x), y, reduction="none")
+
+    def peak(run):
+        model.zero_grad()
+        return trace_allocations(run).peak
+
+    plain = peak(lambda: fn(x, y).mean().backward())
+    loop = peak(
+        lambda: (sum(fn(a, b).sum() for a, b in zip(x.split(512), y.split(512), strict=True)) / y.numel()).backward()
+    )
+    ours = peak(lambda: chunked_loss(fn, x, y, chunk_size=512, params=model.parameters()).backward())
+    assert loop > 0.8 * plain
+    assert ours < plain / 18

@@ -1,0 +1,148 @@
+"""A map in chunks is the function: outputs and gradients, whatever the rows are."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from memkit._errors import InputError
+from memkit.chunk.map import chunked_map
+
+F64 = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Several(nn.Module):
+    """Rows of several kinds in, a container out."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, points, scale=None, *, kind, mask, factor, extra):
+        assert extra is None
+        hidden = self.layer(points["a"] + self.embedding(kind)) * factor
+        hidden = torch.where(mask[:, None], hidden, points["b"][0])
+        return {"h": hidden.tanh(), "kind": kind + 1, "tuple": (hidden.sum(1), "text", None)}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint", "save"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 30, 1000])
+def test_containers_integers_and_none(strategy, chunk_size):
+    module = Several().double()
+    a, b = (torch.randn(30, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    kind, mask = torch.randint(5, (30,)), torch.rand(30) > 0.5
+
+    def fn(points, kind, mask, factor, extra):
+        return module(points, kind=kind, mask=mask, factor=factor, extra=extra)
+
+    def differentiate(result):
+        loss = result["h"].square().sum() + result["tuple"][0].sin().sum()
+        return torch.autograd.grad(loss, [a, b, *module.parameters()])
+
+    rows = ({"a": a, "b": [b]}, kind, mask, 2.0, None)
+    expected = fn(*rows)
+    result = chunked_map(fn, *rows, chunk_size=chunk_size, strategy=strategy, params=module.parameters())
+    assert result["tuple"][1:] == ("text", None)
+    assert not result["kind"].requires_grad
+    assert_close(result["kind"], expected["kind"])
+    assert_close((result["h"], result["tuple"][0]), (expected["h"], expected["tuple"][0]), **F64)
+    assert_close(differentiate(result), differentiate(expected), **F64)
+
+
+def test_only_some_outputs_are_used():
+    module = Several().double()
+    x = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
+
+    def fn(x):
+        return x.sin(), module.layer(x)
+
+    first, _ = chunked_map(fn, x, chunk_size=3, params=module.parameters())
+    first.sum().backward()
+    assert_close(x.grad, x.cos())
+    assert module.layer.weight.grad is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(dtype):
+    module = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
+    x = torch.randn(50, 3, dtype=dtype, requires_grad=True)
+    expected = module(x)
+    (expected_x,) = torch.autograd.grad(expected.sum(), x)
+    out = chunked_map(module, x, chunk_size=16)
+    assert out.dtype == dtype
+    out.sum().backward()
+    tolerance = {torch.float64: F64, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}.get(
+        dtype, {"rtol": 2e-2, "atol": 2e-2}
+    )
+    assert_close((out, x.grad), (expected, expected_x), **tolerance)
+
+
+def test_layouts_and_the_same_tensor_twice():
+    base = torch.randn(4, 30, dtype=torch.float64, requires_grad=True)
+    x = base.t()[::2]  # neither dense nor in order
+    line = torch.randn(1, 4, dtype=torch.float64, requires_grad=True)
+
+    def fn(a, b, c):
+        return (a * b.sin()).sum(1) * c[:, 0]
+
+    ours, plain = chunked_map(fn, x, x, line.expand(15, 4), chunk_size=4), fn(x, x, line.expand(15, 4))
+    assert_close(ours, plain, **F64)
+    ours, plain = (torch.autograd.grad(out.sum(), [base, line]) for out in (ours, plain))
+    assert_close(ours, plain, **F64)
+
+
+def test_gradcheck():
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: chunked_map(module, x, chunk_size=3), (x, *module.parameters()))
+
+
+@given(num_rows=st.integers(0, 20), chunk_size=st.integers(1, 25), kept=st.booleans())
+def test_any_number_of_rows(num_rows, chunk_size, kept):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double()
+    x = torch.randn(num_rows, 3, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *module.parameters()]
+    out, expected = chunked_map(module, x, chunk_size=chunk_size), module(x)
+    assert_close(out, expected, **F64)
+    found = torch.autograd.grad(out.square().sum(), inputs)
+    assert_close(found, torch.autograd.grad(expected.square().sum(), inputs), **F64)
+    with torch.no_grad():
+        assert torch.equal(chunked_map(module, x, chunk_size=chunk_size), out)
+
+
+def test_result_needs_no_gradient_where_the_functions_does_not():
+    x = torch.randn(10, 3)
+    assert not chunked_map(torch.sin, x, chunk_size=4).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(chunked_map(torch.sin, x, chunk_size=4), x.sin())
+
+
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint"])
+def test_output_device(strategy):
+    """The result is put together on another device than the function's; meta is one without values."""
+    x = torch.randn(10, 3, requires_grad=True)
+    out = chunked_map(torch.sin, x, chunk_size=4, output_device="meta", strategy=strategy)
+    assert out.device.type == "meta"
+    assert out.shape == (10, 3)
+    assert chunked_map(torch.sin, x, chunk_size=4, output_device="cpu", strategy=strategy).device.type == "cpu"
+
+
+def test_wrong_rows_are_refused():
+    x = torch.randn(10, 3)
+    with pytest.raises(InputError, match=r"shapes \(10, 3\), \(9, 3\)"):
+        chunked_map(torch.add, x, x[:9], chunk_size=4)
+    with pytest.raises(InputError, match=r"\(\).*functools\.partial"):
+        chunked_map(torch.add, x, torch.tensor(1.0), chunk_size=4)
+    with pytest.raises(InputError, match="no tensor"):
+        chunked_map(torch.add, 1, 2, chunk_size=4)
+
+
+def test_reducing_functions_are_refused():
+    """A mean over rows would be a mean of means."""
+    x = torch.randn(10, 3)
+    for fn in (torch.mean, lambda x: x.mean(0, keepdim=True), lambda x: None):
+        with pytest.raises(InputError, match=r"chunked_map\(.*one row for each row"):
+            chunked_map(fn, x, chunk_size=4)

@@ -1,0 +1,291 @@
+"""Messages in chunks reduce to what plain torch gives: values, gradients, ties, empty segments, hubs."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.testing import assert_close
+
+from memkit._errors import ConfigError, InputError
+from memkit.chunk.segments import chunked_segment_reduce
+from tests.allocations import trace_allocations
+
+F64 = {"rtol": 1e-11, "atol": 1e-12}
+REDUCES = ["sum", "mean", "max", "min", "softmax"]
+MIB = 2**20
+
+
+class Message(nn.Module):
+    """(e, 3) offsets and (e, 4) neighbours to (e, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, offset, x_j=None):
+        message = self.net(offset)
+        return message if x_j is None else message * x_j
+
+
+def reference(message, index, num_segments, reduce):
+    """Segment by segment, by torch's own reductions; the first of equal edges is max's and min's."""
+    rows = [message[index == segment] for segment in range(num_segments)]
+    if reduce == "softmax":
+        out = torch.zeros_like(message)
+        for segment in range(num_segments):
+            out = out.index_copy(0, (index == segment).nonzero().flatten(), rows[segment].softmax(0))
+        return out
+    found = []
+    for part in rows:
+        if not len(part):
+            found.append(message.new_zeros(message.shape[1:]))
+        elif reduce in ("max", "min"):
+            first = (part == getattr(part, f"a{reduce}")(0)).int().argmax(0, keepdim=True)
+            found.append(part.gather(0, first)[0])
+        else:
+            found.append(getattr(part, reduce)(0))
+    return torch.stack(found) if found else message.new_zeros((0, *message.shape[1:]))
+
+
+def edges(num_edges=200, num_segments=12, *, sort=False):
+    """Half of the edges are one hub's; the last three segments have none."""
+    index = torch.randint(num_segments - 3, (num_edges,))
+    index[torch.rand(num_edges) < 0.5] = 4
+    return index.sort().values if sort else index
+
+
+def problem(index):
+    num_edges, options = len(index), {"dtype": torch.float64, "requires_grad": True}
+    x, src = torch.randn(9, 4, **options), torch.randint(9, (num_edges,))
+    offset, weight = torch.randn(num_edges, 3, **options), torch.rand(num_edges, **options)
+    return Message().double(), offset, weight, x, src
+
+
+def differentiate(out, inputs, upstream):
+    return torch.autograd.grad(out, inputs, upstream)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint", "save"])
+@pytest.mark.parametrize("form", ["sorted", "unsorted", "int32", "ptr"])
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_equals_plain_torch(reduce, form, strategy):
+    index = edges(sort=form in ("sorted", "ptr"))
+    module, offset, weight, x, src = problem(index)
+    inputs = [offset, weight, x, *module.parameters()]
+    expected = reference(module(offset, x[src]) * weight[:, None], index, 12, reduce)
+    upstream = torch.randn_like(expected)
+    expected_gradients = differentiate(expected, inputs, upstream)
+    where = {"index": index.int() if form == "int32" else index, "num_segments": 12}
+    if form == "ptr":
+        where = {"ptr": torch.cat([torch.zeros(1, dtype=torch.int64), index.bincount(minlength=12).cumsum(0)])}
+    for chunk_size in (1, 7, 64, 1000) if strategy == "auto" else (30,):
+        out = chunked_segment_reduce(
+            module, offset, **where, reduce=reduce, gather={"x_j": (x, src)}, weight=weight,
+            chunk_size=chunk_size, strategy=strategy,
+        )  # fmt: skip
+        assert_close(out, expected, **F64)
+        assert_close(differentiate(out, inputs, upstream), expected_gradients, **F64)
+        with torch.no_grad():
+            again = chunked_segment_reduce(
+                module, offset, **where, reduce=reduce, gather={"x_j": (x, src)}, weight=weight, chunk_size=chunk_size
+            )
+        assert_close(again, expected, **F64)
+
+
+@given(
+    index=st.lists(st.integers(0, 5), max_size=25),
+    num_empty=st.integers(0, 2),
+    chunk_size=st.integers(1, 30),
+    reduce=st.sampled_from(REDUCES),
+    as_ptr=st.booleans(),
+)
+def test_any_graph(index, num_empty, chunk_size, reduce, as_ptr):
+    """No edges, one segment, empty ones, hubs, in any order."""
+    num_segments = max(index, default=-1) + 1 + num_empty
+    index = torch.tensor(sorted(index) if as_ptr else index, dtype=torch.int64)
+    module, offset, _, _, _ = problem(index)
+    inputs = [offset, *module.parameters()]
+    if as_ptr:
+        counts = index.bincount(minlength=num_segments)
+        where = {"ptr": torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])}
+    else:
+        where = {"index": index, "num_segments": num_segments}
+    out = chunked_segment_reduce(module, offset, **where, reduce=reduce, chunk_size=chunk_size)
+    expected = reference(module(offset), index, num_segments, reduce)
+    assert_close(out, expected, **F64)
+    assert_close(
+        torch.autograd.grad(out.square().sum(), inputs),
+        # Where no message is used the reference has no graph; ours gives zeros.
+        torch.autograd.grad((expected.square().sum() + 0 * module(offset).sum()), inputs),
+        **F64,
+    )
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint"])
+def test_gradient_of_equal_messages_goes_to_the_first_edge(reduce, strategy):
+    index = torch.tensor([1, 0, 1, 0, 1, 1, 0])
+    rows = torch.tensor([5.0, 1, 2, 1, 5, 2, 1]).view(7, 1).requires_grad_()
+    first = {"max": [1, 1, 0, 0, 0, 0, 0], "min": [0, 1, 1, 0, 0, 0, 0]}[reduce]
+    for chunk_size in (1, 2, 3, 7):
+        out = chunked_segment_reduce(
+            nn.Identity(), rows, index=index, num_segments=2, reduce=reduce, chunk_size=chunk_size, strategy=strategy
+        )
+        (gradient,) = torch.autograd.grad(out.sum(), rows)
+        assert gradient.flatten().tolist() == first
+    infinite = torch.full((7, 1), float("-inf") if reduce == "max" else float("inf"), requires_grad=True)
+    out = chunked_segment_reduce(
+        nn.Identity(), infinite, index=index, num_segments=2, reduce=reduce, chunk_size=2, strategy=strategy
+    )
+    assert torch.equal(out, infinite[:2])
+    assert torch.autograd.grad(out.sum(), infinite)[0].flatten().tolist() == [1, 1, 0, 0, 0, 0, 0]
+
+
+def test_nan_is_not_taken_for_an_empty_segment():
+    rows, index = torch.tensor([[1.0], [float("nan")], [2.0]]), torch.tensor([0, 0, 1])
+    out = chunked_segment_reduce(nn.Identity(), rows, index=index, num_segments=3, reduce="max", chunk_size=1)
+    assert_close(out, torch.tensor([[float("nan")], [2.0], [0.0]]), equal_nan=True)
+
+
+def test_mean_divides_by_edges_not_by_chunks_or_weights():
+    """A mean of chunks' means, and a division by the weights, both give something else here."""
+    rows, weight = torch.tensor([[1.0], [2.0], [3.0], [10.0]]), torch.tensor([1.0, 1.0, 1.0, 3.0])
+    index = torch.zeros(4, dtype=torch.int64)
+    options = {"index": index, "reduce": "mean", "chunk_size": 3}
+    assert chunked_segment_reduce(nn.Identity(), rows, **options).item() == 4
+    assert chunked_segment_reduce(nn.Identity(), rows, weight=weight, **options).item() == 9
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+def test_gradcheck(reduce):
+    index = edges(12, 6)
+    module, offset, weight, x, src = problem(index)
+
+    def fn(offset, weight, x, *_):
+        return chunked_segment_reduce(
+            module, offset, index=index, num_segments=6, reduce=reduce, gather={"x_j": (x, src)}, weight=weight,
+            chunk_size=5,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(fn, (offset, weight, x, *module.parameters()))
+
+
+@pytest.mark.parametrize("reduce", ["sum", "max", "softmax"])
+def test_second_derivatives_through_checkpoints(reduce):
+    index = edges(10, 6)
+    module, offset, _, x, src = problem(index)
+
+    def fn(offset, x):
+        return chunked_segment_reduce(
+            module, offset, index=index, num_segments=6, reduce=reduce, gather={"x_j": (x, src)}, chunk_size=4,
+            strategy="checkpoint",
+        )  # fmt: skip
+
+    assert torch.autograd.gradgradcheck(fn, (offset, x))
+
+
+def test_one_node_feature_gathered_twice():
+    index = edges()
+    _, _, _, x, src = problem(index)
+
+    def fn(x_i, x_j):
+        return (x_i - x_j).sin()
+
+    gather = {"x_i": (x, index.clamp(max=8)), "x_j": (x, src)}
+    ours = chunked_segment_reduce(fn, index=index, num_segments=12, gather=gather, chunk_size=32)
+    plain = reference(fn(x[index.clamp(max=8)], x[src]), index, 12, "sum")
+    assert_close(ours, plain, **F64)
+    ours, plain = (torch.autograd.grad(out.square().sum(), x) for out in (ours, plain))
+    assert_close(ours, plain, **F64)
+
+
+def test_half_precision_hub_is_added_up_in_float32():
+    """512 ones, one in each chunk: bfloat16 stops counting at 256, as plain torch does in the gradient."""
+    rows, index = torch.ones(512, 2, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int64)
+    x = torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    (naive,) = torch.autograd.grad(x[index].sum(), x)
+    assert naive.tolist() == [[256, 256]]
+    out = chunked_segment_reduce(torch.mul, rows, index=index, gather={"other": (x, index)}, chunk_size=1)
+    out.sum().backward()
+    assert out.tolist() == x.grad.tolist() == [[512, 512]]
+    assert out.dtype == x.grad.dtype == torch.bfloat16
+    shares = chunked_segment_reduce(nn.Identity(), rows, index=index, reduce="softmax", chunk_size=1)
+    assert_close(shares, rows / 512)
+
+
+def test_messages_with_more_dimensions_or_fewer():
+    index = edges()
+    for shape in ((), (2, 3)):
+        rows = torch.randn(200, *shape, dtype=torch.float64)
+        for reduce in REDUCES:
+            out = chunked_segment_reduce(torch.sin, rows, index=index, num_segments=12, reduce=reduce, chunk_size=33)
+            assert_close(out, reference(rows.sin(), index, 12, reduce), **F64)
+
+
+def peak(step):
+    step()
+    return trace_allocations(step).peak
+
+
+@pytest.mark.parametrize("reduce", [*REDUCES, "plain"])
+def test_peak_without_the_outputs_does_not_grow_with_the_edges(reduce):
+    """Forward and backward. The control: a loop over chunks without running them again."""
+    module = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 16))
+    x = torch.randn(500, 16, requires_grad=True)
+    above = []
+    for num_edges in (8192, 32768):
+        index, src = (torch.randint(500, (num_edges,)) for _ in range(2))
+        rows = torch.randn(num_edges, 6)
+
+        def fn(rows, x_j):
+            return module(rows) * x_j
+
+        shape = (num_edges if reduce == "softmax" else 500, 16)
+        upstream = torch.randn(shape)
+
+        def step(index=index, src=src, rows=rows, upstream=upstream):
+            if reduce == "plain":
+                out = torch.zeros(500, 16)
+                for row, source, target in zip(rows.split(512), src.split(512), index.split(512), strict=True):
+                    out = out.index_add(0, target, fn(row, x[source]))
+            else:
+                out = chunked_segment_reduce(
+                    fn, rows, index=index, num_segments=500, reduce=reduce, gather={"x_j": (x, src)},
+                    params=module.parameters(), chunk_size=512,
+                )  # fmt: skip
+            out.backward(upstream)
+            module.zero_grad()
+            x.grad = None
+
+        above.append(peak(step) - 4 * shape[0] * shape[1])
+    assert (abs(above[1] - above[0]) < 0.05 * MIB) == (reduce != "plain")
+    assert (above[1] < 1.5 * MIB) == (reduce != "plain")
+
+
+def test_what_is_wrong_is_refused():
+    rows, index = torch.randn(6, 3), torch.tensor([0, 1, 1, 2, 0, 2])
+    ptr = torch.tensor([0, 2, 4, 6])
+
+    def call(fn=torch.sin, rows=rows, **options):
+        chunked_segment_reduce(fn, rows, **{"index": index, "chunk_size": 4, **options})
+
+    for message, options in {
+        "neither index nor ptr": {"index": None},
+        "both index and ptr": {"ptr": ptr},
+        "an index from 0 to 2": {"num_segments": 2},
+        "an index from -1 to 1": {"index": index - 1},
+        "expected 5 rows": {"index": index[:5]},
+        "torch.float32": {"index": index.float()},
+        "does not rise from 0": {"index": None, "ptr": ptr.flip(0)},
+        "does not rise": {"index": None, "ptr": ptr[:0]},
+        "a ptr of 4 numbers": {"index": None, "ptr": ptr, "num_segments": 9},
+        r"shapes \(6, 3\), \(5,\)": {"gather": {"x_j": (rows, index[:5])}},
+        "returns torch.int64": {"fn": lambda rows: rows.long()},
+        "returns tuple": {"fn": lambda rows: (rows, rows)},
+        "one row for each row": {"fn": torch.sum},
+    }.items():
+        with pytest.raises(InputError, match=message):
+            call(**options)
+    with pytest.raises(ConfigError, match="'softmax'"):
+        call(reduce="median")

@@ -1,0 +1,267 @@
+"""Tiles equal the whole in float64, forward and backward; a halo one short does not."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit.chunk.halo import find_reach
+from memkit.chunk.tiled import tiled_apply
+from tests.allocations import trace_allocations
+from tests.chunk.nets import UNet, exact_nets, refused_nets, same
+
+
+def gradients(y, inputs, upstream):
+    """The result and the gradients, each as a share of its largest entry's size."""
+    found = torch.autograd.grad(y, inputs, upstream, allow_unused=True)
+    return [y.detach(), *found]
+
+
+def largest_error(found, expected):
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in zip(found, expected, strict=True)
+    )
+
+
+def both_ways(net, x, tile_size, **settings):
+    """Largest error of result, input gradient and parameter gradients, tiles against the whole."""
+    inputs = [x, *net.parameters()]
+    y = net(x.clone())
+    upstream = torch.randn_like(y)
+    return largest_error(
+        gradients(tiled_apply(net, x, tile_size, **settings), inputs, upstream), gradients(y, inputs, upstream)
+    )
+
+
+@pytest.mark.parametrize("tile_size", [5, (12, 9), (8, 99)], ids=str)
+@pytest.mark.parametrize("name", exact_nets())
+def test_equal_to_the_whole(name, tile_size):
+    net, sizes = exact_nets()[name]
+    x = torch.randn(2, 1, *sizes, dtype=torch.float64, requires_grad=True)
+    assert both_ways(net.double(), x, tile_size) <= 1e-12
+
+
+def test_equal_to_the_whole_in_3d():
+    net = UNet(nn.Conv3d, nn.ConvTranspose3d).double()
+    x = torch.randn(1, 1, 24, 20, 26, dtype=torch.float64, requires_grad=True)
+    assert both_ways(net, x, (6, 8, 8)) <= 1e-12
+    assert both_ways(net, x, 8, dims=(-3,)) <= 1e-12
+    assert both_ways(net, x, 8, dims=(2, 4)) <= 1e-12
+
+
+@settings(max_examples=25)
+@given(
+    layers=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.booleans()),
+        min_size=1,
+        max_size=3,
+    ),
+    size=st.integers(40, 75),
+    tile=st.integers(1, 60),
+)
+@example(layers=[(3, 2, 1, 1, False), (4, 2, 1, 1, True)], size=41, tile=7)
+def test_any_stack_of_convolutions(layers, size, tile):
+    modules = []
+    for kernel, stride, dilation, padding, is_transposed in layers:
+        if is_transposed:
+            modules.append(nn.ConvTranspose1d(1, 1, kernel, stride, 0, dilation=dilation))
+        else:
+            modules.append(nn.Conv1d(1, 1, kernel, stride, padding, dilation))
+        modules.append(nn.GELU())
+    net = nn.Sequential(*modules).double()
+    x = torch.randn(1, 1, size, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(tiled_apply(net, x, tile), net(x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["stack", "dilated", "depthwise", "padding modes", "batch norm"])
+def test_a_halo_one_short_is_wrong(name):
+    net, sizes = exact_nets()[name]
+    x = torch.randn(2, 1, *sizes, dtype=torch.float64, requires_grad=True)
+    halo = find_reach(net.double(), x, (-1,))[-1].before
+    assert both_ways(net, x, 9, halo=halo) <= 1e-12
+    assert both_ways(net, x, 9, halo=halo - 1) > 1e-5
+
+
+def test_padding_the_volume_by_the_halo_is_wrong():
+    """The naive way: layers inside pad with zeros of their own, which a padded volume does not have."""
+    net, sizes = exact_nets()["stack"]
+    x = torch.randn(1, 1, *sizes)
+    with torch.no_grad():
+        naive = net(nn.functional.pad(x, [3] * 4))[..., 3:-3, 3:-3]
+        assert (naive - net(x)).abs().max() > 1e-2
+        torch.testing.assert_close(tiled_apply(net, x, 9), net(x))
+
+
+def test_all_tiles_have_one_shape():
+    """A small tile at the border may fall to a kernel that is slow and takes much memory."""
+    net, sizes = exact_nets()["stack"]
+    x = torch.randn(1, 1, *sizes, requires_grad=True)
+    find_reach(net, x, (-2, -1))
+    shapes = []
+    net.register_forward_hook(lambda _, inputs, __: shapes.append(tuple(inputs[0].shape)))
+    tiled_apply(net, x, 9, halo=3).sum().backward()
+    assert len(set(shapes)) == 1
+    assert len(shapes) == 2 * 5 * 4  # 37 and 30 places in tiles of at most 9, forward and backward
+
+
+def test_dropout_is_repeated_in_backward():
+    """With x the mask's own input, the gradient of the sum is the mask; another draw would give another."""
+    net = nn.Sequential(nn.Dropout(0.5), nn.Conv2d(1, 1, 1, bias=False)).double()
+    x = torch.ones(1, 1, 20, 20, dtype=torch.float64, requires_grad=True)
+    y = tiled_apply(net, x, 8)
+    torch.rand(7)
+    after_forward = torch.get_rng_state()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, y.detach(), rtol=0, atol=1e-14)
+    assert torch.equal(torch.get_rng_state(), after_forward)
+    assert 0.3 < (y == 0).double().mean() < 0.7
+
+
+def test_autocast_is_repeated_in_backward():
+    net = nn.Sequential(same(1, 4), nn.GELU(), same(4, 2))
+    x = torch.randn(1, 1, 30, 30, requires_grad=True)
+    dtypes = []
+    net[1].register_forward_hook(lambda _, inputs, __: dtypes.append(inputs[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = tiled_apply(net, x, 10)
+        assert y.dtype == torch.bfloat16
+        dtypes.clear()
+        plain = net(x)  # the weights' cast in this block still has its graph
+    plain.float().sum().backward()
+    expected = net[0].weight.grad.clone()
+    net.zero_grad()
+    dtypes.clear()
+    y.float().sum().backward()
+    assert set(dtypes) == {torch.bfloat16}
+    torch.testing.assert_close(net[0].weight.grad, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+def test_parameters_get_one_gradient_per_call():
+    """DDP counts gradients: a second one for the same parameter is an error there."""
+    net = nn.Sequential(same(1, 2), nn.GELU(), same(2, 2))
+    net.unused = nn.Parameter(torch.zeros(3))
+    net[2].bias.requires_grad_(False)
+    runs, posts = [], []
+    net[0].weight.register_hook(lambda gradient: runs.append(gradient))
+    net[0].weight.register_post_accumulate_grad_hook(lambda _: posts.append(1))
+    x = torch.randn(1, 1, 30, 30)
+    tiled_apply(net, x, 8).sum().backward()
+    assert len(runs) == len(posts) == 1
+    assert net.unused.grad is None
+    assert net[2].bias.grad is None
+    torch.testing.assert_close(runs[0], net[0].weight.grad)
+
+
+def test_gradients_of_half_precision_add_up_in_float32():
+    net = nn.Conv2d(1, 1, 1, bias=False).to(torch.bfloat16)
+    nn.init.ones_(net.weight)
+    x = torch.ones(1, 1, 64, 64, dtype=torch.bfloat16)
+    tiled_apply(net, x, 2).sum().backward()
+    assert net.weight.grad.item() == 4096  # tile by tile in bfloat16 it stops at 1024
+
+
+def test_second_derivatives_are_refused():
+    net, sizes = exact_nets()["stack"]
+    x = torch.randn(1, 1, *sizes, requires_grad=True)
+    with pytest.raises(StateError, match=r"create_graph=True.*call module\(x\)"):
+        torch.autograd.grad(tiled_apply(net, x, 9).sum(), x, create_graph=True)
+
+
+def test_memory_is_that_of_a_tile():
+    net = nn.Sequential(same(1, 16), nn.GELU(), same(16, 16), nn.GELU(), same(16, 2))
+    x = torch.randn(1, 1, 256, 256, requires_grad=True)
+    find_reach(net, x, (-2, -1))
+
+    def step(run):
+        run(x).sum().backward()
+        x.grad = None
+        net.zero_grad()
+
+    plain = trace_allocations(lambda: step(net)).peak
+    tiled = trace_allocations(lambda: step(lambda x: tiled_apply(net, x, 32))).peak
+    floor = 4 * 256 * 256 * (1 + 2)  # the input's gradient and the result
+    assert tiled - floor < (plain - floor) / 15
+
+
+@torch.no_grad()
+def test_inference_with_online_reduction_on_another_device():
+    net = nn.Sequential(same(1, 8), nn.GELU(), same(8, 40))
+    x = torch.randn(1, 1, 128, 128)
+    whole = net(x)
+    labels = tiled_apply(net, x, 32, online_reduce=lambda y: y.argmax(1), output_device="cpu")
+    assert torch.equal(labels, whole.argmax(1))
+    assert tiled_apply(net, x, 32, output_device="meta").device.type == "meta"
+    tracked = trace_allocations(lambda: tiled_apply(net, x, 32, online_reduce=lambda y: y.argmax(1)))
+    assert tracked.peak < whole.nbytes / 2
+    with pytest.raises(InputError, match="the spatial dimensions as they are"):
+        tiled_apply(net, x, 32, online_reduce=lambda y: y.mean((2, 3)))
+
+
+def test_a_tile_as_large_as_the_volume_is_one_call():
+    net, _ = refused_nets()["group norm"]
+    x = torch.randn(1, 1, 20, 20)
+    torch.testing.assert_close(tiled_apply(net, x, 20), net(x), rtol=0, atol=0)
+    stack, _ = exact_nets()["stack"]
+    with pytest.warns(MemkitWarning, match=r"halo \(3 \+ 3, 3 \+ 3\) is as large as the volume \(12, 12\)"):
+        tiled_apply(stack, torch.randn(1, 1, 12, 12), 6)
+
+
+@pytest.mark.parametrize("mode", ["constant", "gaussian"])
+def test_blended_windows(mode):
+    """Windows averaged by hand, with a norm over space, in the result and in the gradient."""
+    net = nn.Sequential(same(1, 4), nn.GroupNorm(2, 4), nn.GELU(), same(4, 2)).double()
+    x = torch.randn(1, 1, 20, 12, dtype=torch.float64, requires_grad=True)
+    line = torch.arange(8, dtype=torch.float64) - 3.5
+    weight = torch.ones_like(line) if mode == "constant" else torch.exp(-line.square() / 2)
+    total, count = torch.zeros(1, 2, 20, 12, dtype=torch.float64), torch.zeros(20, 12, dtype=torch.float64)
+    for a in (0, 6, 12):
+        for b in (0, 4):
+            window = torch.outer(weight, weight)
+            padding = (b, 4 - b, a, 12 - a)
+            total = total + nn.functional.pad(net(x[..., a : a + 8, b : b + 8]) * window, padding)
+            count = count + nn.functional.pad(window, padding)
+    inputs, upstream = [x, *net.parameters()], torch.randn_like(total)
+    y = tiled_apply(net, x, 8, mode=mode)
+    assert largest_error(gradients(y, inputs, upstream), gradients(total / count, inputs, upstream)) <= 1e-12
+    assert (y - net(x)).abs().max() > 1e-3  # an approximation, as documented
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "blend"}, "expected 'exact', 'constant' or 'gaussian'"),
+        ({"overlap": 1.0}, r"a share in \[0, 1\)"),
+        ({"dims": (-3,)}, r"different spatial dimensions out of \(-2, -1\)"),
+        ({"dims": (-1, 3)}, "different spatial dimensions"),
+        ({"halo": (1, 2, 3)}, "one for each of the 2 dimensions"),
+        ({"halo": -1}, "0 or more"),
+        ({"tile_size": 0}, "1 or more"),
+        ({"online_reduce": lambda y: y}, "records gradients"),
+        ({"online_reduce": lambda y: y, "mode": "gaussian"}, "mode='gaussian'"),
+    ],
+)
+def test_settings(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        tiled_apply(same(1, 2), torch.zeros(1, 1, 20, 20), **({"tile_size": 8} | settings))
+
+
+def test_forms():
+    x = torch.zeros(1, 1, 20, 20)
+    with pytest.raises(InputTypeError, match=r"an nn\.Module"):
+        tiled_apply(torch.relu, x, 8)
+    with pytest.raises(InputTypeError, match=r"\(B, C, \*spatial\)"):
+        tiled_apply(same(1, 2), x.long(), 8)
+    with pytest.raises(InputTypeError, match=r"returns shape \(1, 64\)"):
+        tiled_apply(nn.Sequential(same(1, 1), nn.Flatten()), x[..., :12, :12], 8, mode="constant")
+    with pytest.raises(InputError, match="lacks places"):
+        tiled_apply(nn.Conv2d(1, 1, 5), x, 8, halo=0)
+
+
+def test_a_tensor_that_would_silently_get_no_gradient():
+    net = nn.Sequential(same(1, 2))
+    net.scale = torch.ones(1, requires_grad=True)
+    with pytest.raises(InputError, match="attribute `scale` requires grad"):
+        tiled_apply(net, torch.zeros(1, 1, 20, 20), 8)

@@ -1,0 +1,148 @@
+"""Advice, budgets and the summary's text, from figures that only a large card has."""
+
+import math
+
+import pytest
+
+import memkit as mk
+from memkit._records import DeviceMemory, HostMemory, MemorySnapshot
+from memkit._units import GIB, MIB
+from memkit.memory.advice import advise
+from memkit.memory.budget import parse_budget
+from memkit.memory.phases import PhaseTotals
+from memkit.memory.summary import summarize
+
+ROOMY = HostMemory(rss_bytes=2 * GIB, available_bytes=100 * GIB, total_bytes=128 * GIB, limited_by="machine")
+
+
+def card(allocated, reserved, *, split=0):
+    """A card between two steps: little is in tensors, and the allocator keeps the rest for the next step."""
+    return DeviceMemory(
+        allocated_bytes=2 * GIB,
+        reserved_bytes=reserved,
+        peak_bytes=allocated,
+        reserved_peak_bytes=reserved,
+        inactive_split_bytes=split,
+    )
+
+
+def test_nothing_to_say_on_the_cpu_and_where_the_cache_is_used_again():
+    assert advise(DeviceMemory(), ROOMY, {}, ()) == []
+    assert advise(card(18 * GIB, 20 * GIB), ROOMY, {}, ()) == []  # 2 GiB now, but 18 in each step
+    assert advise(card(100 * MIB, 900 * MIB), ROOMY, {}, ()) == []  # not worth a change
+
+
+def test_fragmentation_says_how_much_and_what_to_set():
+    (advice,) = advise(card(12 * GIB, 20 * GIB, split=3 * GIB), ROOMY, {}, ())
+    assert str(advice) == (
+        "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB lie free now "
+        "in blocks that are in use in part. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True in its "
+        "environment: after the first use of the device it has no effect."
+    )
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_that_are_on_are_not_advised_again(name):
+    settings = {name: "garbage_collection_threshold:0.8,expandable_segments:True"}
+    (advice,) = advise(card(12 * GIB, 20 * GIB), ROOMY, settings, ())
+    assert "on already" in advice.action
+
+
+def test_settings_that_contradict_each_other():
+    settings = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128",
+    }
+    both, mixed = advise(DeviceMemory(), ROOMY, settings, ())
+    assert both.action == "Keep PYTORCH_ALLOC_CONF and remove PYTORCH_CUDA_ALLOC_CONF."
+    assert mixed.action == "Remove max_split_size_mb."
+    assert advise(DeviceMemory(), ROOMY, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ()) == []
+
+
+def test_a_host_that_is_nearly_full_is_named_by_its_limit():
+    host = HostMemory(rss_bytes=14 * GIB, available_bytes=GIB, total_bytes=16 * GIB, limited_by="cgroup")
+    (advice,) = advise(DeviceMemory(), host, {}, ())
+    assert advice.evidence == "1.00 GiB of 16.00 GiB are left, limited by the cgroup"
+
+
+def test_others_on_the_card():
+    assert "process 17 computes on it too" in str(advise(DeviceMemory(), ROOMY, {}, (17,))[0])
+    assert "processes 17, 18 compute on it too" in str(advise(DeviceMemory(), ROOMY, {}, (17, 18))[0])
+
+
+# ---- budget
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(None, None), (1.0, 1000), (0.5, 500), ("22GB", 22 * 10**9), ("1.5 GiB", 3 * 2**29), (7, 7), (10**15, 10**15)],
+)
+def test_budget_forms(budget, expected):
+    assert parse_budget(budget, 1000) == expected
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, 1.5, -0.1, math.nan, math.inf, "0GiB"])
+def test_budgets_that_are_none(budget):
+    with pytest.raises(mk.ConfigError, match=r"expected a size above zero, or a fraction in \(0, 1\]"):
+        mk.MemoryManager("cpu", budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error"),
+    [
+        (True, mk.InputTypeError),
+        ([1], mk.InputTypeError),
+        (-5, mk.InputError),
+        ("half", mk.InputError),
+        ("22", mk.InputError),
+    ],
+)
+def test_budgets_that_are_no_sizes(budget, error):
+    with pytest.raises(error, match=r"^budget="):
+        mk.MemoryManager("cpu", budget=budget)
+
+
+def test_a_fraction_of_an_unknown_capacity():
+    with pytest.raises(mk.ConfigError, match=r"on a device whose capacity is not known"):
+        parse_budget(0.5, None)
+    assert parse_budget("1GiB", None) == GIB
+
+
+# ---- text
+
+
+def test_the_summary_as_it_is_read():
+    snapshot = MemorySnapshot(
+        allocated_bytes=2 * GIB,
+        reserved_bytes=20 * GIB,
+        peak_bytes=18 * GIB,
+        free_bytes=3 * GIB,
+        total_bytes=24 * GIB,
+        host_rss_bytes=3 * GIB,
+        host_peak_bytes=4 * GIB,
+        host_available_bytes=50 * GIB,
+        host_total_bytes=64 * GIB,
+        host_limited_by="cgroup",
+    )
+    phases = {
+        "open": PhaseTotals(),
+        "step": PhaseTotals(3, 3_600_000_000, 2_000_000_000, 18 * GIB, 18 * GIB, 4 * GIB, 4 * GIB),
+        "step/forward": PhaseTotals(3, 1_200_000_000, 500_000_000, 12 * GIB, 18 * GIB, None, 4 * GIB),
+        "step/log": PhaseTotals(3, 90_000, 50_000, None, None, None, 4 * GIB),
+    }
+    assert summarize(snapshot, "cuda:0", phases, ["topic: evidence. action"]).splitlines() == [
+        (
+            "cuda:0: allocated 2.00 GiB, reserved 20.00 GiB, peak 18.00 GiB, of 24.00 GiB | host: process 3.00 GiB "
+            "(peak 4.00 GiB), available 50.00 GiB (limited by cgroup)"
+        ),
+        "",
+        "phase         calls  host time       mean    longest         peak of tensors  peak of process",
+        "step              3     3.60 s     1.20 s     2.00 s               18.00 GiB         4.00 GiB",
+        "step/forward      3     1.20 s  400.00 ms  500.00 ms  12.00 GiB to 18.00 GiB      <= 4.00 GiB",
+        "step/log          3      90 us      30 us      50 us            not recorded      <= 4.00 GiB",
+        "",
+        "'<=': no block of the phase set a new record, so its own peak is known to be at most this.",
+        "'to': a block set a record, the first size; later ones did not, and stayed below the second.",
+        "Times are the host's clock: an accelerator may still work when the host is done.",
+        "- topic: evidence. action",
+    ]

@@ -1,0 +1,254 @@
+"""The manager itself: what it reads, the budget, giving memory back, the line in the log."""
+
+import code
+import dataclasses
+import gc
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+import memkit as mk
+from memkit import _device
+from memkit._protocols import MemoryWatch
+
+MIB = 2**20
+requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
+
+
+def run(script):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_snapshot_of_the_cpu_says_unknown_and_not_zero():
+    memory = mk.MemoryManager("cpu")
+    snapshot = memory.snapshot()
+    values = dataclasses.asdict(snapshot)
+    assert {name for name, value in values.items() if value is None} == {
+        "allocated_bytes",
+        "reserved_bytes",
+        "peak_bytes",
+    }
+    assert 0 < snapshot.host_rss_bytes <= snapshot.host_peak_bytes
+    assert 0 < snapshot.free_bytes == snapshot.host_available_bytes < snapshot.host_total_bytes == snapshot.total_bytes
+
+
+@pytest.mark.parametrize("device", ["meta", "gpu", "xpu:7"])
+def test_a_device_without_memory_or_not_there(device):
+    with pytest.raises(mk.ConfigError):
+        mk.MemoryManager(device)
+
+
+@requires_cpu_only
+def test_without_an_accelerator_auto_is_the_cpu_and_nobody_shares_it():
+    with mk.MemoryManager() as one, mk.MemoryManager() as two:
+        assert one.device == two.device == torch.device("cpu")
+        assert two.advice() == []
+
+
+def test_it_is_what_the_wrapper_asks_for():
+    memory: MemoryWatch = mk.MemoryManager("cpu")
+    with memory.phase("a"):
+        memory.mark("b", note={"c": 1})
+    assert memory.available_bytes() > 0
+
+
+def test_the_budget_is_for_the_whole_process():
+    whole = mk.MemoryManager("cpu").available_bytes()
+    rss = mk.MemoryManager("cpu").snapshot().host_rss_bytes
+    assert mk.MemoryManager("cpu", budget="900TB").available_bytes() == pytest.approx(whole, abs=500 * MIB)
+    assert mk.MemoryManager("cpu", budget=rss + 100 * MIB).available_bytes() == pytest.approx(100 * MIB, abs=20 * MIB)
+    assert mk.MemoryManager("cpu", budget=rss // 2).available_bytes() == 0
+    assert mk.MemoryManager("cpu", budget=0.5).budget_bytes == _device.host_memory().total_bytes // 2
+
+
+def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
+    """A budget is a fraction of the limit, too; and what is said to be available can be taken, but not much more."""
+    out = run("""
+        import torch, memkit as mk
+        from memkit._device import limit_memory
+        memory = mk.MemoryManager("cpu")
+        limit_memory(torch.device("cpu"), 200 * 2**20)
+        available = memory.available_bytes()
+        assert 150 * 2**20 < available <= 200 * 2**20, available
+        assert memory.snapshot().host_limited_by == "RLIMIT_DATA"
+        half = mk.MemoryManager("cpu", budget=0.5)
+        assert half.budget_bytes == half.snapshot().total_bytes // 2 < 2**30
+        held = torch.empty(available - 8 * 2**20, dtype=torch.uint8)
+        assert memory.available_bytes() < 16 * 2**20
+        try: torch.empty(32 * 2**20, dtype=torch.uint8)
+        except RuntimeError: print("limited by", memory.snapshot().host_limited_by)
+        """)
+    assert out == "limited by RLIMIT_DATA\n"
+
+
+def test_the_process_that_started_this_one_does_not_count():
+    """ru_maxrss begins with the size of whoever started the program."""
+    out = run("""
+        import subprocess, sys, torch
+        torch.ones(150 * 2**20)  # 600 MiB, and gone again
+        script = "import memkit as mk; print(mk.MemoryManager('cpu').snapshot().host_peak_bytes)"
+        large = torch.ones(150 * 2**20)
+        subprocess.run([sys.executable, "-c", script], check=True)
+        """)
+    assert int(out) < 450 * MIB
+
+
+# ---- release
+
+
+def make_small_tensors():
+    """On glibc's heap: between them lies what keeps the heap from shrinking on its own."""
+    tensors = [torch.ones(2000) for _ in range(16_000)]
+    return tensors, tensors[::100]
+
+
+def test_release_gives_back_and_says_so():
+    memory = mk.MemoryManager("cpu")
+    tensors, few = make_small_tensors()
+    del tensors
+    before = _device.resident_bytes()
+    given_back = memory.release()
+    after = _device.resident_bytes()
+    assert len(few) == 160
+    assert given_back > 80 * MIB
+    assert given_back == pytest.approx(before - after, abs=5 * MIB)
+    (event,) = memory.events
+    assert (event.event, event.note) == ("release", {"given_back_bytes": given_back})
+
+
+def test_release_collects_cycles_and_holds_its_rate():
+    class Node:
+        pass
+
+    def make():
+        node = Node()
+        node.itself, node.value = node, torch.ones(10)
+        return weakref.ref(node.value)
+
+    memory = mk.MemoryManager("cpu")
+    gc.collect()
+    first = make()
+    memory.release()
+    assert first() is None
+    second = make()
+    start = time.perf_counter()
+    assert [memory.release() for _ in range(1000)] == [0] * 1000
+    assert time.perf_counter() - start < 0.05  # a collection takes longer
+    assert second() is not None
+    memory.release(min_interval_s=0)
+    assert second() is None
+    assert len(memory.events) == 2
+
+
+@pytest.mark.parametrize("kind", ["plain", "cause", "context"])
+def test_release_lets_go_of_what_the_last_error_at_the_prompt_holds(kind, monkeypatch):
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        monkeypatch.setattr(sys, name, None, raising=False)
+    held = []
+    lines = {
+        "plain": "inner()",
+        "cause": "try: inner()\nexcept ValueError as error: raise KeyError('second') from error",
+        "context": "try: inner()\nexcept ValueError: raise KeyError('second')",
+    }
+    inner = "def inner():\n    x = torch.ones(10)\n    held.append(weakref.ref(x))\n    raise ValueError\n"
+    prompt = code.InteractiveInterpreter({"held": held, "torch": torch, "weakref": weakref})
+    prompt.write = lambda text: None
+    prompt.runcode(compile(inner + lines[kind], "<prompt>", "exec"))
+    assert isinstance(sys.last_value, KeyError if kind != "plain" else ValueError)
+    gc.collect()
+    assert held[0]() is not None  # as a notebook keeps it
+    mk.MemoryManager("cpu").release()
+    assert held[0]() is None
+    assert sys.last_value is not None  # the error itself stays, with its traceback's lines
+
+
+def test_release_inside_a_function_that_handles_the_last_error():
+    """Frames that still run cannot be cleared: they are left alone."""
+    memory = mk.MemoryManager("cpu")
+    try:
+        _ = 1 / 0
+    except ZeroDivisionError as error:
+        sys.last_value = error
+    try:
+        assert memory.release() >= 0
+    finally:
+        del sys.last_value
+
+
+# ---- steps and the line
+
+
+def test_steps_are_counted_and_every_few_of_them_there_is_a_line(caplog):
+    memory = mk.MemoryManager("cpu", line_every=2)
+    with caplog.at_level(logging.INFO, "memkit"):
+        for _ in range(5):
+            memory.step()
+    assert memory.num_steps == 5
+    assert [event.step for event in memory.events] == [1, 2, 3, 4, 5]
+    assert [record.getMessage().split(", ")[0] for record in caplog.records] == ["step 2", "step 4"]
+    assert "cpu: tensors not recorded, of " in caplog.records[0].getMessage()
+    assert "| host: process " in caplog.records[0].getMessage()
+
+
+def test_a_step_inside_a_phase_belongs_to_it():
+    memory = mk.MemoryManager("cpu")
+    with memory.phase("epoch"):
+        memory.step()
+    memory.step()
+    assert [(event.event, event.phase) for event in memory.events] == [
+        ("step_1", "epoch"),
+        ("epoch", "epoch"),
+        ("step_2", None),
+    ]
+
+
+@pytest.mark.parametrize("line_every", [0, -1])
+def test_a_line_every_no_step(line_every):
+    with pytest.raises(mk.ConfigError, match=r"expected 1 or more, or None"):
+        mk.MemoryManager("cpu", line_every=line_every)
+
+
+def test_the_summary_of_a_run_on_the_cpu():
+    memory = mk.MemoryManager("cpu")
+    with memory.phase("forward"):
+        pass
+    lines = memory.summary().splitlines()
+    assert lines[0].startswith("cpu: tensors not recorded, of ")
+    assert lines[3].split()[:2] == ["forward", "1"]
+    assert "not recorded" in lines[3]
+
+
+def test_leaks_are_those_of_the_leak_watch():
+    memory = mk.MemoryManager("cpu")
+    outputs = []
+    for _ in range(4):
+        outputs.append(torch.ones(1000))
+        leaks = memory.leaks()
+    assert [(leak.num_tensors, leak.growth_bytes) for leak in leaks] == [(4, 4000)]
+
+
+# ---- what it leaves alone
+
+
+def test_it_starts_no_thread_installs_nothing_and_goes_when_it_is_dropped():
+    threads = threading.active_count()
+    hook, env = sys.excepthook, dict(_device.allocator_settings())
+    memory = mk.MemoryManager("cpu")
+    with memory.phase("a"):
+        memory.step()
+    gone = weakref.ref(memory)
+    assert threading.active_count() == threads
+    assert (sys.excepthook, _device.allocator_settings()) == (hook, env)
+    del memory
+    assert gone() is None
