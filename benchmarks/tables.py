@@ -127,9 +127,34 @@ def edge_mlp(result: dict[str, Any]) -> str:
     return table(["hidden layers, edges, reduction", "way", "peak", "time", "gradient error"], rows)
 
 
+def manager_cost(result: dict[str, Any]) -> str:
+    loops = result["figures"]["loops"]
+    ways = {"memory only": "memory only", "log file": "log file", "reset_peaks": "`reset_peaks=True`"}
+    rows = [
+        [
+            name.replace("step()", "`step()`").replace(", ", " and "),
+            *(
+                f"{loops[f'{way}: {name}']['extra_us']:.0f} us ({loops[f'{way}: {name}']['percent_of_9_ms']:.1f}%)"
+                for way in ways
+            ),
+        ]
+        for name in ("step()", "3 phases, step()", "4 phases, step()")
+    ]
+    return table(["in each training step", *ways.values()], rows)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     render_case.__name__: render_case
-    for render_case in (tail_group, wrapper_memory, wrapper_overhead, hygiene, track_cost, first_step, edge_mlp)
+    for render_case in (
+        tail_group,
+        wrapper_memory,
+        wrapper_overhead,
+        hygiene,
+        track_cost,
+        first_step,
+        edge_mlp,
+        manager_cost,
+    )
 }
 
 
