@@ -102,7 +102,7 @@ def track_cost(result: dict[str, Any]) -> str:
 
 def first_step(result: dict[str, Any]) -> str:
     def ooms(row: dict[str, Any]) -> str:
-        return str(row["num_ooms"][0]) if "num_ooms" in row else "not even one row fits"
+        return str(row["num_ooms"][0]) if "num_ooms" in row else "died"
 
     cases = result["figures"]["cases"]
     shares = [f"{limit['share']:.0%}" for limit in next(iter(cases.values()))["limits"]]
