@@ -481,9 +481,8 @@ class TestMisuse:
 
     @pytest.mark.parametrize(
         "settings",
-        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"activations"}},
-         {"memory": "4GiB"}],
-    )  # fmt: skip
+        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"activations"}}],
+    )
     def test_settings(self, settings):
         with pytest.raises(mk.ConfigError, match=next(iter(settings))):
             make(**settings)
