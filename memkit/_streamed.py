@@ -92,7 +92,7 @@ def sum_of_chunks(
                     gradients.add(index, gradient, part if index < len(cut) else None)
             return value.detach().to(accumulator_dtype(value.dtype))
 
-        with torch.set_grad_enabled(is_grad_enabled), _without_hooks(params):
+        with torch.set_grad_enabled(is_grad_enabled), without_hooks(params):
             total = add(slice(0, chunk_size))
             for start in range(chunk_size, num_rows, chunk_size):
                 total = total + add(slice(start, start + chunk_size))
@@ -213,7 +213,7 @@ def _age(node: Any) -> int:
 
 
 @contextlib.contextmanager
-def _without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
     hooks = [(each, each._backward_hooks) for each in params if each._backward_hooks]  # noqa: SLF001 - no public form
     try:

@@ -74,20 +74,24 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None) -
         The budget in bytes.
 
     Raises:
-        ConfigError: A fraction is outside (0, 1], or of a capacity that is not known.
+        ConfigError: It is nothing, a fraction is above 1, or of a capacity that is not known.
         InputTypeError: ``budget`` is no size.
         InputError: Text that is no size, or a negative number.
     """
     if not isinstance(budget, float):
-        return parse_bytes(budget, name="budget")
-    if not 0 < budget <= 1 or total_bytes is None:
+        num_bytes = parse_bytes(budget, name="budget")
+    elif 0 < budget <= 1 and total_bytes is not None:
+        num_bytes = int(budget * total_bytes)
+    else:
+        num_bytes = 0
+    if num_bytes == 0:
         raise ConfigError(
             f"budget={budget!r}",
-            got=repr(budget) + ("" if total_bytes is not None else " of a capacity that is not known"),
-            expected="a fraction in (0, 1] of a known capacity, or a size",
+            got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is not known"),
+            expected="a size above zero, or a fraction in (0, 1] of a known capacity",
             fix="write 0.9 for nine tenths, or a size such as '22GiB'.",
         )
-    return int(budget * total_bytes)
+    return num_bytes
 
 
 def _parse_text(value: str, call: str) -> int:

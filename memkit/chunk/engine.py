@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError, StateError
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans, wide
-from memkit.chunk.engine_params import parameters_of, refuse_captured, without_hooks
+from memkit._streamed import accumulator_dtype, without_hooks
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans
+from memkit.chunk.engine_params import parameters_of, refuse_captured
 from memkit.chunk.engine_replay import Piece, Replay
 from memkit.chunk.independence import NUM_PROBED, check_independence
 
@@ -295,14 +296,14 @@ class ChunkedCall:
             if number < len(tensors.inputs):
                 self._add_rows(totals, tensors.inputs[number], number, gradient, start)
             elif (total := totals[number]) is None:  # a copy: autograd may return the upstream gradient itself
-                totals[number] = gradient.to(wide(gradient.dtype), copy=True)
+                totals[number] = gradient.to(accumulator_dtype(gradient.dtype), copy=True)
             else:
                 total.add_(gradient)
 
     def _add_rows(self, totals: list[Tensor | None], tensor: Tensor, number: int, gradient: Tensor, start: int) -> None:
         pick, total = self._picks[number], totals[number]
         if total is None:  # zeros: another chunk may have no gradient
-            dtype = gradient.dtype if pick is None else wide(gradient.dtype)
+            dtype = gradient.dtype if pick is None else accumulator_dtype(gradient.dtype)
             totals[number] = total = torch.zeros_like(tensor, dtype=dtype)
         if pick is None:
             total.narrow(0, start, len(gradient)).copy_(gradient)

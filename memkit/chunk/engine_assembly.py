@@ -6,16 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 Upstream = Callable[[int, int], list[Tensor | None]]
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add many numbers of ``dtype`` up in: float32 for the halves, which would lose most of them."""
-    return torch.float32 if dtype in _HALVES else dtype
 
 
 def spans(num_rows: int, chunk_size: int) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,17 +105,3 @@ def _variables(fn: object) -> Iterator[tuple[str, object]]:
         variables = inspect.getclosurevars(fn)
         yield from variables.nonlocals.items()
         yield from variables.globals.items()
-
-
-@contextlib.contextmanager
-def without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Silence the tensors' own hooks in the block: they are meant for the whole gradient, not for a chunk's."""
-    # There is no public form.
-    hooks = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]  # noqa: SLF001
-    for tensor, _ in hooks:
-        tensor._backward_hooks = None  # noqa: SLF001
-    try:
-        yield
-    finally:
-        for tensor, own in hooks:
-            tensor._backward_hooks = own  # noqa: SLF001

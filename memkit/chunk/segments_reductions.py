@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans, wide
+from memkit._streamed import accumulator_dtype
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans
 from memkit.chunk.segments_index import Segments
 
 Reduce = Literal["sum", "mean", "max", "min", "softmax"]
@@ -48,7 +49,7 @@ class _Sum(_OverSegments):
         for start, (message,) in pieces:
             if total is None:
                 dtype = message.dtype
-                total = self._new(message, 0, wide(dtype))
+                total = self._new(message, 0, accumulator_dtype(dtype))
             total.index_add_(0, self._segments.of(start, len(message)), message.to(total.dtype))
             del message  # before the next chunk runs
         assert total is not None  # noqa: S101 - there is always a chunk
@@ -70,7 +71,7 @@ class _Sum(_OverSegments):
 
     def whole(self, tensors: list[Tensor]) -> list[Tensor]:
         (message,) = tensors
-        total = self._new(message, 0, wide(message.dtype))
+        total = self._new(message, 0, accumulator_dtype(message.dtype))
         total = total.index_add(0, self._segments.of(0, len(message)), message.to(total.dtype))
         if self._divisors is not None:
             total = total / like_rows(self._divisors, total)
@@ -156,7 +157,7 @@ class _Softmax(_OverSegments):
             del message  # before the next chunk runs
         assert output is not None  # noqa: S101 - there is always a chunk
         assert top is not None  # noqa: S101
-        total = self._new(output, 0, wide(output.dtype))
+        total = self._new(output, 0, accumulator_dtype(output.dtype))
         for start, length in self._spans():
             ids = self._segments.of(start, length)
             total.index_add_(0, ids, self._powers(output.narrow(0, start, length), top, ids))
@@ -167,14 +168,14 @@ class _Softmax(_OverSegments):
 
     @staticmethod
     def _powers(rows: Tensor, top: Tensor, ids: Tensor) -> Tensor:
-        return rows.to(wide(rows.dtype)).sub(top.index_select(0, ids)).exp_()
+        return rows.to(accumulator_dtype(rows.dtype)).sub(top.index_select(0, ids)).exp_()
 
     def _spans(self) -> Iterable[tuple[int, int]]:
         return spans(self._segments.num_edges, self._chunk_size)
 
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
         (gradient,), (output,) = gradients, saved
-        mean = self._new(output, 0, wide(output.dtype))
+        mean = self._new(output, 0, accumulator_dtype(output.dtype))
         if gradient is not None:
             for start, length in self._spans():
                 shares = output.narrow(0, start, length).to(mean.dtype)
@@ -193,7 +194,7 @@ class _Softmax(_OverSegments):
         ids = self._segments.of(0, len(message))
         top = self._new(message, float("-inf"), message.dtype)
         top = top.scatter_reduce(0, like_rows(ids, message).expand_as(message), message.detach(), "amax")
-        powers = (message.to(wide(message.dtype)) - top.index_select(0, ids)).exp()
+        powers = (message.to(accumulator_dtype(message.dtype)) - top.index_select(0, ids)).exp()
         total = self._new(message, 0, powers.dtype).index_add(0, ids, powers)
         return [(powers / total.index_select(0, ids)).to(message.dtype)]
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._errors import InputError, InputTypeError, StateError
-from memkit._streamed import accumulator_dtype
-from memkit.chunk.engine_params import without_hooks
+from memkit._streamed import accumulator_dtype, without_hooks
 from memkit.chunk.engine_replay import Replay
 from memkit.chunk.tiles import Axis, Piece, tiles
 

@@ -20,8 +20,8 @@ from memkit import _device
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._oom import is_out_of_memory
 from memkit._records import MemorySnapshot
+from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
-from memkit.memory.budget import parse_budget
 from memkit.memory.journal import Journal, header_of
 from memkit.memory.leaks import Leak, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
@@ -100,7 +100,7 @@ class MemoryManager:
                 fix="pass None for none.",
             )
         total_bytes = self._total_bytes()
-        self.budget_bytes = parse_budget(budget, total_bytes)
+        self.budget_bytes = None if budget is None else parse_budget(budget, total_bytes)
         self.num_steps = 0
         self._line_every = line_every
         self._released_at = float("-inf")

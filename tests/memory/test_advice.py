@@ -6,9 +6,8 @@ import pytest
 
 import memkit as mk
 from memkit._records import DeviceMemory, HostMemory, MemorySnapshot
-from memkit._units import GIB, MIB
+from memkit._units import GIB, MIB, parse_budget
 from memkit.memory.advice import advise
-from memkit.memory.budget import parse_budget
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.summary import summarize
 
@@ -75,7 +74,7 @@ def test_others_on_the_card():
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(None, None), (1.0, 1000), (0.5, 500), ("22GB", 22 * 10**9), ("1.5 GiB", 3 * 2**29), (7, 7), (10**15, 10**15)],
+    [(1.0, 1000), (0.5, 500), ("22GB", 22 * 10**9), ("1.5 GiB", 3 * 2**29), (7, 7), (10**15, 10**15)],
 )
 def test_budget_forms(budget, expected):
     assert parse_budget(budget, 1000) == expected
