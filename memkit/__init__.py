@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
+    from memkit.chunk.processor import ChunkedProcessor
     from memkit.chunk.segments import chunked_segment_reduce
     from memkit.chunk.tiled import tiled_apply
     from memkit.memory.manager import MemoryManager
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _HOMES = {
+    "ChunkedProcessor": "chunk.processor",
     "ConfigError": "_errors",
     "FileFormatError": "_errors",
     "GradientAccumulator": "train.accumulate",
@@ -76,6 +78,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "ChunkedProcessor",
     "ConfigError",
     "FileFormatError",
     "GradientAccumulator",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 
+from memkit._captured import CapturedTensors
 from memkit._errors import InputError, StateError
 
 Gradients = list[Tensor | None]
@@ -45,7 +47,14 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> 
 
 
 def sum_of_chunks(
-    chunk_sum: Callable[..., Tensor], rows: Sequence[Any], params: Sequence[Tensor], *, chunk_size: int, call: str
+    chunk_sum: Callable[..., Tensor],
+    rows: Sequence[Any],
+    params: Sequence[Tensor],
+    *,
+    chunk_size: int,
+    call: str,
+    behind: Callable[..., Any] | None = None,
+    head: int = 0,
 ) -> Tensor:
     """Sum a function over chunks of rows, each chunk's gradient taken at once: memory is bounded by one chunk.
 
@@ -59,6 +68,8 @@ def sum_of_chunks(
         params: Distinct leaf tensors that ``chunk_sum`` uses besides the rows and that require grad.
         chunk_size: Rows per chunk. No rows at all are one empty chunk.
         call: The user's call, for messages.
+        behind: What ``chunk_sum`` calls, where that is the user's; a tensor that it captured is named.
+        head: See `spans`.
 
     Returns:
         The sum, 0-dim, at least float32.
@@ -70,13 +81,13 @@ def sum_of_chunks(
     Memory cost: per chunk its graph and one gradient of all parameters; throughout, one gradient of all parameters
     and of the rows that require grad.
     """
-    num_rows = _count_rows(rows, call)
+    num_rows = count_rows(rows, call)
     cut = [index for index, each in enumerate(rows) if _is_cut(each)]
     is_grad_enabled = torch.is_grad_enabled()
 
     def compute(needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
         gradients = _Accumulators([*(rows[index] for index in cut), *params])
-        captured = _CapturedTensors(call)
+        captured = CapturedTensors(call, behind or chunk_sum)
         targets = [index for index, is_needed in enumerate(needs) if is_needed]
 
         def add(part: slice) -> Tensor:
@@ -86,19 +97,32 @@ def sum_of_chunks(
             value = chunk_sum(*chunk)
             if value.requires_grad:
                 leaves = [*(chunk[index] for index in cut), *params]
-                captured.refuse(value, leaves)
+                captured.refuse([value], leaves)
                 found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
                 for index, gradient in zip(targets, found, strict=True):
                     gradients.add(index, gradient, part if index < len(cut) else None)
             return value.detach().to(accumulator_dtype(value.dtype))
 
         with torch.set_grad_enabled(is_grad_enabled), without_hooks(params):
-            total = add(slice(0, chunk_size))
-            for start in range(chunk_size, num_rows, chunk_size):
-                total = total + add(slice(start, start + chunk_size))
+            sums = (add(slice(start, start + length)) for start, length in spans(num_rows, chunk_size, head))
+            total = functools.reduce(operator.add, sums)
         return total, gradients.buffers
 
     return with_gradients(compute, [*(rows[index] for index in cut), *params], call=call)
+
+
+def spans(num_rows: int, chunk_size: int, head: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each chunk, the last one short; one empty chunk where there are no rows.
+
+    Args:
+        num_rows: All rows.
+        chunk_size: Rows of a chunk.
+        head: Rows of a first chunk before the others; 0 for none.
+    """
+    if head:
+        yield 0, head
+    for start in range(head, max(num_rows, 1), chunk_size):
+        yield start, min(chunk_size, num_rows - start)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -157,61 +181,6 @@ class _Accumulators:
         (buffer[rows] if rows else buffer).add_(gradient)
 
 
-class _Edge(NamedTuple):
-    node: Node
-    output: int
-
-
-class _CapturedTensors:
-    """Finds tensors in a chunk's graph whose gradient nobody would take: it would be missing without a word."""
-
-    def __init__(self, call: str) -> None:
-        self._call = call
-        with torch.inference_mode(False), torch.enable_grad():  # noqa: FBT003 - torch.compile knows no mode=
-            mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
-        self._newest_before = _age(mark)
-
-    def refuse(self, value: Tensor, leaves: Sequence[Tensor]) -> None:
-        # A function may ask for a row's gradient itself (forces): such a row is known, though nobody outside needs it.
-        known = {get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad}
-        seen: set[Node] = set()
-        edges = [_Edge(*get_gradient_edge(value)[:2])]
-        while edges:
-            edge = edges.pop()
-            if edge.node in known or edge.node in seen:
-                continue
-            seen.add(edge.node)
-            if self._is_from_outside(edge.node, known):
-                self._raise(edge)
-            edges += [_Edge(node, output) for node, output in edge.node.next_functions if node is not None]
-
-    def _is_from_outside(self, node: Node, known: set[Node]) -> bool:
-        # Autocast keeps a parameter's conversion for the whole autocast block, so it may be older than this call.
-        is_conversion = node.name() == "ToCopyBackward0" and all(source in known for source, _ in node.next_functions)
-        return _is_leaf(node) or (_age(node) <= self._newest_before and not is_conversion)
-
-    def _raise(self, edge: _Edge) -> None:
-        node: Any = edge.node
-        like = node.variable if _is_leaf(node) else node._input_metadata[edge.output]  # noqa: SLF001 - no public form
-        shape = tuple(like.shape)
-        raise InputError(
-            self._call,
-            got=f"a function that uses a tensor of shape {shape} that requires grad and is neither among the rows nor "
-            "in params",
-            expected="to know all tensors that need a gradient",
-            fix="pass it as one of the rows if it has one entry per row; pass modules and other leaf tensors as "
-            "params=[...]; detach() it if it needs no gradient.",
-        )
-
-
-def _is_leaf(node: Node) -> bool:
-    return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def _age(node: Any) -> int:
-    return int(node._sequence_nr())  # noqa: SLF001 - a later operation has a higher number; no public form
-
-
 @contextlib.contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
@@ -229,7 +198,8 @@ def _is_cut(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _count_rows(rows: Sequence[Any], call: str) -> int:
+def count_rows(rows: Sequence[Any], call: str) -> int:
+    """Return how many rows the tensors have that are cut; refuse where they differ, or where there is none."""
     counts = {len(each) for each in rows if _is_cut(each)}
     if len(counts) != 1:
         raise InputError(

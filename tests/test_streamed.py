@@ -139,7 +139,7 @@ def test_second_derivatives_are_refused_with_the_way_out(model, x):
 
 def test_captured_tensors_are_refused_with_their_shape(model, x):
     forgotten = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(mk.InputError, match=r"shape \(3, 4\) that requires grad.*Way out.*params="):
+    with pytest.raises(mk.InputError, match=r"`forgotten` of shape \(3, 4\).*Way out.*params="):
         streamed(lambda rows: (rows @ forgotten).sum(), x)
     with pytest.raises(mk.InputError, match=r"shape \(3, 4\)"):  # no other input asks for a gradient
         streamed(lambda rows: (rows @ forgotten).sum(), x.detach())

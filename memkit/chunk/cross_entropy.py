@@ -12,7 +12,8 @@ from torch import Tensor
 
 from memkit._errors import ConfigError, InputError
 from memkit._streamed import Gradients, accumulator_dtype, with_gradients
-from memkit.chunk.loss import check_chunk_size, check_reduction
+from memkit.chunk.loss import check_reduction
+from memkit.chunk.sizing import check_chunk_size
 
 _MIN_LOGITS_BYTES = 2**20  # measured: chunks of less are dominated by the cost of calling operators
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
@@ -84,7 +85,7 @@ def chunked_linear_cross_entropy(
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if chunk_size is None:
         chunk_size = choose_chunk_size(len(x), *weight.shape, itemsize=accumulator_dtype(x.dtype).itemsize)
-    check_chunk_size(chunk_size, call)
+    check_chunk_size(call, chunk_size)
     is_autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64  # autocast leaves float64 alone
     is_counted = targets != ignore_index
     problem = _Problem(

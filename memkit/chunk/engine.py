@@ -7,21 +7,25 @@ parameters are inputs of the node, so that autograd adds each one's gradient onc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from memkit._captured import CapturedTensors
 from memkit._errors import ConfigError, InputError, StateError
-from memkit._streamed import accumulator_dtype, without_hooks
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans
-from memkit.chunk.engine_params import parameters_of, refuse_captured
+from memkit._streamed import accumulator_dtype, spans, without_hooks
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
+from memkit.chunk.engine_params import parameters_of
 from memkit.chunk.engine_replay import Piece, Replay
+from memkit.chunk.engine_trial import CallProblem, Tensors
 from memkit.chunk.independence import NUM_PROBED, check_independence
+from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 
 Strategy = Literal["auto", "checkpoint", "save"]
 _TENSOR = object()  # stands for a tensor where only the structure is kept
@@ -40,20 +44,6 @@ class Gathered:
     pick: Tensor
 
 
-class Tensors(NamedTuple):
-    """What a call computes on.
-
-    Attributes:
-        inputs: What rows are taken of.
-        params: What the function uses besides.
-        needs: For each of both whether it needs a gradient.
-    """
-
-    inputs: Sequence[Tensor]
-    params: Sequence[Tensor]
-    needs: Sequence[bool]
-
-
 @dataclass(slots=True)
 class ChunkedCall:
     """One call of a function in pieces. Make it, `run` it once.
@@ -62,41 +52,38 @@ class ChunkedCall:
         name: The user's call, for messages.
         fn: The user's function.
         assembly: What becomes of the results.
-        chunk_size: Rows of a chunk.
+        size: Rows of a chunk, or who chooses them.
         num_rows: Rows of the call; None to take them from the arguments.
-        num_kept: Of so many first chunks the graph is kept, so that the backward need not run them again.
+        num_kept: Of so many last chunks the graph is kept, so that the backward need not run them again.
         preserve_rng_state: Whether the backward draws the same random numbers as the forward.
         check: Whether to try first, on a few rows, that the function treats each row by itself.
 
-    Raises:
-        ConfigError: The chunk size is none.
+        plan: How the call is cut, once it ran; None where its size was given.
     """
 
     name: str
     fn: Callable[..., Any]
     assembly: Assembly
-    chunk_size: int
+    size: int | Sizer
     num_rows: int | None = None
     num_kept: int = 0
     preserve_rng_state: bool = True
     check: bool = False
+    plan: ChunkPlan | None = field(init=False, default=None)
     # Set by `run`; no tensor that needs a gradient is among them, autograd must be able to free those.
     _num_rows: int = field(init=False)
+    _head: int = field(init=False, default=0)  # rows of a first short chunk
     _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None where the rows of the chunk come in
     _tree: pytree.TreeSpec = field(init=False)
     _slots: list[int] = field(init=False)  # where each input comes in
     _picks: list[Tensor | None] = field(init=False)  # by which each input's rows are picked; None: they are the call's
     _result: tuple[list[Any], pytree.TreeSpec] = field(init=False)  # structure of what the function returns
 
-    def __post_init__(self) -> None:
-        size: object = self.chunk_size
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ConfigError(
-                self.name,
-                got=f"chunk_size={size!r}",
-                expected="a whole number of rows, at least 1",
-                fix="pass for example chunk_size=4096.",
-            )
+    @property
+    def chunk_size(self) -> int:
+        """Rows of a chunk, once they are chosen."""
+        assert isinstance(self.size, int)  # noqa: S101 - `run` sees to it
+        return self.size
 
     def run(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None, strategy: Strategy
@@ -124,19 +111,51 @@ class ChunkedCall:
                 fix="leave it out unless you need second derivatives.",
             )
         inputs = self._take_arguments(args, kwargs)
-        if self.check:
-            self._check(inputs)
         outputs: Sequence[Tensor]
-        if not torch.is_grad_enabled():
-            outputs, _ = self.assembly.collect(self._plain(inputs))
-        elif strategy == "auto":
-            own = parameters_of(self.name, self.fn, params)
-            outputs = _InPieces.apply(self, len(inputs), *inputs, *own)  # type: ignore[no-untyped-call]
+        if strategy == "auto":
+            tensors = self._prepare(inputs, params)
+            if torch.is_grad_enabled():
+                outputs = _InPieces.apply(self, len(inputs), *inputs, *tensors.params)  # type: ignore[no-untyped-call]
+            else:
+                outputs, _ = self.assembly.collect(self.pieces(tensors, None))
         else:
+            self._check(inputs)
             outputs = self.assembly.whole(self._in_graph(inputs, again=strategy == "checkpoint"))
         template, tree = self._result
-        tensors = iter(outputs)
-        return pytree.tree_unflatten([next(tensors) if leaf is _TENSOR else leaf for leaf in template], tree)
+        results = iter(outputs)
+        return pytree.tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in template], tree)
+
+    def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
+        """Say how the call is cut, without running it."""
+        tensors = self._prepare(self._take_arguments(args, kwargs), params)
+        return self.plan or plan_of(CallProblem(self, tensors), self.chunk_size)
+
+    def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> Tensors:
+        """Check the function, and choose the size where it is not given."""
+        self._check(inputs)
+        is_enabled = torch.is_grad_enabled()
+        own = parameters_of(self.name, self.fn, params) if is_enabled else []
+        tensors = Tensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
+        if isinstance(self.size, Sizer):
+            self.plan = self.size.plan(CallProblem(self, tensors))
+            self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
+        return tensors
+
+    def first_rows(self, num_rows: int, chunk_size: int, head: int) -> ChunkedCall:
+        """The same call on its first rows, with a short chunk first; the last chunk's graph is kept."""
+        part = copy.copy(self)
+        part.size, part._num_rows, part.num_kept, part._head = chunk_size, num_rows, 1, head  # noqa: SLF001 - its own
+        return part
+
+    @property
+    def count(self) -> int:
+        """Rows of the call, once its arguments were taken."""
+        return self._num_rows
+
+    @property
+    def layout(self) -> list[Any]:
+        """For each input whether its rows are picked, then all arguments that are no rows."""
+        return [*(pick is not None for pick in self._picks), *self._arguments]
 
     def _take_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Note where tensors come in, and return them."""
@@ -168,31 +187,35 @@ class ChunkedCall:
         return [*(pick for pick in self._picks if pick is not None), *self.assembly.indices]
 
     def _spans(self) -> Iterator[tuple[int, int]]:
-        return spans(self._num_rows, self.chunk_size)
+        return spans(self._num_rows, self.chunk_size, self._head)
 
-    def pieces(self, tensors: Tensors, replay: Replay) -> Pieces:
-        """The forward of a call that records a gradient."""
-        results = (
-            (start, self._recorded(tensors, replay, number, start, length))
-            for number, (start, length) in enumerate(self._spans())
-        )
-        return Pieces(results, self._num_rows, for_backward=any(tensors.needs))
+    def pieces(self, tensors: Tensors, replay: Replay | None) -> Pieces:
+        """The forward of a call; with a replay it may be followed by a backward."""
+        chunks = list(self._spans())
+        first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
 
-    def _plain(self, inputs: Sequence[Tensor]) -> Pieces:
-        tensors = Tensors(inputs, (), [False] * len(inputs))
-        results = ((start, self._piece(tensors, start, length).results) for start, length in self._spans())
-        return Pieces(results, self._num_rows, for_backward=False)
+        def results() -> Iterator[tuple[int, list[Tensor]]]:
+            for number, (start, length) in enumerate(chunks):
+                if replay is None:
+                    yield start, self._piece(tensors, start, length).results
+                else:
+                    is_kept = number >= first_kept
+                    yield start, self._recorded(tensors, replay, start, length, is_kept=is_kept, is_first=not number)
 
-    def _recorded(self, tensors: Tensors, replay: Replay, number: int, start: int, length: int) -> list[Tensor]:
+        return Pieces(results(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
+
+    def _recorded(
+        self, tensors: Tensors, replay: Replay, start: int, length: int, *, is_kept: bool, is_first: bool
+    ) -> list[Tensor]:
         """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
-        is_kept = number < self.num_kept
         # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
-        with torch.set_grad_enabled(is_kept or number == 0):
+        captured = CapturedTensors(self.name, self.fn) if is_first else None
+        with torch.set_grad_enabled(is_kept or is_first):
             piece = self._piece(tensors, start, length)
-        if number == 0:
-            refuse_captured(self.name, self.fn, piece.results, known=[*piece.parts, *tensors.params])
+        if captured:
+            captured.refuse(piece.results, [*piece.parts, *tensors.params])
         if is_kept:
-            replay.keep(piece)
+            replay.kept.append(piece)
         return [result.detach() for result in piece.results]
 
     def _piece(self, tensors: Tensors, start: int, length: int) -> Piece:
@@ -210,7 +233,9 @@ class ChunkedCall:
         ]
 
     def _check(self, inputs: Sequence[Tensor]) -> None:
-        length = min(NUM_PROBED, self.chunk_size, self._num_rows)
+        if not self.check:
+            return
+        length = min(NUM_PROBED, self._num_rows, *([self.size] if isinstance(self.size, int) else []))
         parts = self._parts(inputs, 0, length)
         check_independence(lambda *rows: self._call(rows, length), parts, call=self.name, behind=self.fn)
 
@@ -240,15 +265,14 @@ class ChunkedCall:
             gathered = [part if isinstance(part, Tensor) else part[0].index_select(0, part[1]) for part in parts]
             return self._call(gathered, length)
 
+        lengths = [length for _, length in self._spans()]
         # In the graph `split` costs one concatenation; a slice would cost zeros as large as the whole for each chunk.
         pieces_of = [
-            torch.split(tensor, self.chunk_size)
-            if pick is None
-            else [(tensor, rows) for rows in torch.split(pick, self.chunk_size)]
+            torch.split(tensor, lengths) if pick is None else [(tensor, rows) for rows in torch.split(pick, lengths)]
             for tensor, pick in zip(inputs, self._picks, strict=True)
         ]
         pieces = []
-        for (_, length), *parts in zip(self._spans(), *pieces_of, strict=True):
+        for length, *parts in zip(lengths, *pieces_of, strict=True):
             if again:
                 keep_random = self.preserve_rng_state
                 results = checkpoint(piece, length, *parts, use_reentrant=False, preserve_rng_state=keep_random)
@@ -257,18 +281,17 @@ class ChunkedCall:
             pieces.append(results)
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
-    def gradients(self, tensors: Tensors, upstream: Upstream, kept: list[Piece]) -> list[Tensor | None]:
-        """Gradients of inputs and parameters, chunk by chunk; of the kept pieces first, they need no random state."""
-        totals: list[Tensor | None] = [None] * len(tensors.needs)
-        for start, length in self._spans():
-            # No local holds a piece when the next one runs.
-            self._add_gradients(
-                totals,
-                tensors,
-                kept.pop(0) if kept else self._again(tensors, start, length),
-                upstream(start, length),
-                start,
-            )
+    def gradients(
+        self, tensors: Tensors, upstream: Upstream, kept: list[Piece], totals: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Add gradients of inputs and parameters to what is there, chunk by chunk; of the kept pieces first."""
+        chunks = list(self._spans())
+        # No local holds a piece when the next one runs.
+        while kept:
+            start, length = chunks.pop()
+            self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
+        for start, length in chunks:
+            self._add_gradients(totals, tensors, self._again(tensors, start, length), upstream(start, length), start)
         return [
             None if total is None else total.to(tensor.dtype)
             for total, tensor in zip(totals, [*tensors.inputs, *tensors.params], strict=True)
@@ -352,7 +375,8 @@ class _InPieces(torch.autograd.Function):
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
         with replay.again() as kept, without_hooks(params):
-            found = call.gradients(Tensors(inputs, params, ctx.needs_input_grad[2:]), upstream, kept)
+            needs = ctx.needs_input_grad[2:]
+            found = call.gradients(Tensors(inputs, params, needs), upstream, kept, [None] * len(needs))
         return None, None, *found
 
 

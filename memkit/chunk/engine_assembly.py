@@ -11,12 +11,6 @@ from torch import Tensor
 Upstream = Callable[[int, int], list[Tensor | None]]
 
 
-def spans(num_rows: int, chunk_size: int) -> Iterator[tuple[int, int]]:
-    """Start and length of each chunk, the last one short; one empty chunk where there are no rows."""
-    for start in range(0, max(num_rows, 1), chunk_size):
-        yield start, min(chunk_size, num_rows - start)
-
-
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Results on their way: iterate to run one chunk after another.
@@ -40,9 +34,13 @@ class Assembly(ABC):
 
     Attributes:
         indices: Tensors that forward and backward both read; nobody may change them in between.
+        num_segments: Rows of the outputs, where several rows make one.
+        built_bytes: What was made before the first chunk and is held.
     """
 
     indices: tuple[Tensor, ...] = ()
+    num_segments: int = 0
+    built_bytes: int = 0
 
     @abstractmethod
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
@@ -56,6 +54,10 @@ class Assembly(ABC):
             gradients: Of the outputs; None where there is none.
             saved: What `collect` wanted to be saved.
         """
+
+    def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
+        """What is held for each segment besides the outputs, in the forward and in the backward."""
+        return 0, 0
 
     @abstractmethod
     def whole(self, tensors: list[Tensor]) -> list[Tensor]:

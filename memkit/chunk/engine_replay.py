@@ -33,7 +33,7 @@ class Replay:
         random: Whether to note the random state.
 
     Attributes:
-        kept: The first pieces, where their graphs were kept.
+        kept: The last pieces, where their graphs were kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
@@ -44,23 +44,16 @@ class Replay:
             if torch.amp.is_autocast_available(kind)
         ]
         self._at_start = _rng.capture() if random else None
-        self._after_kept = self._at_start
         self.kept: list[Piece] = []
-
-    def keep(self, piece: Piece) -> None:
-        """Keep the next piece's graph; what is run again starts after it."""
-        self.kept.append(piece)
-        self._after_kept = _rng.capture() if self._at_start else None
 
     @contextlib.contextmanager
     def again(self) -> Iterator[list[Piece]]:
         """A block that runs the pieces again, in order, but for those that it is given: a kept graph serves once."""
         kept, self.kept = self.kept, []
-        state = self._after_kept if kept else self._at_start
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            if state:
+            if self._at_start:
                 stack.enter_context(_rng.preserved())
-                _rng.restore(state)
+                _rng.restore(self._at_start)
             yield kept

@@ -42,7 +42,7 @@ def check_independence(
 
     Time cost: one forward of at most 8 rows; for a module, once in each mode.
     """
-    module = _module_of(behind or fn)
+    module = module_of(behind or fn)
     modes = [] if module is None else [child.training for child in module.modules()]
     if module is not None and _PASSED.get(module) == modes:
         return
@@ -66,7 +66,7 @@ def check_independence(
     if not any(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(arguments)):
         return  # integers cannot be poisoned
     culprits: list[str] = []
-    with torch.no_grad(), _rng.preserved(), _preserved(module, count, culprits):
+    with torch.no_grad(), undone(module), _watched(module, count, culprits):
         result = fn(*arguments)
     bad = set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(result)))
     if bad <= {poisoned}:
@@ -83,10 +83,10 @@ def check_independence(
     )
 
 
-def _module_of(fn: object) -> nn.Module | None:
+def module_of(fn: object) -> nn.Module | None:
     """The module behind a function: itself, a method's, or what a `functools.partial` holds."""
     if isinstance(fn, functools.partial):
-        return next((found for each in (fn.func, *fn.args) if (found := _module_of(each)) is not None), None)
+        return next((found for each in (fn.func, *fn.args) if (found := module_of(each)) is not None), None)
     owner = getattr(fn, "__self__", fn)
     return owner if isinstance(owner, nn.Module) else None
 
@@ -99,13 +99,22 @@ def _bad_rows(value: Any, count: int) -> set[int]:
 
 
 @contextlib.contextmanager
-def _preserved(module: nn.Module | None, count: int, culprits: list[str]) -> Iterator[None]:
-    """Put the buffers of a module back after the block, and note in which of its children NaN spreads to more rows."""
-    if module is None:
-        yield
-        return
-    names = {child: name or type(child).__name__ for name, child in module.named_modules()}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def undone(module: nn.Module | None) -> Iterator[None]:
+    """Put random state and a module's buffers back after the block."""
+    buffers = [] if module is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
+    with _rng.preserved():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, copy in buffers:
+                    buffer.copy_(copy)
+
+
+@contextlib.contextmanager
+def _watched(module: nn.Module | None, count: int, culprits: list[str]) -> Iterator[None]:
+    """Note in which of a module's children NaN spreads to more rows."""
+    names = {} if module is None else {child: name or type(child).__name__ for name, child in module.named_modules()}
 
     def watch(child: nn.Module, inputs: Any, output: Any) -> None:
         before, after = (
@@ -120,5 +129,3 @@ def _preserved(module: nn.Module | None, count: int, culprits: list[str]) -> Ite
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, copy in buffers:
-            buffer.copy_(copy)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._streamed import accumulator_dtype, sum_of_chunks
-from memkit.chunk.engine_params import parameters_of
+from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
+from memkit.chunk.engine_params import describe, parameters_of
+from memkit.chunk.engine_trial import HEAD, kind_of, sum_bytes, watched
+from memkit.chunk.independence import check_independence, module_of, undone
+from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
 def chunked_loss(
     fn: Callable[..., Tensor | tuple[Tensor, float | Tensor]],
     *rows: Any,
-    chunk_size: int,
+    chunk_size: ChunkSize | Sizer = "auto",
+    memory_budget: SupportsIndex | str | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     weight_total: float | Tensor | None = None,
     params: Iterable[Tensor] | None = None,
+    check: bool = True,
 ) -> Tensor:
     """Compute a loss and its gradient over all rows, keeping the activations of one chunk at a time.
 
@@ -33,19 +38,24 @@ def chunked_loss(
             weights.
         *rows: Tensors (N, ...) that are cut along dimension 0; their gradients are taken where they require grad.
             Other values, and 0-dim tensors, are passed to every chunk as they are.
-        chunk_size: Rows per chunk. A few thousand for a small MLP; below some hundreds, overhead shows.
+        chunk_size: Rows per chunk: a few thousand for a small MLP; below some hundreds, overhead shows. Or ``"auto"``:
+            see `memkit.chunk.map.chunked_map`.
+        memory_budget: With ``"auto"``, what the call may take at any moment beyond its arguments: the gradients that it
+            makes count.
         reduction: ``"mean"`` divides by the number of losses (all elements of what ``fn`` returns) or by the sum of the
             counts; ``"sum"`` does not divide.
         weight_total: Divide by this instead, for ``reduction="mean"``.
         params: Leaf tensors that ``fn`` trains besides the rows. A module brings its own, also through a method or a
             `functools.partial`.
+        check: Whether to try on a few rows that ``fn`` treats each row by itself; a module is tried once. Not where it
+            returns a pair.
 
     Returns:
         The loss, 0-dim, in the dtype of what ``fn`` returns. A mean over nothing is NaN.
 
     Raises:
-        ConfigError: ``chunk_size`` is no positive int; another ``reduction``, such as ``"none"``: a gradient per row
-            from above cannot reach gradients that are already summed.
+        ConfigError: ``chunk_size`` is none, or not even one row fits into ``memory_budget``; another ``reduction``,
+            such as ``"none"``: a gradient per row from above cannot reach gradients that are already summed.
         InputError: ``fn`` returns one number, or another number of rows; it uses a tensor that requires grad and is
             neither among the rows nor in ``params``; the rows disagree.
         InputTypeError: ``fn`` returns something else.
@@ -68,8 +78,7 @@ def chunked_loss(
         >>> torch.allclose(loss, squared_error(x, y).mean())
         True
     """
-    call = f"chunked_loss(fn, ..., chunk_size={chunk_size!r}, reduction={reduction!r})"
-    check_chunk_size(chunk_size, call)
+    call = f"chunked_loss({describe(fn)}, ..., reduction={reduction!r})"
     check_reduction(reduction, call)
     if reduction == "sum" and weight_total is not None:
         raise ConfigError(
@@ -78,35 +87,75 @@ def chunked_loss(
             expected="a divisor only where something is divided",
             fix="drop weight_total, or use reduction='mean'.",
         )
-    count: float | Tensor = 0
-    dtype = torch.get_default_dtype()
-
-    def chunk_sum(*chunk: Any) -> Tensor:
-        nonlocal count, dtype
-        output = fn(*chunk)
-        loss_sum, chunk_count = (
-            _read_pair(output, call) if isinstance(output, tuple) else _read_losses(output, chunk, call)
-        )
-        count = count + chunk_count
-        dtype = loss_sum.dtype if isinstance(output, tuple) else output.dtype
-        return loss_sum
-
-    total = sum_of_chunks(chunk_sum, rows, parameters_of(call, fn, params), chunk_size=chunk_size, call=call)
+    size = as_size(call, chunk_size, memory_budget)
+    problem = _Problem(call, fn, rows, parameters_of(call, fn, params))
+    if check:
+        check_independence(fn, rows, call=call)
+    total, count, dtype = problem.run(rows, size.plan(problem).chunk_size if isinstance(size, Sizer) else size)
     if reduction == "mean":
         # The gradients above are the sum's. This division reaches them as the one factor that backward multiplies by.
         total = total / (count if weight_total is None else weight_total)
     return total.to(dtype)
 
 
-def check_chunk_size(chunk_size: object, call: str) -> None:
-    """Check a number of rows per chunk."""
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(
-            call,
-            got=f"chunk_size={chunk_size!r}",
-            expected="a whole number of rows, 1 or more",
-            fix="pass the number of rows whose activations fit; a few thousand for a small MLP.",
+class _Problem:
+    """A loss whose chunk size may be to be chosen: a `memkit.chunk.sizing.Problem`."""
+
+    def __init__(self, call: str, fn: Callable[..., Any], rows: Sequence[Any], params: Sequence[Tensor]) -> None:
+        self.name, self._fn, self._rows, self._params = call, fn, rows, params
+        self.num_rows = count_rows(rows, call)
+        self._tensors = [each for each in rows if isinstance(each, Tensor)]
+        self.is_on_cpu = all(tensor.is_cpu for tensor in (*self._tensors, *params))
+
+    def run(self, rows: Sequence[Any], chunk_size: int, head: int = 0) -> tuple[Tensor, float | Tensor, torch.dtype]:
+        """Return the sum, what it counts for, and the dtype of the losses."""
+        count: float | Tensor = 0
+        dtype = torch.get_default_dtype()
+
+        def chunk_sum(*chunk: Any) -> Tensor:
+            nonlocal count, dtype
+            output = self._fn(*chunk)
+            loss_sum, chunk_count = (
+                _read_pair(output, self.name) if isinstance(output, tuple) else _read_losses(output, chunk, self.name)
+            )
+            count = count + chunk_count
+            dtype = loss_sum.dtype if isinstance(output, tuple) else output.dtype
+            return loss_sum
+
+        total = sum_of_chunks(
+            chunk_sum, rows, self._params, chunk_size=chunk_size, call=self.name, behind=self._fn, head=head
         )
+        return total, count, dtype
+
+    def kind(self) -> Hashable:
+        """See `memkit.chunk.sizing.Problem`."""
+        needs = tuple(torch.is_grad_enabled() and each.requires_grad for each in (*self._tensors, *self._params))
+        return needs, kind_of(self._fn, self._tensors, [each for each in self._rows if not isinstance(each, Tensor)])
+
+    def held_bytes(self, found: Measurement) -> tuple[int, int]:  # noqa: ARG002 - the same for all sizes
+        """See `memkit.chunk.sizing.Problem`."""
+        return _gradient_bytes(self._tensors, self._params), 0
+
+    def measure(self, num_rows: int) -> Measurement:
+        """See `memkit.chunk.sizing.Problem`."""
+        length = min(num_rows, self.num_rows)
+        head = min(HEAD, self.num_rows - length)
+        rows = [
+            each.detach()[: head + length].requires_grad_(each.requires_grad)
+            if isinstance(each, Tensor) and each.dim()
+            else each
+            for each in self._rows
+        ]
+        with undone(module_of(self._fn)):
+            _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
+        held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)
+        return Measurement(num_rows, peak - held)
+
+
+def _gradient_bytes(rows: Sequence[Tensor], params: Sequence[Tensor]) -> int:
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(each.nbytes for each in rows if each.requires_grad) + sum(map(sum_bytes, params))
 
 
 def check_reduction(reduction: object, call: str) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, get_args
+from typing import Any, SupportsIndex, get_args
 
 from torch import Tensor
 
 from memkit._errors import ConfigError, InputError
 from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
-from memkit.chunk.map import describe
+from memkit.chunk.engine_params import describe
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
+from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
 def chunked_segment_reduce(
@@ -24,7 +25,8 @@ def chunked_segment_reduce(
     reduce: Reduce = "sum",
     gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     weight: Tensor | None = None,
-    chunk_size: int,
+    chunk_size: ChunkSize | Sizer = "auto",
+    memory_budget: SupportsIndex | str | None = None,
     params: Iterable[Tensor] | None = None,
     strategy: Strategy = "auto",
     preserve_rng_state: bool = True,
@@ -50,7 +52,8 @@ def chunked_segment_reduce(
             ``x[src]``, picked chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
         weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` divides by the number of edges
             all the same.
-        chunk_size: Edges of one call.
+        chunk_size: Edges of one call, or ``"auto"``: see `memkit.chunk.map.chunked_map`.
+        memory_budget: As in `memkit.chunk.map.chunked_map`; running sums count, the result does not.
         params: As in `memkit.chunk.map.chunked_map`.
         strategy: As in `memkit.chunk.map.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and a gradient
             as large as ``x`` is made for each chunk.
@@ -63,7 +66,8 @@ def chunked_segment_reduce(
         precision is added up in float32.
 
     Raises:
-        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is none.
+        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is none, or not even one edge fits into
+            ``memory_budget``.
         InputError: Numbers of edges differ, an index is out of range (looked at on the CPU), ``fn`` returns something
             else, or what `memkit.chunk.map.chunked_map` raises.
         StateError: In the backward: ``create_graph=True`` with ``strategy="auto"``.
@@ -99,8 +103,8 @@ def chunked_segment_reduce(
     call = ChunkedCall(
         name,
         functools.partial(_message, name, fn),
-        reduction(reduce, segments, chunk_size),
-        chunk_size=chunk_size,
+        reduction(reduce, segments),
+        as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
         num_rows=segments.num_edges,
         num_kept=num_kept,
         check=check,

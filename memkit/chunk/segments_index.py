@@ -7,6 +7,8 @@ from torch import Tensor
 
 from memkit._errors import InputError
 
+_BLOCK = 1 << 16
+
 
 class Segments:
     """The segment of every edge.
@@ -39,7 +41,7 @@ class Segments:
             self._check(call, "ptr", ptr)
             num_segments = self._matching(call, num_segments, len(ptr) - 1)
             self.num_edges = int(ptr[-1]) if len(ptr) else -1
-            if num_segments < 0 or int(ptr[0]) != 0 or bool((ptr.diff() < 0).any()):
+            if num_segments < 0 or int(ptr[0]) != 0 or bool((ptr[1:] < ptr[:-1]).any()):
                 self._refuse(call, "a ptr that does not rise from 0", "0 first, then where each segment ends")
         elif index is not None:
             self._check(call, "index", index)
@@ -65,15 +67,26 @@ class Segments:
         """The segments of some edges, int64 (length,); from a ``ptr`` they are never made for all edges."""
         if self._index is not None:
             return self._index.narrow(0, start, length).long()
-        edges = torch.arange(start, start + length, device=self.tensor.device)
-        return torch.bucketize(edges, self.tensor[1:].long(), right=True)
+        edges = torch.arange(start, start + length, dtype=self.tensor.dtype, device=self.tensor.device)
+        return torch.bucketize(edges, self.tensor[1:], right=True)
 
     def counts(self) -> Tensor:
         """Edges of each segment, int64 (num_segments,)."""
         if self._index is None:
             return self.tensor.diff().long()
-        ones = self._index.new_ones(1, dtype=torch.int64).expand(self.num_edges)
-        return ones.new_zeros(self.num_segments).scatter_add_(0, self._index.long(), ones)
+        counts = self._index.new_zeros(self.num_segments, dtype=torch.int64)
+        for part in torch.split(self._index, _BLOCK):  # in blocks: int32 has to be converted
+            counts.scatter_add_(0, part.long(), counts.new_ones(1).expand(len(part)))
+        return counts
+
+    def are_empty(self) -> Tensor:
+        """Which segments have no edge, bool (num_segments,)."""
+        if self._index is None:
+            return self.tensor[1:] == self.tensor[:-1]
+        are_empty = self._index.new_ones(self.num_segments, dtype=torch.bool)
+        for part in torch.split(self._index, _BLOCK):
+            are_empty.scatter_(0, part.long(), value=False)
+        return are_empty
 
     @staticmethod
     def _matching(call: str, given: int | None, found: int) -> int:

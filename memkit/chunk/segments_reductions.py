@@ -5,24 +5,24 @@ A segment may lie in many chunks, in any order: sums and largest values are carr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memkit._streamed import accumulator_dtype
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream, spans
+from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.segments_index import Segments
 
 Reduce = Literal["sum", "mean", "max", "min", "softmax"]
 
 
-def reduction(reduce: Reduce, segments: Segments, chunk_size: int) -> Assembly:
+def reduction(reduce: Reduce, segments: Segments) -> Assembly:
     """Return what reduces messages over segments."""
     match reduce:
         case "softmax":
-            return _Softmax(segments, chunk_size)
+            return _Softmax(segments)
         case "max" | "min":
             return _Extreme(segments, reduce)
         case _:
@@ -33,6 +33,7 @@ class _OverSegments(Assembly):
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
         self.indices = (segments.tensor,)
+        self.num_segments = segments.num_segments
 
     def _new(self, message: Tensor, fill: float, dtype: torch.dtype) -> Tensor:
         """One row for each segment."""
@@ -43,6 +44,11 @@ class _Sum(_OverSegments):
     def __init__(self, segments: Segments, *, is_mean: bool) -> None:
         super().__init__(segments)
         self._divisors = segments.counts().clamp_(min=1) if is_mean else None
+        self.built_bytes = 0 if self._divisors is None else self._divisors.nbytes
+
+    def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
+        wide, (output,) = accumulator_dtype(outputs[0].dtype), outputs
+        return (0 if wide == output.dtype else _row_bytes(output, wide)), 0
 
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
         total = None
@@ -86,6 +92,12 @@ class _Extreme(_OverSegments):
         self._how: Literal["amax", "amin"] = "amax" if reduce == "max" else "amin"
         # Numbers of edges are stored for each output: four bytes where they are enough.
         self._dtype = torch.int32 if segments.num_edges < torch.iinfo(torch.int32).max else torch.int64
+        self._are_empty = segments.are_empty()
+        self.built_bytes = self._are_empty.nbytes
+
+    def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:
+        winners = _row_bytes(outputs[0], self._dtype) if for_backward else 0
+        return winners, winners
 
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
         best = winners = None
@@ -96,7 +108,7 @@ class _Extreme(_OverSegments):
             self._take(best, winners, start, message)
             del message  # before the next chunk runs
         assert best is not None  # noqa: S101 - there is always a chunk
-        best.masked_fill_(like_rows(self._segments.counts() == 0, best), 0)
+        best.masked_fill_(like_rows(self._are_empty, best), 0)
         return [best], [] if winners is None else [winners]
 
     def _take(self, best: Tensor, winners: Tensor | None, start: int, message: Tensor) -> None:
@@ -141,15 +153,21 @@ class _Extreme(_OverSegments):
 class _Softmax(_OverSegments):
     """Each message's share of its segment: (num_edges, ...), in the order of the edges."""
 
-    def __init__(self, segments: Segments, chunk_size: int) -> None:
+    def __init__(self, segments: Segments) -> None:
         super().__init__(segments)
-        self._chunk_size = chunk_size
+        self._spans: list[tuple[int, int]] = []  # of the call that was collected last
+
+    def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
+        mean = _row_bytes(outputs[0], accumulator_dtype(outputs[0].dtype))
+        return _row_bytes(outputs[0], outputs[0].dtype) + mean, mean
 
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
         output = top = None
+        self._spans = []
         for start, (message,) in pieces:
+            self._spans.append((start, len(message)))
             if output is None or top is None:
-                output = message.new_empty((self._segments.num_edges, *message.shape[1:]))
+                output = message.new_empty((pieces.num_rows, *message.shape[1:]))
                 top = self._new(message, float("-inf"), message.dtype)
             ids = self._segments.of(start, len(message))
             output.narrow(0, start, len(message)).copy_(message)
@@ -158,10 +176,10 @@ class _Softmax(_OverSegments):
         assert output is not None  # noqa: S101 - there is always a chunk
         assert top is not None  # noqa: S101
         total = self._new(output, 0, accumulator_dtype(output.dtype))
-        for start, length in self._spans():
+        for start, length in self._spans:
             ids = self._segments.of(start, length)
             total.index_add_(0, ids, self._powers(output.narrow(0, start, length), top, ids))
-        for start, length in self._spans():
+        for start, length in self._spans:
             ids, rows = self._segments.of(start, length), output.narrow(0, start, length)
             rows.copy_(self._powers(rows, top, ids).div_(total.index_select(0, ids)))
         return [output], [output] if pieces.for_backward else []
@@ -170,14 +188,11 @@ class _Softmax(_OverSegments):
     def _powers(rows: Tensor, top: Tensor, ids: Tensor) -> Tensor:
         return rows.to(accumulator_dtype(rows.dtype)).sub(top.index_select(0, ids)).exp_()
 
-    def _spans(self) -> Iterable[tuple[int, int]]:
-        return spans(self._segments.num_edges, self._chunk_size)
-
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
         (gradient,), (output,) = gradients, saved
         mean = self._new(output, 0, accumulator_dtype(output.dtype))
         if gradient is not None:
-            for start, length in self._spans():
+            for start, length in self._spans:
                 shares = output.narrow(0, start, length).to(mean.dtype)
                 mean.index_add_(0, self._segments.of(start, length), shares * gradient.narrow(0, start, length))
 
@@ -202,3 +217,8 @@ class _Softmax(_OverSegments):
 def like_rows(column: Tensor, rows: Tensor) -> Tensor:
     """One number for each row, shaped so that it meets the whole row."""
     return column.view(-1, *[1] * (rows.dim() - 1))
+
+
+def _row_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
+    """What a row of a tensor takes in another dtype."""
+    return tensor[0].numel() * dtype.itemsize if len(tensor) else 0

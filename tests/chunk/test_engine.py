@@ -31,7 +31,7 @@ def gradients(module, *tensors):
 
 
 def run(fn, x, num_kept=0, chunk_size=16, **kwargs):
-    call = ChunkedCall("test()", fn, _Rows(None), chunk_size=chunk_size, num_kept=num_kept)
+    call = ChunkedCall("test()", fn, _Rows(None), chunk_size, num_kept=num_kept)
     return call.run((x,), kwargs, params=None, strategy="auto")
 
 
@@ -108,8 +108,10 @@ def test_captured_intermediate_is_refused():
     scale = torch.randn(3, requires_grad=True)
     twice = 2 * scale
     x = torch.randn(10, 3)
-    with pytest.raises(InputError, match=r"a tensor of shape \(3,\)"):
+    with pytest.raises(InputError, match=r"`twice` of shape \(3,\)"):
         chunked_map(lambda rows: rows * twice, x, chunk_size=4)
+    with pytest.raises(InputError, match=r"`twice` of shape"):  # torch's own error would come in the second chunk
+        chunked_map(lambda rows: rows * twice, x, chunk_size=4, params=[scale])
     with pytest.raises(InputError, match="computed from others"):
         chunked_map(lambda rows: rows * twice, x, chunk_size=4, params=[twice])
     with pytest.raises(InputError, match="`scale`"):
@@ -246,7 +248,7 @@ def test_kept_pieces_are_not_run_again():
 
     x = torch.randn(50, 3, requires_grad=True)
     run(fn, x, num_kept=2).sum().backward()
-    assert calls == [16, 16, 16, 2, 16, 2]
+    assert calls == [16, 16, 16, 2, 16, 16]
 
 
 def test_create_graph_is_refused_with_the_way_out():
@@ -339,9 +341,9 @@ def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
 
 def test_kept_graphs_cost_what_they_keep():
     module, x = mlp(width=128, inputs=8, outputs=1), torch.randn(8192, 8)
-    peaks = [peak(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 4, 8)]
+    peaks = [peak(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 1, 5)]
     graph = 512 * (2 * 128 + 1) * 4  # what GELU and the last layer save, and the result
-    assert 0.8 * 4 * graph < peaks[1] - peaks[0] <= 4 * graph  # the first chunk has a graph in any case
+    assert peaks[1] == peaks[0]  # the last chunk's graph is there in any case, to be kept or made again
     assert_close(peaks[2] - peaks[1], 4 * graph, rtol=0.01, atol=0)
 
 
@@ -364,7 +366,7 @@ def test_inference_has_one_output_and_one_chunk():
 
 def test_settings_are_checked():
     x = torch.randn(4, 3)
-    for chunk_size in (0, -1, 2.0, "auto", True):
+    for chunk_size in (0, -1, 2.0, "all", True):
         with pytest.raises(ConfigError, match="chunk_size"):
             chunked_map(torch.sin, x, chunk_size=chunk_size)
     with pytest.raises(ConfigError, match="'checkpoint'"):

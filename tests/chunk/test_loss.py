@@ -125,7 +125,7 @@ def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, ro
     assert (too_late[0] - exact[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None, "auto"])
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None])
 def test_chunk_sizes(chunk_size, model, rows):
     with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows"):
         chunked_loss(model, rows[0], chunk_size=chunk_size)
@@ -138,7 +138,7 @@ def test_a_divisor_without_division_is_refused(model, rows):
 
 def test_forgotten_parameters_are_refused(model, rows):
     """Inside an autograd function a closure's parameters get no gradient, and nobody says so."""
-    with pytest.raises(mk.InputError, match=r"shape \((16, 6|16,|5, 16|5,)\) that requires grad"):
+    with pytest.raises(mk.InputError, match=r"`model.0.bias` of shape \(16,\).*params="):
         chunked_loss(lambda x: model(x).square(), rows[0], chunk_size=8)
 
 

@@ -1,0 +1,146 @@
+"""A function and how it is cut, for a loop that calls it again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, SupportsIndex
+
+import torch
+from torch import Tensor
+
+from memkit.chunk.engine_params import describe
+from memkit.chunk.loss import chunked_loss
+from memkit.chunk.map import chunked_map, map_call
+from memkit.chunk.segments import chunked_segment_reduce
+from memkit.chunk.segments_reductions import Reduce
+from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
+
+
+class ChunkedProcessor:
+    """Run a function of rows in pieces, forward and backward, within a memory budget.
+
+    The pieces are as large as is fast, or as the budget allows. What the budget leaves buys time back: the graphs of as
+    many chunks as fit are kept, and those chunks need not be run again. Sizes are measured on the first rows of the
+    first call of a kind (shapes, dtypes, modes), by bytes and not by the clock, so that the same call is cut alike in
+    every run; calls of that kind with other numbers of rows use what was measured.
+
+    Args:
+        fn: A module or function that treats each row by itself. It is run again in the backward.
+        chunk_size: Rows of one call of ``fn``, or ``"auto"``.
+        memory_budget: With ``"auto"``, what a call may take at any moment beyond its arguments and its result, in bytes
+            or as text such as ``"512MiB"``. The gradients that it makes count, and running sums. None for chunks of
+            16 MiB on a CPU, 256 MiB elsewhere.
+        params: Leaf tensors that a plain function uses and that need a gradient. A module brings its own.
+        preserve_rng_state: Whether the backward draws the random numbers of the forward. Dropout needs it.
+        check: Whether to try on a few rows that ``fn`` treats each row by itself.
+
+    Raises:
+        ConfigError: ``chunk_size`` or ``memory_budget`` is none, or both are given.
+        InputTypeError: ``memory_budget`` is no size.
+
+    Memory cost: of a call the result, the gradients that it makes, and what one chunk takes; never more than the
+    budget beyond the result.
+
+    Time cost: the first call of a kind runs about one and a half chunks more, forward and backward, to measure.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 128), torch.nn.GELU(), torch.nn.Linear(128, 1))
+        >>> proc = mk.ChunkedProcessor(mlp, memory_budget="4MiB")
+        >>> x = torch.randn(100_000, 3)
+        >>> y = proc(x)
+        >>> y.square().mean().backward()
+        >>> plan = proc.plan(x)
+        >>> plan.predicted_peak_bytes <= 4 * 2**20, plan.num_chunks > 1
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        chunk_size: ChunkSize = "auto",
+        memory_budget: SupportsIndex | str | None = None,
+        params: Iterable[Tensor] | None = None,
+        preserve_rng_state: bool = True,
+        check: bool = True,
+    ) -> None:
+        self._fn, self._name = fn, f"ChunkedProcessor({describe(fn)})"
+        self._size = as_size(self._name, chunk_size, memory_budget)
+        self._params = None if params is None else list(params)
+        self._preserve_rng_state, self._check = preserve_rng_state, check
+
+    def __call__(self, *rows: Any) -> Any:
+        """Return ``fn(*rows)``: see `map`."""
+        return self.map(*rows)
+
+    def map(self, *rows: Any, output_device: str | torch.device | None = None) -> Any:
+        """Compute ``fn(*rows)``: see `memkit.chunked_map`."""
+        return chunked_map(
+            self._fn,
+            *rows,
+            chunk_size=self._size,
+            params=self._params,
+            preserve_rng_state=self._preserve_rng_state,
+            output_device=output_device,
+            check=self._check,
+        )
+
+    def segment_reduce(
+        self,
+        *edge_rows: Any,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        num_segments: int | None = None,
+        reduce: Reduce = "sum",
+        gather: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Reduce ``fn(*edge_rows, **gathered)`` over segments: see `memkit.chunked_segment_reduce`."""
+        return chunked_segment_reduce(
+            self._fn,
+            *edge_rows,
+            index=index,
+            ptr=ptr,
+            num_segments=num_segments,
+            reduce=reduce,
+            gather=gather,
+            weight=weight,
+            chunk_size=self._size,
+            params=self._params,
+            preserve_rng_state=self._preserve_rng_state,
+            check=self._check,
+        )
+
+    def loss(
+        self,
+        *rows: Any,
+        reduction: Literal["mean", "sum"] = "mean",
+        weight_total: float | Tensor | None = None,
+    ) -> Tensor:
+        """Compute a loss with its gradients; ``fn`` returns losses of rows: see `memkit.chunked_loss`."""
+        return chunked_loss(
+            self._fn,
+            *rows,
+            chunk_size=self._size,
+            reduction=reduction,
+            weight_total=weight_total,
+            params=self._params,
+            check=self._check,
+        )
+
+    def plan(self, *rows: Any) -> ChunkPlan:
+        """Say how `map` would cut a call with these arguments, and what it would take; measures where it must.
+
+        Raises:
+            ConfigError: Not even one row fits into the budget.
+            InputError: What `map` would refuse.
+        """
+        call = map_call(self._name, self._fn, self._size, check=self._check)
+        return call.choose(rows, {}, params=self._params)
+
+    @property
+    def last_plan(self) -> ChunkPlan | None:
+        """How the last call was cut, of whatever form; None before the first, and with a given ``chunk_size``."""
+        return self._size.last if isinstance(self._size, Sizer) else None

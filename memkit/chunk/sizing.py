@@ -1,0 +1,344 @@
+"""How many rows make a chunk: by bytes that are measured on the function itself, and never by the clock.
+
+So the same call is cut the same way in every run, and rounds alike.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from math import inf, log
+from typing import Literal, Protocol, SupportsIndex
+
+from memkit._errors import ConfigError
+from memkit._units import format_bytes, parse_budget
+
+ChunkSize = int | Literal["auto"]
+
+_FIRST_SIZE = 4  # one row alone can take another path: products become matrix-vector products
+# What chunks take without a budget. On a CPU it is a share of the last cache: measured, 4 to 64 MiB are equally fast.
+# On an accelerator a chunk must be long against the start of a kernel; not measured yet.
+_CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
+_FILL = 0.97  # of a budget: the rest is for rounding by the allocator
+_MIN_GRAPHS = 8
+_MAX_REFINEMENTS = 3
+_SAME = 0.9  # a size that was measured serves for one up to so much larger
+_MAX_KINDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one chunk took, forward and backward.
+
+    Attributes:
+        num_rows: Its rows.
+        forward_bytes: Its peak in the forward, without what the call holds however it is cut: the result, running sums.
+        backward_bytes: Its peak in the backward, without the result, running sums, and the gradients of the call.
+        kept_bytes: What its graph holds between forward and backward.
+        segment_bytes: What the call held for each segment of its result besides, in the forward and in the backward.
+    """
+
+    num_rows: int
+    forward_bytes: int
+    backward_bytes: int = 0
+    kept_bytes: int = 0
+    segment_bytes: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How a call is cut.
+
+    Attributes:
+        chunk_size: Rows of a chunk.
+        num_chunks: How many there are.
+        num_kept: Of how many the graph is kept, which saves running them again in the backward.
+        fixed_bytes: What the call holds however it is cut: the gradients that it makes, and running sums. Without the
+            result.
+        predicted_peak_bytes: What the call will take at its peak beyond its arguments and its result.
+        measured_peak_bytes: What a call of one such chunk took, on the same terms, when it was tried.
+    """
+
+    chunk_size: int
+    num_chunks: int
+    num_kept: int
+    fixed_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+
+
+def as_size(
+    call: str, chunk_size: object, memory_budget: SupportsIndex | str | None, *, may_choose: bool = True
+) -> int | Sizer:
+    """Read the two settings of a call.
+
+    Args:
+        call: The user's call, for messages.
+        chunk_size: A number of rows, ``"auto"``, or the `Sizer` of a processor.
+        memory_budget: Bytes or text, or None.
+        may_choose: Whether ``"auto"`` is possible.
+
+    Raises:
+        ConfigError: Neither a number nor ``"auto"``, a budget with a number, or ``"auto"`` where it is not possible.
+    """
+    if isinstance(chunk_size, Sizer) or chunk_size == "auto":
+        if may_choose:
+            return chunk_size if isinstance(chunk_size, Sizer) else Sizer(memory_budget)
+        raise ConfigError(
+            call,
+            got="chunk_size='auto' with a strategy that keeps what it computes",
+            expected="a number of rows: what the call takes does not depend on the chunk alone",
+            fix="pass for example chunk_size=4096.",
+        )
+    size = check_chunk_size(call, chunk_size)
+    if memory_budget is not None:
+        raise ConfigError(
+            call,
+            got=f"memory_budget={memory_budget!r} with chunk_size={size}",
+            expected="one of them: a budget is what chunk_size='auto' chooses within",
+            fix="leave chunk_size out.",
+        )
+    return size
+
+
+def check_chunk_size(call: str, chunk_size: object) -> int:
+    """Return a number of rows; refuse what is none."""
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ConfigError(
+            call,
+            got=f"chunk_size={chunk_size!r}",
+            expected="a whole number of rows, at least 1, or 'auto'",
+            fix="pass for example chunk_size=4096.",
+        )
+    return chunk_size
+
+
+class Problem(Protocol):
+    """A call that is to be cut.
+
+    Attributes:
+        name: The user's call, for messages.
+        num_rows: Its rows.
+        is_on_cpu: Whether its tensors are in host memory.
+    """
+
+    name: str
+    num_rows: int
+    is_on_cpu: bool
+
+    def kind(self) -> Hashable:
+        """What tells calls apart for which a measurement holds, whatever their number of rows."""
+
+    def held_bytes(self, found: Measurement) -> tuple[int, int]:
+        """What the call holds however it is cut, in the forward and in the backward: running sums, gradients."""
+
+    def measure(self, num_rows: int) -> Measurement:
+        """Run a chunk of so many rows, forward and backward, as the call would."""
+
+
+class Sizer:
+    """Chooses how calls are cut, and remembers what it measured.
+
+    Args:
+        budget: What a call may take beyond its arguments and its result, in bytes, or text such as ``"512MiB"``; None
+            for a chunk as large as is fast.
+
+    Raises:
+        ConfigError: The budget is nothing.
+        InputTypeError: It is no size.
+
+    Attributes:
+        last: How the last call was cut.
+    """
+
+    def __init__(self, budget: SupportsIndex | str | None) -> None:
+        self.budget_bytes = None if budget is None else parse_budget(budget, None)
+        self.last: ChunkPlan | None = None
+        self._known: OrderedDict[Hashable, dict[int, Measurement]] = OrderedDict()
+
+    def plan(self, problem: Problem) -> ChunkPlan:
+        """Choose how one call is cut.
+
+        Raises:
+            ConfigError: Not even one row fits into the budget.
+        """
+        kind = problem.kind()
+        known = self._known.pop(kind, {})  # and in again as the newest
+        try:
+            self.last = _Choice(problem, known, self.budget_bytes).make()
+            return self.last
+        finally:
+            self._known[kind] = known
+            if len(self._known) > _MAX_KINDS:
+                self._known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A measured size, with what the call holds in any case."""
+
+    found: Measurement
+    held: tuple[int, int]
+
+    @property
+    def num_rows(self) -> int:
+        return self.found.num_rows
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.found.kept_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What it adds to what the call holds in any case."""
+        return max(self.grown(1.0), self.kept_bytes, 1)
+
+    def grown(self, factor: float) -> int:
+        """What a chunk adds of which each phase takes so many times as much."""
+        in_forward, in_backward = self.held
+        found = self.found
+        peak = max(in_forward + factor * found.forward_bytes, in_backward + factor * found.backward_bytes)
+        return int(peak) - max(self.held)
+
+    def rows_in(self, room: int, more: int = 0) -> int:
+        """How many rows fit, with so many more graphs of chunks as large, if all grows in proportion."""
+        total, found = room + max(self.held), self.found
+        factors = [
+            (total - held) / (taken + more * found.kept_bytes)
+            for held, taken in zip(self.held, (found.forward_bytes, found.backward_bytes), strict=True)
+            if taken > 0
+        ]
+        return max(1, int(self.num_rows * min(factors, default=1.0)))
+
+
+def plan_of(problem: Problem, chunk_size: int) -> ChunkPlan:
+    """Say what a call takes whose size is given."""
+    found = problem.measure(max(1, min(chunk_size, problem.num_rows)))
+    chunk = _Chunk(found, problem.held_bytes(found))
+    peak = max(chunk.held) + chunk.peak_bytes
+    return ChunkPlan(chunk_size, max(1, -(-problem.num_rows // chunk_size)), 0, max(chunk.held), peak, peak)
+
+
+class _Choice:
+    """A choice among sizes that are tried.
+
+    Sizes grow by four or two, as long as nothing seen so far says that the next one takes too much: kernels change with
+    the size, so a size is only used when it was measured. The last k chunks keep their graphs, and take
+    ``peak + (k - 1) * kept`` together: the backward of the last one begins while the other graphs are there. Within a
+    budget the size is then changed so that whole graphs fill it.
+
+    Args:
+        problem: What is cut.
+        known: What was measured before, by number of rows; what is measured now comes in.
+        budget_bytes: What may not be exceeded, and is worth filling; None for a chunk as large as is fast.
+    """
+
+    def __init__(self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None) -> None:
+        self._problem, self._known, self._num_rows = problem, known, max(problem.num_rows, 1)
+        self._budget = budget_bytes
+        self._first_size = min(_FIRST_SIZE, self._num_rows)
+        self._held = problem.held_bytes(self._measured(self._first_size))
+
+    def make(self) -> ChunkPlan:
+        """Choose."""
+        fixed, best = max(self._held), self._try(self._first_size)
+        target = _CPU_BYTES if self._problem.is_on_cpu else _ACCELERATOR_BYTES
+        room = target if self._budget is None else int(_FILL * self._budget) - fixed
+        while best.peak_bytes > room and best.num_rows > 1:
+            best = self._try(best.num_rows // 2)
+        if self._budget is None:  # then one row may take more
+            room = max(room, best.peak_bytes)
+        elif best.peak_bytes > room:
+            self._refuse(best, room, fixed)
+        # Either the chunk fills the room, or many graphs do: few large ones would leave much of it.
+        limit = room if room <= 2 * target else min(target, room // _MIN_GRAPHS)
+        best = self._largest(best, room, max(limit, best.peak_bytes))
+        num_chunks = max(1, -(-self._num_rows // best.num_rows))
+        num_kept, peak = self._keep(best, room, num_chunks)
+        return ChunkPlan(
+            chunk_size=best.num_rows,
+            num_chunks=num_chunks,
+            num_kept=num_kept,
+            fixed_bytes=fixed,
+            predicted_peak_bytes=fixed + peak,
+            measured_peak_bytes=fixed + best.peak_bytes,
+        )
+
+    def _largest(self, best: _Chunk, room: int, limit: int) -> _Chunk:
+        """The largest size that takes no more than the limit, or one that fills the room with whole graphs."""
+        growth = 1.0
+        while factor := _factor(best, self._num_rows, growth, limit):
+            found = self._near(min(best.num_rows * factor, self._num_rows))
+            if found.num_rows == best.num_rows:
+                break
+            if found.peak_bytes > limit:  # another kernel: what was seen before did not tell
+                return best
+            growth = max(1.0, _growth(best, found))
+            best = found
+        if self._budget is None:
+            return best
+        for _ in range(_MAX_REFINEMENTS):
+            graph = best.kept_bytes * best.rows_in(limit) // best.num_rows
+            more = -(-(room - limit) // graph) if graph > 0 else 0
+            size = min(best.rows_in(room, more), best.rows_in(limit), self._num_rows)
+            found = self._near(size)
+            if found.num_rows == best.num_rows or found.peak_bytes > limit:
+                break
+            best = found
+        return best
+
+    def _near(self, size: int) -> _Chunk:
+        """The size itself, or the largest that was measured before and is hardly smaller."""
+        if size in self._known:
+            return self._try(size)
+        return self._try(max((rows for rows in self._known if _SAME * size <= rows <= size), default=size))
+
+    def _keep(self, chunk: _Chunk, room: int, num_chunks: int) -> tuple[int, int]:
+        """Of how many chunks the graph fits, and the peak with them."""
+        kept = chunk.kept_bytes
+        if kept <= 0:
+            return 0, chunk.peak_bytes
+        # The last chunk may be short. Its backward comes first, then that of a full one without it.
+        last = self._num_rows - (num_chunks - 1) * chunk.num_rows
+        short = min(self._try(size).peak_bytes for size in list(self._known) if size >= last)
+        short = min(short, chunk.peak_bytes)
+        count = min(1 + (room - short) // kept, 2 + (room - chunk.peak_bytes) // kept, num_chunks)
+        return count, max(chunk.peak_bytes + max(count - 2, 0) * kept, short + (count - 1) * kept)
+
+    def _refuse(self, row: _Chunk, room: int, fixed: int) -> None:
+        raise ConfigError(
+            self._problem.name,
+            got=f"memory_budget={format_bytes(self._budget or 0)}, which leaves {format_bytes(max(room, 0))} to chunks "
+            f"where {row.num_rows} row takes {format_bytes(row.peak_bytes)}",
+            expected=f"room for one row's forward and backward, besides {format_bytes(fixed)} for gradients and "
+            "running sums, which chunks do not make smaller",
+            fix=f"pass a memory_budget of at least {format_bytes(int((fixed + 16 * row.peak_bytes) / _FILL))}.",
+        )
+
+    def _try(self, size: int) -> _Chunk:
+        return _Chunk(self._measured(size), self._held)
+
+    def _measured(self, size: int) -> Measurement:
+        if size not in self._known and size == self._num_rows:
+            # Calls of ever other numbers of rows: what took more rows, though not many more, tells enough.
+            larger = min((rows for rows in self._known if size < rows <= 2 * size), default=size)
+            if larger > size:
+                return replace(self._known[larger], num_rows=size)
+        if size not in self._known:
+            self._known[size] = self._problem.measure(size)
+        return self._known[size]
+
+
+def _factor(best: _Chunk, num_rows: int, growth: float, limit: int) -> int:
+    """By how much the next size may be larger; 0 where none may."""
+    if best.num_rows >= num_rows:
+        return 0
+    return next((factor for factor in (4, 2) if best.grown(factor**growth) <= limit), 0)
+
+
+def _growth(before: _Chunk, after: _Chunk) -> float:
+    """The power of the number of rows with which the peak grew."""
+    if before.num_rows == after.num_rows or not before.peak_bytes or not after.peak_bytes:
+        return -inf
+    return log(after.peak_bytes / before.peak_bytes) / log(after.num_rows / before.num_rows)

@@ -1,0 +1,166 @@
+"""Chunk sizes by trial: within the budget at every trial, and the budget used where that saves time."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import memkit as mk
+from memkit.chunk.sizing import Measurement, Sizer
+
+MIB = 1 << 20
+
+
+class Problem:
+    """A call whose chunks take so many bytes a row in the forward and in the backward, and a power of their rows."""
+
+    name = "chunked(fn)"
+    is_on_cpu = True
+
+    def __init__(
+        self, num_rows, *, forward=600, backward=1000, kept=500, base=0, held=(0, 0), power=1, jump_at=10**9, kind=0
+    ):
+        self.num_rows, self.held, self._kind = num_rows, held, kind
+        self.forward, self.backward, self.kept, self.base = forward, backward, kept, base
+        self.power, self.jump_at = power, jump_at
+        self.tried = []
+
+    def kind(self):
+        return self._kind
+
+    def held_bytes(self, found):
+        return self.held
+
+    def take(self, num_rows):
+        """Peak of a call with chunks of so many rows, no graph kept."""
+        rows = num_rows**self.power * (28 if num_rows >= self.jump_at else 1)
+        return max(self.held[0] + self.forward * rows, self.held[1] + self.base + self.backward * rows)
+
+    def measure(self, num_rows):
+        self.tried.append(num_rows)
+        rows = num_rows**self.power * (28 if num_rows >= self.jump_at else 1)
+        return Measurement(num_rows, self.forward * rows, self.base + self.backward * rows, self.kept * rows)
+
+
+def peak_of(problem, plan):
+    """What a call takes that is cut so: simulated chunk by chunk, as the engine goes through them."""
+    full, last = plan.chunk_size, problem.num_rows - (plan.num_chunks - 1) * plan.chunk_size
+    lengths = [full] * (plan.num_chunks - 1) + [last]
+    graphs, peak = 0, 0
+    for number, length in enumerate(lengths):
+        peak = max(peak, problem.held[0] + graphs + problem.forward * length)
+        if number >= plan.num_chunks - plan.num_kept:
+            graphs += problem.kept * length
+    for length in reversed(lengths):
+        is_kept = graphs > 0
+        graphs -= problem.kept * length if is_kept else 0
+        peak = max(peak, problem.held[1] + graphs + problem.base + problem.backward * length)
+    return peak
+
+
+def test_without_a_budget_a_chunk_is_as_large_as_a_cache():
+    problem = Problem(10**6)
+    plan = Sizer(None).plan(problem)
+    assert 4 * MIB < plan.chunk_size * 1000 <= 16 * MIB
+    assert peak_of(problem, plan) <= 16 * MIB
+    assert sum(problem.tried) < 2 * plan.chunk_size
+
+
+def test_small_calls_are_one_chunk_and_keep_its_graph():
+    for num_rows in (0, 1, 50, 5000):
+        plan = Sizer(None).plan(Problem(num_rows))
+        assert (plan.num_chunks, plan.num_kept) == (1, 1)
+
+
+def test_without_a_budget_a_row_may_take_more():
+    plan = Sizer(None).plan(Problem(100, forward=60 * MIB, backward=100 * MIB, kept=50 * MIB))
+    assert (plan.chunk_size, plan.num_kept) == (1, 1)
+
+
+def test_a_kernel_that_jumps_is_not_believed_to_grow_in_proportion():
+    """Sizes are measured, not extrapolated: from 4096 rows on another kernel takes 28 times the memory."""
+    problem = Problem(10**6, jump_at=4096)
+    plan = Sizer(8 * MIB).plan(problem)
+    assert 4096 in problem.tried
+    assert plan.chunk_size < 4096
+    assert peak_of(problem, plan) <= 8 * MIB
+
+
+def test_growth_beyond_proportion_is_seen_before_it_hurts():
+    """A line through two small trials foresees a third of a quadratic function's peak."""
+    problem = Problem(10**6, power=2, kept=0)
+    plan = Sizer(64 * MIB).plan(problem)
+    assert max(map(problem.take, problem.tried)) <= 64 * MIB
+    assert problem.take(2 * plan.chunk_size) > 64 * MIB / 8  # and not out of fear
+    line = problem.take(16) + (problem.take(16) - problem.take(4)) / 12 * (plan.chunk_size - 16)
+    assert line < problem.take(plan.chunk_size) / 2
+
+
+def test_a_budget_for_not_even_one_row_is_refused():
+    with pytest.raises(mk.ConfigError, match=r"leaves 3.76 KiB.*1 row takes 4.88 KiB.*besides 1000 B.*at least"):
+        Sizer(5000).plan(Problem(100, backward=5000, held=(0, 1000)))
+
+
+def test_the_way_out_of_the_refusal_works():
+    problem = Problem(100, backward=5000, held=(0, 1000))
+    with pytest.raises(mk.ConfigError) as refused:
+        Sizer(5000).plan(problem)
+    assert Sizer(str(refused.value).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
+
+
+def test_what_was_measured_serves_other_numbers_of_rows_of_the_kind_and_no_other_kind():
+    sizer = Sizer(8 * MIB)
+    sizer.plan(Problem(10**6))
+    again = [Problem(num_rows) for num_rows in (10**6, 10**6 + 1, 700_001, 31_000)]
+    for problem in again:
+        assert peak_of(problem, sizer.plan(problem)) <= 8 * MIB
+    assert [problem.tried for problem in again] == [[], [], [], []]
+    other = Problem(10**6, kind=1)
+    sizer.plan(other)
+    assert other.tried
+
+
+def test_ever_other_small_numbers_of_rows_are_soon_not_measured_any_more():
+    sizer = Sizer(8 * MIB)
+    problems = [Problem(num_rows) for num_rows in range(3000, 3500, 7)]
+    for problem in problems:
+        assert peak_of(problem, sizer.plan(problem)) <= 8 * MIB
+    assert sum(len(problem.tried) for problem in problems[10:]) <= 3
+
+
+@given(
+    budget=st.integers(2 * MIB, 300 * MIB),
+    num_rows=st.integers(1, 10**6),
+    forward=st.integers(1, 5000),
+    more=st.integers(0, 5000),
+    share=st.floats(0.1, 1),
+    base=st.integers(0, MIB // 4),
+    held=st.tuples(st.integers(0, MIB), st.integers(0, MIB)),
+)
+@example(
+    budget=64 * MIB, num_rows=100_000, forward=3000, more=1300, share=1.0, base=200_000, held=(0, 200_000)
+)  # the edge MLP
+def test_a_budget_is_never_exceeded_and_used_where_time_can_be_bought(
+    budget, num_rows, forward, more, share, base, held
+):
+    problem = Problem(
+        num_rows, forward=forward, backward=forward + more, kept=int(forward * share) or 1, base=base, held=held
+    )
+    plan = Sizer(budget).plan(problem)
+    assert all(problem.take(size) <= budget for size in problem.tried)
+    peak = peak_of(problem, plan)
+    assert peak <= plan.predicted_peak_bytes <= budget
+    if plan.num_kept < plan.num_chunks and max(held) + base < 0.1 * budget:
+        assert peak >= 0.85 * budget
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None, "all"])
+def test_chunk_sizes(chunk_size):
+    with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows.*'auto'"):
+        mk.ChunkedProcessor(abs, chunk_size=chunk_size)
+
+
+def test_a_budget_needs_a_size_to_choose():
+    with pytest.raises(mk.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*leave chunk_size out"):
+        mk.ChunkedProcessor(abs, chunk_size=16, memory_budget="1MiB")
+    with pytest.raises(mk.ConfigError, match="budget"):
+        mk.ChunkedProcessor(abs, memory_budget=0)
