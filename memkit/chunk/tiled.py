@@ -42,8 +42,8 @@ def tiled_apply(
         tile_size: Places of the input that a tile owns, at most: one number, or one per dimension in ``dims``; rounded
             down to a multiple of the module's stride. What a tile reads is larger by the halo on both sides. With
             ``mode="constant"`` or ``"gaussian"`` the length of a window.
-        halo: ``"auto"``, or places on both sides of a tile: one number or one per dimension in ``dims``. A number is
-            believed: one that is too small gives wrong results near the cuts.
+        halo: ``"auto"``, or places on both sides of a tile: one number or one per dimension in ``dims``. One that is
+            smaller than what the module reaches is wrong near the cuts: a warning says so.
         dims: Dimensions that are cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         mode: ``"exact"``: equal to the module. ``"constant"``, ``"gaussian"``: an approximation for modules that look
             at the whole volume: windows that overlap are averaged, with equal weights or with weights that fall from
@@ -99,6 +99,7 @@ def tiled_apply(
         reaches = find_reach(module, x, dims)
         if halo != "auto":
             halos = _per_dim(x, dims, halo, "halo", least=0)
+            _warn_of_short_halos({dim: reach for dim, reach in reaches.items() if cut[dim] < x.shape[dim]}, halos)
             reaches = {dim: reach.with_halo(halos[dim]) for dim, reach in reaches.items()}
         for dim, reach in reaches.items():
             axes[dim] = ExactAxis.cut(x.shape[dim], cut[dim], reach)
@@ -191,6 +192,19 @@ def _per_dim(
             fix=f"pass {name}=32, or a tuple.",
         )
     return dict(zip(chosen, values, strict=True))
+
+
+def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> None:
+    needed = {dim: max(reach.before, reach.after) for dim, reach in reaches.items()}
+    short = [dim for dim in reaches if halos[dim] < needed[dim]]
+    if short:
+        warnings.warn(
+            f"tiled_apply: halo={tuple(halos[dim] for dim in short)} in dimensions {tuple(short)}, but results of the "
+            f"module depend on places up to {tuple(needed[dim] for dim in short)} away: they and gradients are wrong "
+            "near the cuts. halo='auto' takes these.",
+            MemkitWarning,
+            stacklevel=3,
+        )
 
 
 def _warn_of_no_effect(x: Tensor, axes: Sequence[Axis], reaches: dict[int, Reach]) -> None:

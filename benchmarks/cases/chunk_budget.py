@@ -1,0 +1,91 @@
+"""A memory budget for an edge MLP: how much of it is used, and what the kept graphs buy back.
+
+One million edges, MLP [128, 128, 128], forward and backward, as in `edge_mlp`; sum, and mean, max and softmax with
+gathered node features. Peaks are the CPU allocator's, by profiler events, above inputs, parameters, upstream gradient
+and the result; the first call's with its trials. Times are processor times, all budgets and plain in turns in one
+process, the smallest of the rounds.
+
+Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.chunk_budget   (10 minutes, 10 GB)
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases.edge_mlp import Graph, Message, forget, plain, step
+from benchmarks.result import write_result
+from memkit import ChunkedProcessor
+from tests.allocations import trace_allocations
+
+NUM_EDGES, MIB = 1_000_000, 2**20
+BUDGETS = (4, 16, 64, 256, 1024)
+CASES = [("sum", False, BUDGETS, 2), *((reduce, True, (64, 1024), 1) for reduce in ("mean", "max", "softmax"))]
+
+
+class Way:
+    """The processor's segment_reduce, for `edge_mlp.step`."""
+
+    def __init__(self, module: nn.Module, budget: int | None) -> None:
+        self.proc = ChunkedProcessor(module, memory_budget=None if budget is None else budget * MIB)
+
+    def __call__(self, module: nn.Module, graph: Graph) -> Tensor:  # noqa: ARG002 - it is the processor's own
+        return self.proc.segment_reduce(
+            graph.rows,
+            index=graph.index,
+            num_segments=graph.num_nodes,
+            reduce=graph.reduce,  # type: ignore[arg-type]
+            gather=None if graph.x is None else {"x_j": (graph.x, graph.src)},
+            weight=graph.weight,
+        )
+
+
+def measure(reduce: str, budgets: tuple[int, ...], rounds: int, *, gather: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    module, graph = Message((128,) * 3), Graph.make(NUM_EDGES, reduce, gather=gather)
+    output_bytes = graph.upstream.nbytes
+    ways: dict[str, Any] = {"plain": plain, "no budget": Way(module, None)}
+    ways |= {f"{budget} MiB": Way(module, budget) for budget in budgets}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, way in ways.items():
+        peaks = []
+        for _ in range(1 if way is plain else 2):
+            gc.collect()
+            peaks.append(trace_allocations(lambda way=way: step(way, module, graph)).peak - output_bytes)
+            forget(module, graph)
+        rows[name] = {"first_peak_bytes": peaks[0], "peak_bytes": peaks[-1]}
+        if way is not plain:
+            plan = way.proc.last_plan
+            rows[name] |= {
+                key: getattr(plan, key) for key in ("chunk_size", "num_chunks", "num_kept", "predicted_peak_bytes")
+            }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            gc.collect()
+            start = time.process_time()
+            step(way, module, graph)
+            times[name].append(time.process_time() - start)
+            forget(module, graph)
+    for name, row in rows.items():
+        row["ratio"] = round(min(times[name]) / min(times["plain"]), 3)
+    return {"reduce": reduce, "gather": gather, "output_bytes": output_bytes, "ways": rows}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    figures = []
+    for reduce, gather, budgets, rounds in CASES:
+        figures.append(measure(reduce, budgets, rounds, gather=gather))
+        print(reduce, gather, flush=True)
+        for name, row in figures[-1]["ways"].items():
+            print(f"  {name:12} {row['peak_bytes'] / MIB:8.2f} MiB", row, flush=True)
+    print(write_result("chunk_budget", {"edges": NUM_EDGES, "cases": figures}))
+
+
+if __name__ == "__main__":
+    main()
