@@ -27,8 +27,10 @@ def parameters_of(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | 
         params: More of them.
 
     Raises:
-        InputError: One of ``params`` was computed from others, whose gradients would be counted twice.
+        InputError: One of ``params`` was computed from others, whose gradients would be counted twice; or FSDP gathers
+            the parameters of ``fn`` anew at each call.
     """
+    _refuse_sharded(call, fn)
     found = {id(tensor): tensor for tensor in [*_owned(fn), *(params or ())] if tensor.requires_grad}
     for tensor in found.values():
         if not tensor.is_leaf:
@@ -39,6 +41,26 @@ def parameters_of(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | 
                 fix="compute it inside the function, or pass strategy='checkpoint'.",
             )
     return list(found.values())
+
+
+def _refuse_sharded(call: str, fn: object) -> None:
+    for module in _modules(fn):
+        # By name: torch.distributed.fsdp is heavy, and is there already if any module is such a one.
+        if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+            raise InputError(
+                call,
+                got=f"a {type(module).__name__}, whose parameters are gathered from all ranks at each call",
+                expected="parameters that are there while chunks run: ranks have other numbers of chunks",
+                fix="do not shard this module by itself: fully_shard the module around it, whose forward calls memkit.",
+            )
+
+
+def _modules(fn: object) -> Iterator[nn.Module]:
+    if isinstance(fn, nn.Module):
+        yield from fn.modules()
+    elif isinstance(fn, functools.partial):
+        for part in (fn.func, *pytree.tree_leaves((fn.args, fn.keywords))):
+            yield from _modules(part)
 
 
 def _owned(fn: object) -> Iterator[Tensor]:
