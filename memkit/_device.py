@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import mmap
 import os
 import pickle
 import platform
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +21,12 @@ import torch
 from memkit._errors import ConfigError
 from memkit._records import DeviceMemory, HostMemory
 
+if sys.platform != "win32":
+    import resource
+
 _PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
 _WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
+_USAGE_UNIT = 1 if sys.platform == "darwin" else 1024
 _CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-aligned number
 
 
@@ -93,12 +99,9 @@ def allocator_counters(device: torch.device) -> DeviceMemory:
     )
 
 
-def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory]:
-    """Return a reader of `allocator_counters` that costs nothing where there are none."""
-    if device.type in {"cpu", "meta"}:
-        uncounted = DeviceMemory()
-        return lambda: uncounted
-    return lambda: allocator_counters(device)
+def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory] | None:
+    """Return a reader of `allocator_counters`; None where there are none."""
+    return None if device.type in {"cpu", "meta"} else lambda: allocator_counters(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
@@ -192,35 +195,43 @@ def resident_bytes() -> int:
         os.close(file)
 
 
-def resident_peak_counter() -> Callable[[], int]:
-    """Return a reader of the largest resident bytes of this process, since its start or since the count's restart.
+class ResidentPeak:
+    """The largest resident bytes of this process, since its start or since the count's restart."""
 
-    It takes half a microsecond. On Linux the quick count (``ru_maxrss``) begins with that of the process that started
-    this program, which may have been larger: up to there the reader asks for the process's own, in 15 microseconds.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return lambda: int(psutil.Process().memory_info().peak_wset)  # type: ignore[attr-defined]  # Windows has it
-    getrusage, who, unit = resource.getrusage, resource.RUSAGE_SELF, 1 if sys.platform == "darwin" else 1024
-    first = getrusage(who).ru_maxrss * unit
-    own = _status_bytes(Path("/"), "VmHWM")
-    inherited = 0 if own is None or own >= first else first
+    def __init__(self) -> None:
+        self._own_from: float = math.inf  # what the quick count says from here on is this process's own
+        self._restart_pid: int | None = None
+        self._restart_file = -1
 
-    def read() -> int:
-        peak = getrusage(who).ru_maxrss * unit
-        return peak if peak > inherited else _status_bytes(Path("/"), "VmHWM") or peak
+    def read(self) -> int:
+        """Read it, in half a microsecond.
 
-    return read
+        On Linux the quick count (``ru_maxrss``) begins with that of the process that started this program, which may
+        have been larger: where it cannot be told apart, the process's own is asked for, in 15 microseconds.
+        """
+        if sys.platform == "win32":
+            return int(psutil.Process().memory_info().peak_wset)
+        # On Linux that of a thread tells the process's peak too, and is quicker: it skips every other thread.
+        who = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
+        peak = resource.getrusage(who).ru_maxrss * _USAGE_UNIT
+        if peak >= self._own_from:
+            return peak
+        own = _status_bytes(Path("/"), "VmHWM") or peak
+        if own >= peak:
+            self._own_from = peak
+        return own
 
-
-def restart_resident_peak() -> bool:
-    """Let the kernel's count of the largest resident bytes start again from now; False where the system cannot."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+    def restart(self) -> bool:
+        """Let the kernel's count start again from now; False where the system cannot."""
+        try:
+            if self._restart_pid != os.getpid():  # after a fork the file is still the parent's
+                self._restart_file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+                weakref.finalize(self, os.close, self._restart_file)
+                self._restart_pid = os.getpid()
+            os.write(self._restart_file, b"5")
+        except OSError:
+            return False
+        return True
 
 
 def limit_memory(device: torch.device, num_bytes: int) -> None:
@@ -249,7 +260,6 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
             expected="CUDA, or the CPU on Linux",
             fix="run it there.",
         )
-    import resource  # Windows has none
 
     hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard_limit))
@@ -335,9 +345,7 @@ def _stat_value(cgroup: Path, key: str) -> int:
 
 def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
     """Yield (name, soft limit, used) for RLIMIT_DATA and RLIMIT_AS where they are set."""
-    try:
-        import resource
-    except ImportError:  # Windows has none
+    if sys.platform == "win32":
         return
     for name, limit_id, field in (
         ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),

@@ -1,9 +1,11 @@
 """What an always-on MemoryManager costs: a training loop with phases and step() against the same loop bare.
 
-Processor time of blocks of steps in turns, so that a busy machine disturbs both alike; the median over rounds of the
-difference, per step. All ways train the same model, four transformer blocks of width 64. ``"bare again"`` is the bare
-loop a second time: what it differs from itself is the error of the method. ``"calls"`` are the same calls with nothing
-between: in a training step they take several times longer, because the step leaves nothing of them in the caches.
+Processor time of single steps, each beside a bare one, so that a busy machine disturbs both alike; the mean of the
+differences, with its standard error. All ways train the same model, four transformer blocks of width 64, 9 ms for a
+step. ``"bare again"`` is the bare loop a second time: what it differs from itself is the error of the method. Since
+every other step is bare, the log is written after half as many steps as in a real loop. ``"calls"`` are the same calls
+with nothing between: in a training step they take several times longer, because the step leaves nothing of them in the
+caches.
 
 Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.manager_cost
 """
@@ -26,8 +28,10 @@ import memkit as mk
 from benchmarks.models import Task, transformer
 from benchmarks.result import write_result
 
-ROUNDS = 41
-STEPS = 20  # of a block: longer than what the manager puts off, at most a tenth of a second
+ROUNDS = 2
+PAIRS = 150  # of a round
+WARM_UP = 10
+NUM_CUT = 4  # of the largest and of the smallest values of a round: one step in six writes the log, and stays
 CALLS = 20_000  # of a phase or a step alone
 
 Phase = Callable[[str], AbstractContextManager[object]]
@@ -66,19 +70,30 @@ def _nothing() -> None:
     pass
 
 
-def block_seconds(step: Callable[[], None]) -> float:
+def seconds_of(step: Callable[[], None]) -> float:
     start = time.process_time()
-    for _ in range(STEPS):
-        step()
-    return (time.process_time() - start) / STEPS
+    step()
+    return time.process_time() - start
+
+
+def extra_seconds(step: Callable[[], None], bare: Callable[[], None]) -> list[float]:
+    """How much longer than a bare step beside it each of some steps takes, without the outermost values."""
+    extra = []
+    for number in range(PAIRS + WARM_UP):
+        if number % 2:
+            bare_s = seconds_of(bare)
+            extra.append(seconds_of(step) - bare_s)
+        else:
+            step_s = seconds_of(step)
+            extra.append(step_s - seconds_of(bare))
+    return sorted(extra[WARM_UP:])[NUM_CUT:-NUM_CUT]
 
 
 def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, float]]:
-    task = transformer(num_blocks=4, width=64, length=32, rows=4)
+    task = transformer(num_blocks=4, width=64, length=32, rows=12)
     loop = Loop(task, torch.optim.AdamW(task.model.parameters(), lr=1e-3))
     empty: AbstractContextManager[None] = nullcontext()
     steps: dict[str, Callable[[], None]] = {
-        "bare": loop.bare,
         "bare again": loop.bare,
         "3 empty contexts": lambda: loop.with_three_phases(lambda _: empty, _nothing),
     }
@@ -86,17 +101,19 @@ def measure_loops(managers: dict[str, mk.MemoryManager]) -> dict[str, dict[str, 
         steps[f"{name}: step()"] = partial(_bare_then, loop, manager.step)
         steps[f"{name}: 3 phases, step()"] = partial(loop.with_three_phases, manager.phase, manager.step)
         steps[f"{name}: 4 phases, step()"] = partial(loop.with_four_phases, manager.phase, manager.step)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        block_seconds(step)
+    bare_s = statistics.median(seconds_of(loop.bare) for _ in range(PAIRS))
+    extra: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
-            seconds[name].append(block_seconds(step))
-    rows = {"bare": {"us_per_step": round(1e6 * statistics.median(seconds["bare"]), 1)}}
-    for name, each in seconds.items():
-        extra_us = 1e6 * statistics.median(a - b for a, b in zip(each, seconds["bare"], strict=True))
-        if name != "bare":
-            rows[name] = {"extra_us": round(extra_us, 1), "percent_of_9_ms": round(extra_us / 90, 2)}
+            extra[name] += extra_seconds(step, loop.bare)
+    rows = {"bare": {"us_per_step": round(1e6 * bare_s, 1)}}
+    for name, values in extra.items():
+        mean_s = statistics.fmean(values)
+        rows[name] = {
+            "extra_us": round(1e6 * mean_s, 1),
+            "standard_error_us": round(1e6 * statistics.stdev(values) / len(values) ** 0.5, 1),
+            "ratio": round(1 + mean_s / bare_s, 4),
+        }
     return rows
 
 

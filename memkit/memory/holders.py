@@ -158,13 +158,19 @@ class References:
         pairs = [
             (parent, child)
             for parent in gc.get_referrers(*values)
-            if id(parent) in self._known and id(parent) not in self._namespaces
+            if (id(parent) in self._known or self._is_late_namespace(parent)) and id(parent) not in self._namespaces
             for child in gc.get_referents(parent)
             if id(child) in ids
         ]
         pairs += [(each, value) for each in self._untracked for value in each.values() if id(value) in ids]
         pairs += [(array, item) for array in self._arrays.values() for item in array.flat if id(item) in ids]
         return pairs
+
+    def _is_late_namespace(self, value: object) -> bool:
+        """Whether it is an object's dict that came after the collector was asked: Python makes it when one looks."""
+        return type(value) is dict and any(
+            id(owner) in self._known and namespace_of(owner) is value for owner in gc.get_referrers(value)
+        )
 
     def find_arrays(self) -> None:
         """Look for arrays of objects, which the garbage collector does not know, in all that it knows."""

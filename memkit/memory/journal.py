@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from memkit import _device
 from memkit._errors import ConfigError, MemkitWarning, StateError
 from memkit._events import Event, LoggedDevice, LogHeader, Origin
-from memkit._eventwriter import EventWriter, rank_path, save_events, save_legacy
+from memkit._eventwriter import EventWriter, parse_event, rank_path, save_events, save_legacy
 
 
 class Journal:
     """The events of a `MemoryManager`. Iterating gives those in memory, oldest first.
 
-    Memory cost: about 0.6 kB of host memory for each event, up to ``max_events``.
+    Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``.
 
     Args:
         header: What to say about the run.
@@ -35,6 +34,7 @@ class Journal:
     Raises:
         ConfigError: ``max_events`` is negative.
         OSError: The log file cannot be opened; its directory must exist.
+        StateError: Another manager writes this log, in this process or another one.
         FileFormatError: The log file holds something that is no event log; it is left alone.
 
     Example:
@@ -52,32 +52,33 @@ class Journal:
             )
         self.num_dropped = 0
         self._header = header
-        self._events: deque[dict[str, Any]] = deque(maxlen=max_events)
+        self._events: deque[str] = deque(maxlen=max_events)
         self._writer: EventWriter | None = None
         if path is not None:
             self._writer = EventWriter(rank_path(path, header.rank, header.world_size), header)
 
     def __iter__(self) -> Iterator[Event]:
-        return (Event(**values) for values in tuple(self._events))
+        return map(parse_event, tuple(self._events))
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def add(self, values: dict[str, Any]) -> None:
-        """Take the values of an event. Without a log file they are made one when somebody looks."""
-        self.num_dropped += len(self._events) == self._events.maxlen
-        self._events.append(values)
+    def add(self, events: Sequence[str]) -> None:
+        """Take events, each as its `memkit._eventwriter.event_text`, and write them."""
+        held = len(self._events)
+        self._events.extend(events)
+        self.num_dropped += held + len(events) - len(self._events)
         if self._writer is None:
             return
         try:
-            self._writer.write(Event(**values))
+            self._writer.write_texts(events)
         except StateError:
             self.close()  # this process's copy
             warnings.warn(
                 f"Process {os.getpid()} was forked from the one that writes the memory log: its own events stay in its "
                 "memory. Make a MemoryManager with another log there to keep them.",
                 MemkitWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

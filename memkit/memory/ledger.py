@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +18,14 @@ import torch
 from memkit import _device
 from memkit._errors import InputError, StateError
 from memkit._events import Event
+from memkit._eventwriter import event_text
 from memkit._records import DeviceMemory
 from memkit.memory.journal import Journal
 from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, Whereabouts, larger, peak_by_record
 from memkit.memory.track import Tracker
 
 _INTERVAL_NS = 100_000_000
+_NO_COUNTERS = DeviceMemory()
 
 
 class Block:
@@ -33,60 +36,59 @@ class Block:
         name: What it is.
 
     Attributes:
+        first: The device's counters at the beginning.
+        last: The same at the end.
         path: Path of the phases that it belongs to.
         step: Its number, if it is a step.
         error: Type of the error that left it.
+        trackers: The open ones of the thread in which it began.
         tracker: Who watched when it began, with the moment as ``mark``.
         live_bytes: What the tracker counted at the end, if there was one.
         peak: Its peak, where that is known by other means than by the counter at both ends.
         host_peak: The same for the process.
     """
 
-    __slots__ = (
-        "_ledger", "end_ns", "error", "first", "host_first", "host_last", "host_peak", "last", "live_bytes", "mark",
-        "name", "path", "peak", "start_ns", "step", "tracker",
-    )  # fmt: skip
+    trackers: list[Tracker]
+    mark: int
+    # Most blocks never set these.
+    first = last = _NO_COUNTERS
+    path: str | None = None
+    step: int | None = None
+    error: str | None = None
+    tracker: Tracker | None = None
+    live_bytes: int | None = None
+    peak: Peak | None = None
+    host_peak: Peak | None = None
 
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
         self.name = name
-        self.path: str | None = None
-        self.step: int | None = None
-        self.error: str | None = None
-        self.tracker: Tracker | None = None
-        self.mark = 0
-        self.live_bytes: int | None = None
-        self.peak: Peak | None = None
-        self.host_peak: Peak | None = None
 
     def begin(self) -> None:
         """Note the counters at the beginning."""
         ledger = self._ledger
-        self.first = ledger.read_device()
+        if ledger.read_device is not None:
+            self.first = ledger.read_device()
         self.host_first = ledger.read_host()
-        if ledger.peaks is not None:
-            ledger.peaks.begin(self, self.first.peak_bytes)
-        if ledger.host_peaks is not None:
-            ledger.host_peaks.begin(self, self.host_first)
+        if ledger.reset_peaks:
+            ledger.begin_peaks(self)
         self.start_ns = time.monotonic_ns()
 
     def end(self) -> None:
         """Note the counters at the end, and hand the block in."""
-        self.end_ns = end_ns = time.monotonic_ns()
         ledger = self._ledger
-        self.last = ledger.read_device()
+        self.end_ns = end_ns = time.monotonic_ns()
+        if ledger.read_device is not None:
+            self.last = ledger.read_device()
         self.host_last = ledger.read_host()
-        if ledger.peaks is not None:
-            self.peak = ledger.peaks.end(self, self.last.peak_bytes)
-        if ledger.host_peaks is not None:
-            self.host_peak = ledger.host_peaks.end(self, self.host_last)
-        trackers = ledger.here.trackers
-        if trackers:
-            self.live_bytes = trackers[-1].live_bytes
-            if trackers[-1] is self.tracker and self.last.peak_bytes is None:
-                watched = trackers[-1].peak_since(self.mark)  # no counter, but somebody counted
+        if ledger.reset_peaks:
+            ledger.end_peaks(self)
+        if self.trackers:
+            tracker = self.trackers[-1]
+            self.live_bytes = tracker.live_bytes
+            if self.tracker is tracker and self.last.peak_bytes is None:
+                watched = tracker.peak_since(self.mark)  # no counter, but somebody counted
                 self.peak = Peak(watched, watched)
-        self.tracker = None
         ledger.ended.append(self)
         if end_ns - ledger.settled_ns >= _INTERVAL_NS or self.error is not None:  # after an error all may be over
             ledger.settle()
@@ -94,8 +96,6 @@ class Block:
 
 class Phase(Block):
     """The block that `MemoryManager.phase` measures, once; inside the innermost open one of its thread."""
-
-    __slots__ = ("neighbours",)
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -112,9 +112,10 @@ class Phase(Block):
         self.path = path = f"{neighbours[-1].path}/{self.name}" if neighbours else self.name
         if path not in ledger.phases:
             ledger.phases[path] = PhaseTotals()  # a block's own line comes before those inside it
-        if here.trackers:
-            self.tracker = here.trackers[-1]
-            self.mark = self.tracker.mark()
+        self.trackers = here.trackers
+        if self.trackers:
+            self.tracker = tracker = self.trackers[-1]
+            self.mark = tracker.mark()
         neighbours.append(self)
         self.begin()
 
@@ -141,12 +142,11 @@ class Ledger:
         ended: Blocks that wait for `settle`.
         settled_ns: When that was last, by the monotonic clock.
         phases: Totals of all phases, by path such as ``"step/forward"``, in order of first appearance.
-        peaks: Who restarts the device's counter; None where nobody does.
-        host_peaks: The same for the process.
+        reset_peaks: Whether each block restarts the counters of largest values.
         peak_bytes: Largest allocated bytes of the device in the run; None where it keeps no count.
         reserved_peak_bytes: Largest reserved bytes; None where it keeps no count.
         host_peak_bytes: Largest resident bytes of this process in the run.
-        read_device: Reads the device's counters.
+        read_device: Reads the device's counters; None where it has none.
         read_host: Reads the largest resident bytes since their count was restarted.
     """
 
@@ -155,16 +155,19 @@ class Ledger:
         self.ended: deque[Block] = deque()
         self.settled_ns = 0
         self.phases: dict[str, PhaseTotals] = {}
+        self._host_peak = _device.ResidentPeak()
         self.peak_bytes: int | None = None
         self.reserved_peak_bytes: int | None = None
         self.host_peak_bytes = 0
         self.read_device = _device.allocator_counter(device)
-        self.read_host = _device.resident_peak_counter()
+        self.read_host = self._host_peak.read
         self._device = device
         self._journal = journal
-        self.peaks = RestartedPeaks(self._restart_peak) if reset_peaks else None
-        can_restart = reset_peaks and _device.restart_resident_peak()
-        self.host_peaks = RestartedPeaks(self._restart_host_peak) if can_restart else None
+        self.reset_peaks = reset_peaks
+        self._peaks = RestartedPeaks(self._restart_peak)
+        self._host_peaks = (
+            RestartedPeaks(self._restart_host_peak) if reset_peaks and self._host_peak.restart() else None
+        )
         self._num_steps = 0
         self._step = self._begin_step()
 
@@ -176,7 +179,8 @@ class Ledger:
 
     def step(self) -> int:
         """End a step, begin the next one, and return how many there were."""
-        self._step.path = self.here.path
+        here = self.here
+        self._step.path, self._step.trackers = here.path, here.trackers
         self._step.end()
         self._step = self._begin_step()
         return self._num_steps - 1
@@ -188,33 +192,55 @@ class Ledger:
         step.begin()
         return step
 
+    def begin_peaks(self, block: Block) -> None:
+        """Restart the counters of largest values for a block."""
+        self._peaks.begin(block, block.first.peak_bytes)
+        if self._host_peaks is not None:
+            self._host_peaks.begin(block, block.host_first)
+
+    def end_peaks(self, block: Block) -> None:
+        """Note what they say at the block's end."""
+        block.peak = self._peaks.end(block, block.last.peak_bytes)
+        if self._host_peaks is not None:
+            block.host_peak = self._host_peaks.end(block, block.host_last)
+
     def settle(self) -> None:
         """Make totals and events of what has ended, and write them."""
         self.settled_ns = time.monotonic_ns()
-        while self.ended:
-            block = self.ended.popleft()
+        self._wall_minus_monotonic_s = time.time() - self.settled_ns / 1e9
+        texts = []
+        for block in self._take_ended():
             self._keep(block.first, block.host_first)
             self._keep(block.last, block.host_last)
             peak = block.peak or peak_by_record(block.first.peak_bytes, block.last.peak_bytes)
-            values = {
-                "event": block.name,
-                "time_ns": block.end_ns,
-                "phase": block.path,
-                "step": block.step,
-                "peak_bytes": peak.known,
-                "host_rss_bytes": None if self.ended else _device.resident_bytes(),  # the last one ended just now
-            }
-            if isinstance(block, Phase):
+            values: dict[str, Any] = {"event": block.name, "phase": block.path}
+            if block.step is None:
+                values["duration_ns"] = duration_ns = block.end_ns - block.start_ns
                 host_peak = block.host_peak or peak_by_record(block.host_first, block.host_last)
-                values["duration_ns"] = block.end_ns - block.start_ns
-                values["note"] = None if block.error is None else {"error": block.error}
-                self.phases[str(block.path)].add(block.end_ns - block.start_ns, peak, host_peak)
-            self._add(values, block.last, block.live_bytes)
+                self.phases[str(block.path)].add(duration_ns, peak, host_peak)
+            else:
+                values["step"] = block.step
+            if block.error is not None:
+                values["note"] = {"error": block.error}
+            if peak.known is not None:
+                values["peak_bytes"] = peak.known
+            resident_bytes = None if self.ended else _device.resident_bytes()  # the last one ended just now
+            texts.append(self._text(values, block.end_ns, block.last, block.live_bytes, resident_bytes))
+        if texts:
+            self._journal.add(texts)
+
+    def _take_ended(self) -> Iterator[Block]:
+        while True:
+            try:
+                block = self.ended.popleft()
+            except IndexError:  # asked for, since another thread may take the last one
+                return
+            yield block
 
     def read(self) -> DeviceMemory:
         """Bring the run's largest values up to now, and return the device's counters."""
         self.settle()
-        counters = self.read_device()
+        counters = _NO_COUNTERS if self.read_device is None else self.read_device()
         self._keep(counters, self.read_host())
         return counters
 
@@ -227,40 +253,46 @@ class Ledger:
             InputError: The name is empty, or the note holds no plain JSON (also as InputTypeError).
         """
         counters, tracker = self.read(), self.here.tracker
-        values: dict[str, Any] = {
-            "event": name,
-            "time_ns": time.monotonic_ns(),
-            "phase": path,
-            "component": component,
-            "host_rss_bytes": _device.resident_bytes(),
-            "note": note,
-        }
-        Event(**values)  # refuses here what is no event, not where it is written
-        self._add(values, counters, None if tracker is None else tracker.live_bytes)
+        values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": note}
+        Event(**values)  # refuses here what is no event
+        live_bytes = None if tracker is None else tracker.live_bytes
+        resident_bytes = _device.resident_bytes()
+        self._journal.add([self._text(values, time.monotonic_ns(), counters, live_bytes, resident_bytes)])
 
-    def _add(self, values: dict[str, Any], counters: DeviceMemory, live_bytes: int | None) -> None:
-        """Complete an event's values and hand them on."""
-        values["wall_s"] = time.time() - (time.monotonic_ns() - values["time_ns"]) / 1e9
+    def _text(
+        self,
+        values: dict[str, Any],
+        time_ns: int,
+        counters: DeviceMemory,
+        live_bytes: int | None,
+        resident_bytes: int | None,
+    ) -> str:
+        """Complete an event's values, and return its text."""
+        if resident_bytes is not None and resident_bytes > self.host_peak_bytes:  # the kernel counts in batches
+            self.host_peak_bytes = resident_bytes
+        values["time_ns"] = time_ns
+        values["wall_s"] = time_ns / 1e9 + self._wall_minus_monotonic_s
         values["allocated_bytes"] = live_bytes if counters.allocated_bytes is None else counters.allocated_bytes
-        values["peak_total_bytes"] = self.peak_bytes
-        values["reserved_bytes"] = counters.reserved_bytes
-        values["reserved_peak_bytes"] = self.reserved_peak_bytes
-        self.host_peak_bytes = max(self.host_peak_bytes, values["host_rss_bytes"] or 0)  # the kernel counts in batches
+        values["host_rss_bytes"] = resident_bytes
         values["host_peak_bytes"] = self.host_peak_bytes
-        self._journal.add(values)
+        if counters is not _NO_COUNTERS:
+            values["peak_total_bytes"] = self.peak_bytes
+            values["reserved_bytes"] = counters.reserved_bytes
+            values["reserved_peak_bytes"] = self.reserved_peak_bytes
+        return event_text(values)
 
     def _keep(self, counters: DeviceMemory, host_peak: int) -> None:
         """Take what was read into the run's largest values: they stay true, whoever restarts a counter afterwards."""
         if counters.peak_bytes is not None:
             self.peak_bytes = larger(self.peak_bytes, counters.peak_bytes)
             self.reserved_peak_bytes = larger(self.reserved_peak_bytes, counters.reserved_peak_bytes)
-        self.host_peak_bytes = max(self.host_peak_bytes, host_peak)
+        if host_peak > self.host_peak_bytes:
+            self.host_peak_bytes = host_peak
 
     def _restart_peak(self) -> int | None:
         _device.reset_peak(self._device)
         return _device.peak_bytes(self._device)
 
     def _restart_host_peak(self) -> int:
-        _device.restart_resident_peak()
-        self.read_host = _device.resident_peak_counter()
-        return self.read_host()
+        self._host_peak.restart()
+        return self._host_peak.read()

@@ -25,6 +25,9 @@ class Peak(NamedTuple):
     at_most: int | None
 
 
+_UNKNOWN = Peak(None, None)
+
+
 def peak_by_record(first: int | None, last: int | None) -> Peak:
     """Tell a block's peak from a counter of the largest bytes that nobody restarts: what it said at the block's ends.
 
@@ -32,7 +35,7 @@ def peak_by_record(first: int | None, last: int | None) -> Peak:
     the counter inside the block, what it counted before is gone; that shows only where it ends lower than it began.
     """
     if first is None or last is None or last < first:  # no counter, or it was restarted
-        return Peak(None, None)
+        return _UNKNOWN
     return Peak(last if last > first else None, last)
 
 
@@ -94,7 +97,8 @@ class PhaseTotals:
             self.peak_at_most_bytes, self.host_peak_at_most_bytes = peak.at_most, host_peak.at_most
         self.num_calls += 1
         self.duration_ns += duration_ns
-        self.longest_ns = max(self.longest_ns, duration_ns)
+        if duration_ns > self.longest_ns:
+            self.longest_ns = duration_ns
         self.peak_bytes = larger(self.peak_bytes, peak.known)
         self.peak_at_most_bytes = _larger_if_both(self.peak_at_most_bytes, peak.at_most)
         self.host_peak_bytes = larger(self.host_peak_bytes, host_peak.known)

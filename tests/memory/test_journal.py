@@ -1,9 +1,12 @@
 """The manager's events: bounded in memory, complete in the file, alive after a kill, one writer for each process."""
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 
@@ -70,6 +73,19 @@ def test_what_the_file_holds_is_what_the_memory_holds(tmp_path):
     assert [event.time_ns for event in events] == sorted(event.time_ns for event in events)
 
 
+def test_lines_of_the_manager_are_the_encoders_own(tmp_path):
+    path = tmp_path / "memory_events.jsonl"
+    with mk.MemoryManager("cpu", log=path) as memory, memory.track():
+        with contextlib.suppress(ZeroDivisionError), memory.phase('a "quoted"\\name, é\n\u2028'):
+            1 / 0  # noqa: B018
+        memory.step()
+        memory.mark("m", note={"text": ["é", 1e-300, 0.1, True, None, {"deep": -5}]})
+    _, *lines = path.read_text().split("\n")[:-1]
+    assert len(lines) == 3
+    for line in lines:
+        assert line == json.dumps(json.loads(line), ensure_ascii=False, separators=(",", ":"))
+
+
 def test_every_number_of_an_accelerator_has_an_origin():
     from memkit._events import BYTE_FIELDS
     from memkit.memory.journal import header_of
@@ -124,15 +140,37 @@ def test_each_rank_has_a_file_of_its_own(tmp_path):
     assert sorted(event.rank for event in mk.read_memory_events(path).events) == [0, 1]
 
 
-def test_two_managers_on_one_path_lose_nothing(tmp_path):
+def test_one_log_has_one_manager_at_a_time(tmp_path):
     path = tmp_path / "memory_events.jsonl"
-    with mk.MemoryManager("cpu", log=path) as one, mk.MemoryManager("cpu", log=path) as two:
-        for number in range(5):
-            one.mark(f"one {number}")
-            two.mark(f"two {number}")
-    log = mk.read_memory_events(path)
-    assert len(log.headers) == 2
-    assert sorted(event.event for event in log.events) == sorted(f"{w} {n}" for w in ("one", "two") for n in range(5))
+    with mk.MemoryManager("cpu", log=path) as memory:
+        memory.mark("first")
+        held = path.read_bytes()
+        with pytest.raises(mk.StateError, match=r"another writer has open.* choose another path"):
+            mk.MemoryManager("cpu", log=path)
+        script = f"import memkit as mk\nmk.MemoryManager('cpu', log={str(path)!r})\n"
+        assert "StateError: EventWriter(" in run(script).stderr  # another process, as a rank that nobody numbered
+        assert path.read_bytes() == held
+        worker = os.fork()  # has the file open for longer than the manager, and holds nothing
+        if worker == 0:
+            time.sleep(30)
+            os._exit(0)
+    with mk.MemoryManager("cpu", log=path) as memory:
+        memory.mark("second")
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+    assert [event.event for event in mk.read_memory_events(path).events] == ["first", "second"]
+
+
+def test_a_killed_managers_log_is_free_at_once(tmp_path):
+    path = tmp_path / "memory_events.jsonl"
+    script = (
+        f"import os, memkit as mk\nmemory = mk.MemoryManager('cpu', log={str(path)!r})\nmemory.mark('killed')\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert run(script).returncode == -signal.SIGKILL
+    with mk.MemoryManager("cpu", log=path) as memory:
+        memory.mark("next")
+    assert [event.event for event in mk.read_memory_events(path).events] == ["killed", "next"]
 
 
 def test_a_directory_that_is_not_there_and_a_file_that_is_no_log(tmp_path):

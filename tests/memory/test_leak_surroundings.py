@@ -224,3 +224,16 @@ def test_time_of_a_check_follows_the_number_of_objects():
     watch.check()
     assert time.process_time() - start < 1.0  # 0.02 s on an idle machine
     assert len(junk) == 20_000
+
+
+class Pair:
+    pass
+
+
+def test_each_of_two_tensors_of_one_object_has_its_name():
+    """Before Python 3.13, looking up the first one makes the object's dict, which then holds the second."""
+    pair = Pair()
+    pair.one, pair.two = torch.ones(1), torch.ones(1)
+    references = References(gc.get_objects(), [])
+    names = [references.holder_of(tensor).text.split(" (")[0] for tensor in (pair.one, pair.two)]
+    assert names == ["attribute `one` of Pair", "attribute `two` of Pair"]

@@ -266,7 +266,7 @@ def touch(num_bytes):
 
 
 def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
-    if not _device.restart_resident_peak():
+    if not _device.ResidentPeak().restart():
         pytest.skip("Requires: [clear_refs]")
     memory = mk.MemoryManager("cpu", reset_peaks=True)
     with memory.phase("outer"):
@@ -281,7 +281,7 @@ def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
 
 
 def test_where_the_count_cannot_be_restarted_peaks_are_by_record(monkeypatch):
-    monkeypatch.setattr(_device, "restart_resident_peak", lambda: False)
+    monkeypatch.setattr(_device.ResidentPeak, "restart", lambda self: False)
     memory = mk.MemoryManager("cpu", reset_peaks=True)
     with memory.phase("nothing"):
         pass

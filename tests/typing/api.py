@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -81,6 +83,43 @@ def predict() -> tuple[bool, int]:
     mk.print_config_summary(config)
     estimate = mk.estimate_memory_usage(config)
     return estimate.fits("24GiB"), estimate.headroom_bytes(24 * 10**9)
+
+
+def remember(model: nn.Module, batches: list[torch.Tensor], folder: Path) -> tuple[int, str]:
+    with mk.MemoryManager(device="auto", budget=0.5, log=folder / "memory_events.jsonl", line_every=100) as memory:
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), memory=memory)
+        trainer.close()
+        snapshot = memory.snapshot()
+        allocated: int | None = snapshot.allocated_bytes
+        resident: int = snapshot.host_rss_bytes
+        for batch in batches:
+            with memory.phase("step"), memory.post_mortem(folder):
+                model(batch)
+            memory.step()
+            for leak in memory.leaks():
+                memory.mark("leak", component="head", note={"holder": leak.holder, "bytes": leak.nbytes})
+        with memory.track(workspace=True) as tracker:
+            model(batches[0])
+        print(tracker.peak_bytes, tracker.peak_by_category, tracker.peak_by_module, tracker.timeline)
+        totals = memory.phases["step"]
+        peak: int | None = totals.peak_bytes
+        memory.events.save(folder / "saved.jsonl")
+        print(memory.summary(), memory.line(), memory.advice(), allocated, resident, peak)
+        return memory.release() + memory.available_bytes() + totals.num_calls, str(memory.device)
+
+
+def track(model: nn.Module, batch: torch.Tensor) -> int:
+    with mk.Tracker() as tracker:
+        model(batch).sum().backward()
+    return tracker.peak_bytes
+
+
+def read_back(folder: Path) -> list[int]:
+    log = mk.read_memory_events(folder / "memory_events.jsonl")
+    peaks = [event.peak_bytes for event in log.events if event.peak_bytes is not None]
+    origin = log.origin(log.events[0], "peak_bytes")
+    print(origin.source, origin.kind, log.headers[0].device, log.problems)
+    return peaks
 
 
 def sizes() -> tuple[int, str]:
