@@ -127,6 +127,41 @@ def edge_mlp(result: dict[str, Any]) -> str:
     return table(["hidden layers, edges, reduction", "way", "peak", "time", "gradient error"], rows)
 
 
+def chunk_budget(result: dict[str, Any]) -> str:
+    rows = []
+    for case in result["figures"]["cases"]:
+        name = f"{case['edges']:,} edges, {case['reduce']}" + (", gathered" if case["gather"] else "")
+        for way, row in case["ways"].items():
+            plan = [f"{row[key]:,}" if key in row else "" for key in ("chunk_size", "num_chunks", "num_kept")]
+            peaks = [f"{row[key] / 2**20:,.2f} MiB" for key in ("peak_bytes", "first_peak_bytes")]
+            rows.append([name, way, *plan, *peaks, f"{row['ratio']:.2f}"])
+            name = ""
+    return table(["edges, reduction", "budget", "rows", "chunks", "kept", "peak", "first call", "time"], rows)
+
+
+def chunked_loss(result: dict[str, Any]) -> str:
+    cases = {"MLP, 50,000 rows": result["figures"]["rows"]}
+    for case in result["figures"]["cross_entropy"]:
+        cases[f"{case['rows']:,} tokens, {case['num_classes']:,} words"] = case["modes"]
+    rows = []
+    for name, modes in cases.items():
+        for number, (way, row) in enumerate(modes.items()):
+            peak, ratio = f"{row['peak_bytes'] / 2**20:,.1f} MiB", f"{row['time_ratio']:.2f}"
+            rows.append(["" if number else name, way, peak, ratio, f"{row['gradient_difference']:.0e}"])
+    return table(["loss", "way", "peak", "time", "gradients differ by"], rows)
+
+
+def tiled(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    rows = []
+    for way, row in figures["inference"].items():
+        trained = figures["training"].get(way)
+        training = [f"{trained['peak_bytes'] / 1e6:.0f} MB", f"{trained['time_ratio']:.2f}"] if trained else ["", ""]
+        error = "" if row["error"] is None else f"{row['error']:.0e}"
+        rows.append([way, *training, f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['time_ratio']:.2f}", error])
+    return table(["way", "training: peak", "time", "inference: peak", "time", "error"], rows)
+
+
 def manager_cost(result: dict[str, Any]) -> str:
     loops = result["figures"]["loops"]
     ways = {"memory only": "memory only", "log file": "log file", "reset_peaks": "`reset_peaks=True`"}
@@ -134,13 +169,61 @@ def manager_cost(result: dict[str, Any]) -> str:
         [
             name.replace("step()", "`step()`").replace(", ", " and "),
             *(
-                f"{loops[f'{way}: {name}']['extra_us']:.0f} us ({loops[f'{way}: {name}']['percent_of_9_ms']:.1f}%)"
+                f"{loops[f'{way}: {name}']['extra_us']:.0f} us ({loops[f'{way}: {name}']['ratio'] - 1:.1%})"
                 for way in ways
             ),
         ]
         for name in ("step()", "3 phases, step()", "4 phases, step()")
     ]
     return table(["in each training step", *ways.values()], rows)
+
+
+def sparse_voxels(result: dict[str, Any]) -> str:
+    convolutions = [
+        [
+            name,
+            f"{row['occupancy']:.2%}",
+            f"{row['dense']['peak_bytes'] / 1e6:.1f} MB",
+            f"{row['sparse']['peak_bytes'] / 1e6:.2f} MB + {row['neighbours']['bytes'] / 1e6:.2f} MB",
+            f"{row['sparse']['ratio']:.3f} ({row['neighbours']['ratio']:.3f})",
+            f"{row['error_float64']:.0e}",
+        ]
+        for name, row in result["figures"]["convolution"].items()
+    ]
+    header = ["surface", "occupied", "dense, peak", "sparse, peak + neighbours", "time (neighbours)", "error, float64"]
+    modes = [
+        [
+            name if way == "dense" else "",
+            f"`{way}`" if way == row["mode"] else f"`{way}`: `{row['mode']}`",
+            f"{row['computed']:.0%}",
+            f"{row['peak_bytes'] / 1e6:.0f} MB",
+            f"{row['ratio']:.2f}",
+            f"{row['error']:.0e}",
+        ]
+        for name, ways in result["figures"]["modes"].items()
+        for way, row in ways.items()
+    ]
+    return table(header, convolutions) + "\n" + table(["network", "mode", "runs over", "peak", "time", "error"], modes)
+
+
+def resolution_levels(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    levels = [[str(level), f"{num:,}"] for level, num in enumerate(figures["num_active_by_level"])]
+    times = [[name, f"{ms:.0f} ms"] for name, ms in figures["ms"].items()]
+    return table(["level", "occupied voxels"], levels) + "\n" + table(["all levels by", "time"], times)
+
+
+def leak_watch(result: dict[str, Any]) -> str:
+    summary, costs = result["figures"]["summary"], result["figures"]["costs"]
+    rows = [
+        ["planted leaks named", f"{summary['named']} of {summary['planted']}"],
+        ["reports of something else in those scripts", str(summary["other_reports"])],
+        ["clean scripts with an alarm", f"{summary['false_alarms']} of {summary['clean']}"],
+        [f"a check among {costs['objects']:,} Python objects", f"{costs['check_without_suspects_ms']:.0f} ms"],
+        ["of it one garbage collection", f"{costs['collect_ms']:.0f} ms"],
+        ["a check while something grows", f"{costs['check_with_a_leak_ms']:.0f} ms"],
+    ]
+    return table(["what", "figure"], rows)
 
 
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -153,7 +236,13 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         track_cost,
         first_step,
         edge_mlp,
+        chunk_budget,
+        chunked_loss,
+        tiled,
         manager_cost,
+        leak_watch,
+        sparse_voxels,
+        resolution_levels,
     )
 }
 

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
     from memkit.chunk.processor import ChunkedProcessor
+    from memkit.chunk.resolution import DynamicResolutionProcessor
     from memkit.chunk.segments import chunked_segment_reduce
+    from memkit.chunk.sparse import SparsityAwareProcessor
+    from memkit.chunk.submanifold import submanifold_conv3d
     from memkit.chunk.tiled import tiled_apply
+    from memkit.chunk.voxels import SparseVoxels
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
     from memkit.planning.config import TrainingConfig
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ChunkedProcessor": "chunk.processor",
     "ConfigError": "_errors",
+    "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
     "GradientAccumulator": "train.accumulate",
     "InputError": "_errors",
@@ -57,6 +62,8 @@ _HOMES = {
     "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
     "MemoryManager": "memory.manager",
+    "SparseVoxels": "chunk.voxels",
+    "SparsityAwareProcessor": "chunk.sparse",
     "StateError": "_errors",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
@@ -74,12 +81,14 @@ _HOMES = {
     "print_config_summary": "planning.summary",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
+    "submanifold_conv3d": "chunk.submanifold",
     "tiled_apply": "chunk.tiled",
 }
 
 __all__ = [
     "ChunkedProcessor",
     "ConfigError",
+    "DynamicResolutionProcessor",
     "FileFormatError",
     "GradientAccumulator",
     "InputError",
@@ -90,6 +99,8 @@ __all__ = [
     "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
     "MemoryManager",
+    "SparseVoxels",
+    "SparsityAwareProcessor",
     "StateError",
     "Tracker",
     "TrainingConfig",
@@ -108,6 +119,7 @@ __all__ = [
     "print_config_summary",
     "read_memory_events",
     "recover_from_oom",
+    "submanifold_conv3d",
     "tiled_apply",
 ]
 

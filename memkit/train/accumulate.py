@@ -35,13 +35,13 @@ from memkit.train.gradients import (
     has_reentrant_checkpoint,
     list_parameters,
     multiply_gradients,
+    narrow_gradients,
     run_backward,
-    set_gradient_dtype,
     step_optimizers,
     widen_gradients,
 )
 from memkit.train.guard import StepGuard
-from memkit.train.ranks import Ranks, Replicas, Shards, find_ranks, whole_tensor
+from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks
 
 _VERSION = 1
 
@@ -130,7 +130,7 @@ class GradientAccumulator:
         self._guard = StepGuard(self._optimizers) if guard_first_steps else None
         self._ranks: Ranks | None = find_ranks(model, self._parameters)
         # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
-        may_stop = gradients_of == "optimizer" and not self.is_sharded
+        may_stop = gradients_of == "optimizer" and self.shards is None
         self._only_own: bool | None = None if may_stop else False
         # The sum is kept divided by this, so that it is about as large as the mean: half precision would overflow. A
         # power of two, which rounds nothing, from the first weight that comes; or what `expect` was told.
@@ -166,9 +166,9 @@ class GradientAccumulator:
         return 1 if self._ranks is None else self._ranks.num_ranks
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the parameters are sharded over ranks."""
-        return isinstance(self._ranks, Shards)
+    def shards(self) -> Shards | None:
+        """The ranks where the parameters are sharded over them."""
+        return self._ranks if isinstance(self._ranks, Shards) else None
 
     def backward(
         self,
@@ -206,7 +206,7 @@ class GradientAccumulator:
         weight = 0.0 if isinstance(weight_sum, float) and weight_sum == 0 else 1.0
         if reduction == "mean":
             weight = float(weight_sum)
-        if (weight and self._parameters) or self.is_sharded:  # the other shards wait for this rank's backward
+        if (weight and self._parameters) or self.shards:  # the other shards wait for this rank's backward
             weight /= self._predivisor or 1.0
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
@@ -214,8 +214,12 @@ class GradientAccumulator:
 
     def expect(self, count: float) -> None:
         """Say, between two groups, what the next one will weigh if that is known: its step need not normalise then."""
-        if self.num_microbatches == 0 and count > 0 and not self.is_sharded:
+        if self.num_microbatches == 0 and count > 0 and self.shards is None:
             self._predivisor = float(count)
+
+    def agree_on_weight(self, count: float) -> None:
+        """Say, between two groups, what a micro-batch weighs; all shards must call it, with any finite weights."""
+        self._predivisor = self._choose_predivisor(count) or 1.0
 
     def step(self) -> bool:
         """Step the optimisers if the group is complete; call it after every `backward`.
@@ -295,9 +299,7 @@ class GradientAccumulator:
         """Leave model and parameters as they were found: DDP synchronises in backward, gradients have their dtype."""
         if isinstance(self._ranks, Replicas):
             self._ranks.close()
-        if self._accumulate_dtype is not None:
-            for parameter in self._parameters:
-                set_gradient_dtype(parameter, parameter.dtype)
+        narrow_gradients(self._parameters, self._accumulate_dtype)
 
     def __enter__(self) -> Self:
         return self
@@ -380,18 +382,15 @@ class GradientAccumulator:
             for optimizer in active:
                 retry_once(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
-            clip = functools.partial(nn.utils.clip_grad_norm_, self._parameters, self._max_grad_norm)
-            self.grad_norm = whole_tensor(retry_once(clip, "clipping the gradients"))
-        if self._accumulate_dtype is not None:
-            for parameter in self._parameters:
-                set_gradient_dtype(parameter, parameter.dtype)
+            self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
+        narrow_gradients(self._parameters, self._accumulate_dtype)
         step = functools.partial(step_optimizers, active, self._scaler)
         return self._guard.run(step) if self._guard else step()
 
     def _choose_predivisor(self, count: float | torch.Tensor) -> float | None:
         expected = float(count) * self._steps
         if isinstance(self._ranks, Shards):  # the ranks' sums are mixed in each backward, so they must agree
-            expected = self._ranks.max(expected)
+            expected = self._ranks.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
 
     def _zero_grad(self) -> None:

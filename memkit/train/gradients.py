@@ -153,3 +153,9 @@ def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | Non
     for parameter in parameters if dtype is not None else ():
         if parameter.dtype in {torch.bfloat16, torch.float16}:
             set_gradient_dtype(parameter, dtype)
+
+
+def narrow_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Undo `widen_gradients`: gradients have their parameters' dtype again."""
+    for parameter in parameters if dtype is not None else ():
+        set_gradient_dtype(parameter, parameter.dtype)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
 from memkit._oom import describe_error, is_out_of_memory
+from memkit.train.ranks import local_part
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all
@@ -115,7 +116,7 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
     def restore(self) -> None:
         """Write everything back in place."""
         for parameter, value in self._parameters:
-            parameter.copy_(_load(value))
+            local_part(parameter).copy_(_load(value))
         for optimizer, states in self._states:
             for parameter in list(optimizer.state):
                 if parameter not in states:
@@ -136,7 +137,7 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
         }
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | _Stored:
-        tensor = tensor.detach()
+        tensor = local_part(tensor.detach())
         if tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
             return tensor.to("cpu", copy=True)
         if self._num_files == 0:
@@ -166,6 +167,6 @@ def _restore_state(state: dict[str, Any], before: dict[str, Any]) -> None:
         del state[name]
     for name, value in before.items():
         if isinstance(value, torch.Tensor | _Stored):
-            state[name].copy_(_load(value))
+            local_part(state[name]).copy_(_load(value))
         else:
             state[name] = copy.deepcopy(value)

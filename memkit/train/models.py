@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -23,6 +24,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def count_compilations() -> int:
+    """Return how many graphs torch.compile has made in this process; 0 where nobody has loaded it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # slow to import; its counters are what torch's own tests read
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's first parameter; the CPU where it has none."""
     parameter = next(model.parameters(), None)
@@ -35,7 +42,7 @@ def may_recover_alone(model: nn.Module, num_ranks: int, *, is_sharded: bool) -> 
         return True
     warnings.warn(
         "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here: the ranks exchange "
-        + ("parameters" if is_sharded else "batch statistics")
+        + ("parameters (and cannot agree, with split_fn=... or this torch)" if is_sharded else "batch statistics")
         + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
         "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
         MemkitWarning,

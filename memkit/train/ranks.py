@@ -23,6 +23,7 @@ from memkit._errors import ConfigError
 from memkit._oom import retry_once
 from memkit._units import MIB
 
+_NORM = "measuring the gradients' norm"
 _BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small beside the gradients
 
 
@@ -50,12 +51,14 @@ class Ranks:
         """Return each number summed over the ranks; all ranks must call it, with equally many numbers."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
-    def max(self, number: float) -> float:
-        """Return the largest of the ranks' numbers; all ranks must call it."""
-        return self._reduce([number], dist.ReduceOp.MAX)[0]
+    def max(self, numbers: Sequence[float]) -> list[float]:
+        """Return for each number the largest of the ranks'; all ranks must call it, with equally many numbers."""
+        return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def _reduce(self, numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        packed = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        packed = retry_once(
+            lambda: torch.tensor(numbers, dtype=torch.float64, device=self._device), "a sum over the ranks"
+        )
         for group in self._groups:
             dist.all_reduce(packed, operation, group=group)
         values: list[float] = packed.tolist()
@@ -64,6 +67,14 @@ class Ranks:
 
 class Shards(Ranks):
     """Ranks that hold shards of the parameters; each backward averages the gradient over them by itself."""
+
+    def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of gradients that are spread over the ranks; all of them must call it."""
+        # Whatever is tried twice lies before or after the collective, which must come once.
+        squared = retry_once(lambda: _square_norm([local_part(each) for each in gradients]), _NORM)
+        for group in self._groups:
+            dist.all_reduce(squared, group=group)
+        return retry_once(squared.sqrt, _NORM)
 
 
 class Replicas(Ranks):
@@ -166,10 +177,26 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
     return Shards([mesh.get_group()], torch.device(mesh.device_type))
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that may be spread over ranks; all of them must call it."""
-    full_tensor = getattr(tensor, "full_tensor", None)  # a DTensor, whose module is slow to import
-    return full_tensor() if full_tensor else tensor
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, ranks: Ranks | None) -> torch.Tensor:
+    """Scale the gradients down to a total norm; return the norm that they had."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(ranks, Shards):
+        norm = ranks.total_norm(gradients)
+    else:
+        norm = retry_once(lambda: nn.utils.get_total_norm(gradients), _NORM)
+    retry_once(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
+    return norm
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor that may be spread over ranks."""
+    to_local = getattr(tensor, "to_local", None)  # a DTensor, whose module is slow to import
+    return to_local() if to_local else tensor
+
+
+def _square_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    norm = nn.utils.get_total_norm(gradients)
+    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
 
 
 def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,6 +24,8 @@ class StepResult:
         num_ooms: Out-of-memory errors that were survived on the way.
         peak_bytes: The device's largest allocated bytes so far; None where the device has no counter.
         sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
+        num_compilations: Graphs that torch.compile made during the step, of whatever model. More than none after the
+            first steps means that shapes change, also through new micro-batch sizes.
     """
 
     losses: tuple[WeighedLoss, ...]
@@ -33,6 +35,7 @@ class StepResult:
     num_ooms: int
     peak_bytes: int | None
     sizes: tuple[int, ...]
+    num_compilations: int
 
     @property
     def loss(self) -> torch.Tensor:

@@ -156,8 +156,8 @@ class Window:
         self.is_complete = False
         self._done: list[Attempt] = []
         self._rollback = self._take_rollback()
-        num_parts = sizes.num_parts(self._key, self.size, min(num_parts, self.size))
-        self._todo = deque(cut_batch(batch, num_parts, size=self.size, split_fn=split_fn))
+        self._batch = batch
+        self._todo = self._cut(self._choose_num_parts(num_parts))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -190,7 +190,7 @@ class Window:
             StateError: The block was not entered, or did not call backward.
         """
         if attempt.failure is None:
-            _check_used(attempt)
+            check_used(attempt)
             if attempt.rollback is not None:
                 attempt.rollback.learn()
                 attempt.rollback = None
@@ -240,13 +240,20 @@ class Window:
     def _unit(self) -> str:
         return "elements" if self._split_fn else "rows"
 
+    def _choose_num_parts(self, at_least: int) -> int:
+        return self._sizes.num_parts(self._key, self.size, min(at_least, self.size))
+
+    def _cut(self, num_parts: int) -> deque[tuple[Any, int]]:
+        return deque(cut_batch(self._batch, num_parts, size=self.size, split_fn=self._split_fn))
+
     def _take_rollback(self) -> Rollback | None:
         if self._on_oom == "raise":
             return None
         return retry_once(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
 
 
-def _check_used(attempt: Attempt) -> None:
+def check_used(attempt: Attempt) -> None:
+    """Refuse an attempt that has added nothing to the gradient."""
     if attempt.is_added:
         return
     raise StateError(

@@ -18,12 +18,13 @@ from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import list_optimizers
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
-from memkit.train.models import device_of, eval_mode, may_recover_alone, unwrap_model
+from memkit.train.models import count_compilations, device_of, eval_mode, unwrap_model
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.settings import StepResult, check_settings
+from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
 from memkit.train.window import Attempt, Rollback, WeighedLoss, Window
@@ -44,7 +45,7 @@ class MemoryEfficientTrainingWrapper:
     unproven, one more set of gradients. Time cost: see ``docs/wrapper.md``.
 
     Args:
-        model: Any module, also compiled, or wrapped by DistributedDataParallel.
+        model: Any module, also compiled, wrapped by DistributedDataParallel, or sharded by ``fully_shard``.
         optimizer: Its optimiser.
         precision: None: as the model is. ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), ``"bf16-true"``
             (the whole model), or ``"auto"``: bf16-mixed where the device is good at it.
@@ -122,10 +123,8 @@ class MemoryEfficientTrainingWrapper:
                 guard_first_steps=on_oom == "split",
             )
             cleanup.callback(self._accumulator.close)
-            is_sharded = self._accumulator.is_sharded
-            alone = on_oom == "raise" or may_recover_alone(model, self._accumulator.num_ranks, is_sharded=is_sharded)
-            self._on_oom = on_oom if alone else "raise"
-            has_rows = split_fn is None and not is_sharded
+            self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
+            has_rows = split_fn is None and self._accumulator.shards is None
             self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=has_rows)
             self._watch = BufferWatch(model)
             self._cleanup = cleanup.pop_all()
@@ -154,7 +153,7 @@ class MemoryEfficientTrainingWrapper:
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
         """
-        num_parts = self._accumulation_steps
+        num_parts, num_graphs = self._accumulation_steps, count_compilations()
         if self._foresight.is_on:
             num_parts = self._foresight.num_parts(batch, num_parts, lambda micro: self._rehearse(micro, loss_fn))
         with self._foresight.phase("microbatches"):
@@ -177,6 +176,7 @@ class MemoryEfficientTrainingWrapper:
             num_ooms=num_ooms,
             peak_bytes=_device.peak_bytes(self._device),
             sizes=sizes,
+            num_compilations=count_compilations() - num_graphs,
         )
 
     def microbatches(self, batch: Any) -> Iterator[Attempt]:
@@ -307,7 +307,7 @@ class MemoryEfficientTrainingWrapper:
     def _open_window(self, batch: Any, num_parts: int) -> Window:
         if self._window is not None:
             self._refuse_unstepped()
-        return Window(
+        return self._make_window(
             batch,
             num_parts,
             accumulator=self._accumulator,

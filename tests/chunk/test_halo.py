@@ -101,6 +101,16 @@ def test_found_once_until_the_module_changes():
     assert find_reach(net, x, (-1,))[-1] == Reach(2, 2)
 
 
+def test_memory_that_was_used_before_does_not_show():
+    """Dropout asks for memory that nobody filled: NaN that is left in it is no footprint."""
+    net = nn.Sequential(nn.Conv3d(2, 4, 1), nn.Dropout(0.5))
+    x = torch.zeros(1, 2, 16, 16, 16)
+    for _ in range(5):
+        left = [torch.full((2, 4, 8 << each, 3, 3), torch.nan) for each in range(6)]
+        del left
+        assert find_reach(copy.deepcopy(net), x, (-3,))[-3] == Reach(0, 0)
+
+
 def test_few_bytes():
     net = UNet(nn.Conv3d, nn.ConvTranspose3d, width=8)
     x = torch.zeros(1, 1, 96, 96, 96)

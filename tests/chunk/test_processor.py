@@ -67,9 +67,7 @@ def test_every_form_equals_the_function_in_float64(mlp, edges):
 WAYS = {
     "map": lambda proc, rows, dst, x, src: proc(rows),
     "sum": lambda proc, rows, dst, x, src: proc.segment_reduce(rows, index=dst, num_segments=NUM_NODES),
-    "mean": lambda proc, rows, dst, x, src: proc.segment_reduce(
-        rows, index=src, num_segments=NUM_NODES, reduce="mean"
-    ),
+    "mean": lambda proc, rows, dst, x, src: proc.segment_reduce(rows, index=src, num_segments=NUM_NODES, reduce="mean"),
     "max": lambda proc, rows, dst, x, src: proc.segment_reduce(rows, index=dst, num_segments=NUM_NODES, reduce="max"),
     "softmax": lambda proc, rows, dst, x, src: proc.segment_reduce(
         rows, index=dst, num_segments=NUM_NODES, reduce="softmax"

@@ -70,11 +70,10 @@ def one_process(weigh=lambda rows, group: rows / sum(rows for _, rows, _ in grou
     return {name: value.detach() for name, value in model.state_dict().items()}
 
 
-def join(rank, folder):
+def join(rank, folder, timeout_s=60):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=dt.timedelta(seconds=60)
-    )
+    timeout = dt.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timeout)
 
 
 def leave():

@@ -529,9 +529,9 @@ def test_compiled_model_compiles_once_per_shape():
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, checkpoint=["0"])
     assert trainer.checkpointed_blocks == ("0",)
     data = [x[:8] for x, _ in batches()]
-    for x in data:
-        trainer.train_step(x, row_loss_of_tensor)
+    results = [trainer.train_step(x, row_loss_of_tensor) for x in data]
     assert counter.frame_count == 1
+    assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     state, _ = train_plainly(lambda model, batch: model(batch[0][:8]).pow(2).mean())
     torch.testing.assert_close(dict(plain.state_dict()), state, rtol=1e-10, atol=1e-12)
 
@@ -540,8 +540,8 @@ def test_compiled_model_compiles_once_per_shape():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return row_loss_of_tensor(model, x)
 
-    for x in data:
-        trainer.train_step(x, limited)
+    results = [trainer.train_step(x, limited) for x in data]
     assert counter.frame_count == 2
+    assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     trainer.close()
     torch._dynamo.reset()

@@ -1,0 +1,326 @@
+"""The resolution that the data pay for: as fine as a number of occupied voxels and points in each of them allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit._voxelkeys import MORTON_BITS, morton_encode
+
+Downsample = Literal["area", "max", "sum", "masked_mean", "nearest"]
+_CHOOSE = "DynamicResolutionProcessor.choose(coords)"
+_APPLY = "DynamicResolutionProcessor.apply(volume)"
+_RESTORE = "DynamicResolutionProcessor.restore(y)"
+_POSITION_LEVELS = 10  # 1024 cells along a side at the finest
+_MOST_LEVELS = 20  # Morton codes of a cell have 21 bits an axis
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ResolutionChoice:
+    """A resolution, and what it came from.
+
+    Attributes:
+        level: Halvings of the finest grid.
+        resolution: Cells along the longest side at this level.
+        num_active: Occupied cells at this level, of the sample that has most.
+        num_active_by_level: The same for all levels, the finest first.
+        why: The reason, in words.
+    """
+
+    level: int
+    resolution: int
+    num_active: int
+    num_active_by_level: tuple[int, ...]
+    why: str
+
+
+class DynamicResolutionProcessor:
+    """Choose how fine a volume is, from where its points are; bring volumes to it and back.
+
+    Args:
+        max_active_voxels: Most occupied voxels of a sample. Never exceeded.
+        min_points_per_voxel: Points that an occupied voxel holds on average, at least. Finer would be emptier, not
+            sharper. Where no level has so many, the last one is taken.
+        levels: Halvings that are allowed. None: down to one cell; 10 for positions.
+        hysteresis: Share of the limits that must be free before a finer level is taken again, in [0, 1): data that
+            vary around a limit do not change the resolution in every step. A coarser level is taken at once.
+        stride: Sides of what `apply` gives are multiples of it, filled up with zeros.
+        downsample: What becomes of the voxels of a cell: their mean (``"area"``), ``"max"``, ``"sum"`` (for counts and
+            densities), the mean of those that are not empty (``"masked_mean"``), or the middle one (``"nearest"``, for
+            labels).
+
+    Attributes:
+        choice: The last choice; None before the first.
+
+    Example:
+        >>> import torch
+        >>> from memkit.chunk.resolution import DynamicResolutionProcessor
+        >>> volume = torch.zeros(1, 1, 64, 64, 64)
+        >>> volume[0, 0, 32] = 1.0
+        >>> processor = DynamicResolutionProcessor(max_active_voxels=1100)
+        >>> choice = processor.choose(volume[0, 0].nonzero())
+        >>> choice.level, choice.resolution, choice.num_active
+        (1, 32, 1024)
+        >>> processor.apply(volume).shape, processor.restore(processor.apply(volume)).shape
+        (torch.Size([1, 1, 32, 32, 32]), torch.Size([1, 1, 64, 64, 64]))
+    """
+
+    def __init__(
+        self,
+        max_active_voxels: int = 100_000,
+        *,
+        min_points_per_voxel: float = 1.0,
+        levels: int | None = None,
+        hysteresis: float = 0.2,
+        stride: int = 1,
+        downsample: Downsample = "area",
+    ) -> None:
+        checks = (
+            ("max_active_voxels", max_active_voxels, max_active_voxels >= 1, "1 or more"),
+            ("min_points_per_voxel", min_points_per_voxel, min_points_per_voxel >= 0, "0 or more"),
+            ("levels", levels, levels is None or 0 <= levels <= _MOST_LEVELS, f"0 to {_MOST_LEVELS}"),
+            ("hysteresis", hysteresis, 0 <= hysteresis < 1, "a share in [0, 1)"),
+            ("stride", stride, stride >= 1, "1 or more"),
+            ("downsample", downsample, downsample in get_args(Downsample), f"one of {get_args(Downsample)}"),
+        )
+        for name, value, is_right, expected in checks:
+            if not is_right:
+                raise ConfigError(
+                    f"DynamicResolutionProcessor({name}={value!r})",
+                    got=repr(value),
+                    expected=expected,
+                    fix="leave it out for the default.",
+                )
+        self._max_active, self._min_points = max_active_voxels, min_points_per_voxel
+        self._levels, self._hysteresis, self._stride = levels, hysteresis, stride
+        self._downsample = downsample
+        self._sizes: tuple[torch.Size, torch.Size] | None = None  # of the last volume, before and after
+        self._level: int | None = None
+        self.choice: ResolutionChoice | None = None
+
+    def choose(self, coords: Tensor, *, batch: Tensor | None = None) -> ResolutionChoice:
+        """Choose the finest level within the limits.
+
+        Args:
+            coords: (N, 3) or (N, 2). Integers are voxels of the finest grid, from any origin. Positions (floats) are
+                put into 2^levels cells along the longest side of the box around them.
+            batch: (N,) integers, the sample of each point. Limits hold for each sample. None: one sample.
+
+        Raises:
+            InputError: No points, positions that are not finite, an extent that has no Morton code, or too many
+                occupied voxels even at the last level.
+
+        Cells of all levels are counted from one sort of Morton codes.
+
+        Memory cost: ten numbers of 8 bytes for each point, for a moment.
+        """
+        cells, levels = _finest_cells(coords, self._levels)
+        samples = coords.new_zeros(len(coords), dtype=torch.int64) if batch is None else batch.long()
+        counts = _count_cells(cells, samples, levels)
+        points = torch.bincount(samples, minlength=len(counts))
+        # A sample without points has no say.
+        density = (points[:, None] / counts.clamp(min=1)).masked_fill(counts == 0, math.inf).amin(0)
+        num_active = tuple(counts.amax(0).tolist())
+        level, why = self._settle(num_active, density.tolist())
+        self._level = level
+        sides = (cells >> level).amax(0) - (cells >> level).amin(0) + 1
+        self.choice = ResolutionChoice(level, int(sides.max()), num_active[level], num_active, why)
+        return self.choice
+
+    def _settle(self, num_active: tuple[int, ...], density: list[float]) -> tuple[int, str]:
+        """The finest level within the limits; one finer than before must be well within them."""
+        last = len(num_active) - 1
+        if num_active[-1] > self._max_active:
+            raise InputError(
+                _CHOOSE,
+                got=f"{num_active[-1]} occupied voxels at the last level, {last}",
+                expected=f"at most max_active_voxels={self._max_active}",
+                fix="allow more levels, or more voxels.",
+            )
+
+        def finest(share: float) -> int:
+            most = self._max_active * (1 - share)
+            least = 1 + (self._min_points - 1) * (1 + share)  # of points: every occupied voxel has one
+            levels = enumerate(zip(num_active, density, strict=True))
+            return next((level for level, (num, points) in levels if num <= most and points >= least), last)
+
+        limit, before = finest(0.0), self._level
+        if before is None or limit >= before:
+            return limit, f"the finest of {last + 1} levels within the limits"
+        level = min(finest(self._hysteresis), before)
+        if level == before:
+            return level, f"level {limit} is within the limits by less than {self._hysteresis:.0%}: as before"
+        return level, f"the finest of {last + 1} levels within the limits by {self._hysteresis:.0%}"
+
+    def apply(self, volume: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        """Bring volumes to the chosen level.
+
+        Args:
+            volume: (B, C, D, H, W) or (B, C, H, W) on the finest grid; floating point, or any dtype with
+                ``downsample="nearest"``.
+            mask: (B, 1, D, H, W) bool for ``"masked_mean"``: what is not empty. None: what is not zero in some channel.
+
+        Returns:
+            (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride.
+
+        Raises:
+            StateError: Nothing was chosen before.
+            InputTypeError: The volume has another form.
+        """
+        factor = 2 ** self._chosen(_APPLY)
+        is_nearest = self._downsample == "nearest"
+        if volume.dim() not in (4, 5) or not (is_nearest or volume.is_floating_point()):
+            raise InputTypeError(
+                _APPLY,
+                got=f"a tensor of shape {tuple(volume.shape)}, {volume.dtype}",
+                expected="a floating point volume (B, C, D, H, W) or (B, C, H, W)",
+                fix='add missing dimensions; use downsample="nearest" for labels.',
+            )
+        pooled = _nearest(volume, factor) if is_nearest else self._pool(volume, factor, mask)
+        filling = [(0, -size % self._stride) for size in reversed(pooled.shape[2:])]
+        pooled = F.pad(pooled, [each for pair in filling for each in pair])
+        self._sizes = volume.shape[2:], pooled.shape[2:]
+        return pooled
+
+    def restore(self, y: Tensor, *, mode: Literal["nearest", "trilinear", "bilinear"] = "nearest") -> Tensor:
+        """Bring a result back to the size of the volume that `apply` was given last.
+
+        Args:
+            y: (B, C, ...), of the sides that `apply` gave.
+            mode: As in `torch.nn.functional.interpolate`.
+
+        Raises:
+            StateError: `apply` was not called before.
+            InputError: The sides are others.
+        """
+        if self._sizes is None:
+            raise StateError(
+                _RESTORE,
+                got="no volume before",
+                expected="apply(volume) before restore(y)",
+                fix="call apply first: it notes the size.",
+            )
+        before, after = self._sizes
+        if y.shape[2:] != after:
+            raise InputError(
+                _RESTORE,
+                got=f"a result of shape {tuple(y.shape)}",
+                expected=f"the sides that apply gave, {tuple(after)}",
+                fix="restore the result of the volume that apply was given last, from a network that keeps its size.",
+            )
+        factor = 2 ** self._chosen(_RESTORE)
+        whole = y if factor == 1 else F.interpolate(y, scale_factor=factor, mode=mode)
+        places: Any = (..., *(slice(size) for size in before))
+        return whole[places]
+
+    def _chosen(self, call: str) -> int:
+        if self._level is None:
+            raise StateError(call, got="no level yet", expected="choose(coords) first", fix="call choose first.")
+        return self._level
+
+    def _pool(self, volume: Tensor, factor: int, mask: Tensor | None) -> Tensor:
+        if self._downsample == "sum":
+            return _sum(volume, factor)
+        if self._downsample == "max":
+            pool = F.max_pool3d if volume.dim() == 5 else F.max_pool2d
+            return pool(volume, factor, ceil_mode=True)
+        if self._downsample == "area":
+            # Cells at the end may lie outside in part: what is there counts.
+            return _sum(volume, factor) / _sum(torch.ones_like(volume[:1, :1]), factor)
+        kept = ((volume.detach() != 0).any(1, keepdim=True) if mask is None else mask).to(volume.dtype)
+        return _sum(volume * kept, factor) / _sum(kept, factor).clamp(min=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The level, so that a resumed run goes on with it."""
+        return {"version": _VERSION, "level": self._level}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state in.
+
+        Raises:
+            FileFormatError: It is no state of this class.
+        """
+        level = state.get("level")
+        if state.get("version") != _VERSION or not (level is None or isinstance(level, int)):
+            raise FileFormatError(
+                "DynamicResolutionProcessor.load_state_dict(state)",
+                got=repr(dict(state)),
+                expected=f"version {_VERSION} and a level",
+                fix="pass what state_dict() gave.",
+            )
+        self._level = level
+
+
+def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
+    """(N, A) int64, not negative: cells of the finest grid; and the number of halvings."""
+    if coords.dim() != 2 or coords.shape[1] not in MORTON_BITS or not len(coords):
+        raise InputError(
+            _CHOOSE,
+            got=f"a tensor of shape {tuple(coords.shape)}",
+            expected="one row (N, 3) or (N, 2) for each point, and one point or more",
+            fix="give the sample of each point as batch=.",
+        )
+    low = coords.amin(0)
+    side = (coords.amax(0) - low).max()
+    if not coords.is_floating_point():
+        levels = min(int(side).bit_length(), _MOST_LEVELS) if levels is None else levels
+        # The origin is a corner of the coarsest grid: cells are those of a volume that begins at 0.
+        return coords.long() - (low.long() >> levels << levels), levels
+    if not bool(side.isfinite()):
+        raise InputError(
+            _CHOOSE,
+            got="positions that are not finite",
+            expected="numbers",
+            fix="drop them: coords[coords.isfinite().all(1)].",
+        )
+    levels = _POSITION_LEVELS if levels is None else levels
+    cells = (coords - low) / side.clamp(min=torch.finfo(coords.dtype).tiny) * 2**levels
+    return cells.long().clamp_(max=2**levels - 1), levels
+
+
+def _count_cells(cells: Tensor, samples: Tensor, levels: int) -> Tensor:
+    """(B, levels + 1) int64: occupied cells of each sample, at each level, from one sort.
+
+    Two neighbours in the order of Morton codes are in one cell from that level on at which their codes agree.
+    """
+    num_axes = cells.shape[1]
+    codes = morton_encode(cells, call=_CHOOSE)
+    bits = int(cells.max()).bit_length() * num_axes
+    num_samples = int(samples.max()) + 1
+    if bits + (num_samples - 1).bit_length() > 63:
+        raise InputError(
+            _CHOOSE,
+            got=f"an extent of {int(cells.max()) + 1} cells, for {num_samples} samples",
+            expected="both together in 63 bits",
+            fix="use larger cells at the finest level, or fewer samples in a call.",
+        )
+    ordered = (codes | samples << bits).sort().values
+    apart = ordered[1:] ^ ordered[:-1]
+    thresholds = torch.tensor([2 ** (num_axes * level) for level in range(levels + 1)], device=cells.device)
+    merged_at = torch.bucketize(apart, thresholds, right=True)  # levels + 1: never
+    merged_at[apart >> bits != 0] = levels + 1  # another sample
+    merged_at = F.pad(merged_at, (1, 0), value=levels + 1)
+    table = torch.bincount((ordered >> bits) * (levels + 2) + merged_at, minlength=num_samples * (levels + 2))
+    return table.view(num_samples, levels + 2).flip(1).cumsum(1).flip(1)[:, 1:]
+
+
+def _sum(volume: Tensor, factor: int) -> Tensor:
+    """Sums over cells; those at the end may be smaller."""
+    filling = [(0, -size % factor) for size in reversed(volume.shape[2:])]
+    pool = F.avg_pool3d if volume.dim() == 5 else F.avg_pool2d
+    return pool(F.pad(volume, [each for pair in filling for each in pair]), factor, divisor_override=1)
+
+
+def _nearest(volume: Tensor, factor: int) -> Tensor:
+    for dim in range(2, volume.dim()):
+        places = torch.arange(factor // 2, volume.shape[dim] + factor // 2, factor, device=volume.device)
+        volume = volume.index_select(dim, places.clamp_(max=volume.shape[dim] - 1))
+    return volume

@@ -1,0 +1,310 @@
+"""A network of volumes that are mostly empty: run where something is, with the result of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args, overload
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from memkit import _rng
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit.chunk.halo import find_reach
+from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
+from memkit.chunk.sparse_tiles import Cut, cut_blocks, cut_box, run_patches
+from memkit.chunk.tiles import ExactAxis, Reach
+from memkit.chunk.voxels import SparseVoxels
+
+Mode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
+_DIMS = (-3, -2, -1)
+_ALONE = Reach(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlan:
+    """How one call was run.
+
+    Attributes:
+        mode: The mode that was taken.
+        occupancy: Share of the voxels that are not zero.
+        computed: Voxels that the network ran over, as a share of the volume's; above 1 where parts overlap.
+        why: The reason, in words.
+    """
+
+    mode: Mode
+    occupancy: float
+    computed: float
+    why: str
+
+
+class _Option(NamedTuple):
+    """A mode that gives the network's own result, and what it runs over."""
+
+    mode: Mode
+    computed: float
+    cut: Cut | None = None
+
+
+class SparsityAwareProcessor:
+    """Run a network on a volume that is mostly zero, without running it over the empty part.
+
+    Args:
+        fn: Takes a volume (B, C, D, H, W) and gives one with as many dimensions.
+        mode: How.
+
+            * ``"pointwise"``: occupied voxels as rows, and one empty voxel for all that is empty. For networks that
+              treat each voxel by itself (1x1x1 convolutions, activations, BatchNorm in evaluation mode).
+            * ``"blocks"``: cubes that see an occupied voxel, with the margin that their results depend on, and one
+              empty cube.
+            * ``"bbox"``: the box around all occupied voxels, with its margin, and one empty cube.
+            * ``"dense"``: ``fn(volume)``.
+            * ``"submanifold"``: convolutions see occupied voxels only, and give results there only: zero elsewhere.
+              This is *another model* than ``fn``, see `submanifold_conv3d`, and must be chosen.
+            * ``"auto"``: of the first four the one that runs over the least, as measured in each call. What it took
+              and why is in ``plan``.
+        block_size: Voxels along a side of the cubes, without the margin.
+        dense_threshold: ``"auto"`` runs the whole volume where the best other way runs over more than this share.
+
+    Attributes:
+        plan: How the last call was run; None before the first.
+
+    All modes but ``"submanifold"`` give the result of ``fn(volume)`` with the gradients of its parameters, to rounding.
+    The margin is found as `tiled_apply` finds it, at the first call.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from memkit.chunk.sparse import SparsityAwareProcessor
+        >>> volume = torch.zeros(1, 1, 32, 32, 32)
+        >>> volume[0, 0, 8:12, 8:12, 8:12] = 1.0
+        >>> net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.GELU(), nn.Conv3d(4, 2, 1))
+        >>> processor = SparsityAwareProcessor(net)
+        >>> y = processor(volume)
+        >>> torch.allclose(y, net(volume), atol=1e-6), processor.plan.mode
+        (True, 'pointwise')
+    """
+
+    def __init__(
+        self, fn: nn.Module, *, mode: Mode = "auto", block_size: int = 8, dense_threshold: float = 0.5
+    ) -> None:
+        if not isinstance(fn, nn.Module):
+            raise InputTypeError(
+                "SparsityAwareProcessor(fn)",
+                got=f"a {type(fn).__name__}",
+                expected="an nn.Module, whose layers can be looked at",
+                fix="put the function into the forward of a module that holds its layers.",
+            )
+        _check_settings(mode, block_size, dense_threshold)
+        self._fn, self._mode = fn, mode
+        self._block_size, self._threshold = block_size, dense_threshold
+        self._known: dict[object, tuple[Reach, ...] | str] = {}
+        self._sizes: dict[object, tuple[int, ...]] = {}
+        self._has_submanifold_form: set[object] = set()
+        self.plan: SparsePlan | None = None
+
+    @overload
+    def __call__(self, volume: Tensor) -> Tensor: ...
+    @overload
+    def __call__(self, volume: SparseVoxels) -> SparseVoxels: ...
+    def __call__(self, volume: Tensor | SparseVoxels) -> Tensor | SparseVoxels:
+        """Run the network.
+
+        Args:
+            volume: (B, C, D, H, W), floating point; or `SparseVoxels`.
+
+        Returns:
+            (B, C_out, D_out, H_out, W_out) for a volume. For `SparseVoxels` the results at the same voxels: a gradient
+            flows to their features.
+
+        Raises:
+            InputError: The mode cannot give the network's result, and the reason (a norm over space, dropout, BatchNorm
+                in training mode, a volume that requires a gradient); ``"auto"`` then runs the whole volume.
+            InputTypeError: The volume has another form.
+            StateError: In a backward with ``create_graph=True``, in modes that compute in parts.
+
+        Memory cost: the result, and what the network takes for the share of the volume that it runs over.
+        """
+        is_sparse = isinstance(volume, SparseVoxels)
+        if not is_sparse:
+            _check_volume(volume)
+        occupied = _occupied(volume)
+        occupancy = float(occupied.float().mean()) if occupied.numel() else 0.0
+        option, why = self._choose(volume, occupied, occupancy)
+        self.plan = SparsePlan(option.mode, occupancy, option.computed, why)
+        if option.mode == "dense":
+            dense = volume.to_dense() if isinstance(volume, SparseVoxels) else volume
+            return self._as_given(volume, self._fn(dense))
+        voxels = volume if isinstance(volume, SparseVoxels) else SparseVoxels.from_dense(volume, mask=occupied)
+        if option.cut is not None:
+            return self._as_given(volume, run_patches(self._fn, voxels, option.cut, background=not is_sparse))
+        if option.mode == "submanifold":
+            results = submanifold(self._fn, voxels)
+            return results if is_sparse else results.to_dense()
+        return pointwise(self._fn, voxels) if is_sparse else pointwise_everywhere(self._fn, voxels)
+
+    def _as_given(self, volume: Tensor | SparseVoxels, y: Tensor) -> Tensor | SparseVoxels:
+        if not isinstance(volume, SparseVoxels):
+            return y
+        if y.dim() != 5 or y.shape[2:] != volume.shape or len(y) != volume.batch_size:
+            raise InputError(
+                CALL,
+                got=f"a module that gives {tuple(y.shape)} for SparseVoxels of shape {volume.shape}",
+                expected="results of the volume's size, to be read at its voxels",
+                fix="pass voxels.to_dense() for a volume of another size.",
+            )
+        return volume.with_features(y.movedim(1, -1)[volume.coords.unbind(1)])
+
+    def _choose(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> tuple[_Option, str]:
+        if self._mode == "dense":
+            return _Option("dense", 1.0), "as asked"
+        if self._mode == "submanifold":
+            form = _form(volume)
+            key = self._key(form, ())
+            if key not in self._has_submanifold_form:
+                check_submanifold(self._fn, form.new_zeros(3, form.shape[1]))
+                self._has_submanifold_form.add(key)
+            return _Option("submanifold", occupancy), "as asked: another model than the dense network"
+        try:
+            options = self._options(volume, occupied, occupancy)
+        except InputError as error:
+            if self._mode != "auto":
+                raise
+            return _Option("dense", 1.0), f"no other mode has the same result: {error.got}"
+        if self._mode != "auto":
+            return next(option for option in options if option.mode == self._mode), "as asked"
+        best = min(options, key=lambda option: option.computed)
+        if best.computed > self._threshold:
+            return _Option("dense", 1.0), f"{best.mode} would run over {best.computed:.0%} of the volume"
+        return best, f"it runs over {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
+
+    def _options(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> list[_Option]:
+        """The modes that keep the network's result; one that was asked for and does not is refused."""
+        if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
+            raise _refusal(
+                "a volume that requires a gradient, which its empty voxels have too",
+                'pass SparseVoxels.from_dense(volume) if those of occupied voxels are enough, or mode="dense".',
+            )
+        reaches = self._reaches(volume)
+        if all(reach == _ALONE for reach in reaches) and self._mode in ("auto", "pointwise"):
+            return [_Option("pointwise", occupancy)]
+        if self._mode == "pointwise":
+            raise _refusal(
+                "a module that looks at "
+                + ", ".join(f"{r.before} + {r.after} voxels (stride {r.period})" for r in reaches)
+                + " around along D, H, W",
+                'pass mode="blocks", which keeps the margin, or "submanifold" for another model.',
+            )
+        axes = tuple(
+            ExactAxis.cut(size, self._block_size, reach)
+            for size, reach in zip(occupied.shape[1:], reaches, strict=True)
+        )
+        tile_out_sizes = self._tile_out_sizes(volume, tuple(axis.length for axis in axes))
+        cuts: dict[Mode, Callable[..., Cut]] = {"blocks": cut_blocks, "bbox": cut_box}
+        options = []
+        for mode, make in cuts.items():
+            if self._mode in ("auto", mode):
+                cut = make(occupied, axes, tile_out_sizes)
+                options.append(_Option(mode, cut.num_places / max(occupied.numel(), 1), cut))
+        return options
+
+    def _reaches(self, volume: Tensor | SparseVoxels) -> tuple[Reach, ...]:
+        """How far the network looks along D, H, W. A refusal is kept too: to look takes a while."""
+        form = _form(volume)
+        key = self._key(form, tuple(form.shape[2:]))
+        if key not in self._known:
+            self._known[key] = self._look(form)
+        known = self._known[key]
+        if isinstance(known, str):
+            raise _refusal(known, 'pass mode="dense".')
+        return known
+
+    def _look(self, form: Tensor) -> tuple[Reach, ...] | str:
+        if self._draws_random(form):
+            return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
+        try:
+            found = find_reach(self._fn, form, _DIMS)
+        except InputError as error:
+            return error.got
+        return tuple(found[dim] for dim in _DIMS)
+
+    def _draws_random(self, form: Tensor) -> bool:
+        with torch.no_grad(), _rng.preserved():
+            before = _rng.capture()
+            try:
+                self._on_empty(form, [min(16 + size % 16, size) for size in form.shape[2:]])
+            except RuntimeError:  # too small for it
+                self._on_empty(form, form.shape[2:])
+            after = _rng.capture()
+        return before.host.python != after.host.python or any(
+            a is not None and b is not None and not torch.equal(a, b)
+            for a, b in ((before.cpu, after.cpu), (before.accelerator, after.accelerator))
+        )
+
+    def _tile_out_sizes(self, volume: Tensor | SparseVoxels, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        form = _form(volume)
+        key = self._key(form, lengths)
+        if key not in self._sizes:
+            with torch.no_grad(), _rng.preserved():
+                self._sizes[key] = tuple(self._on_empty(form, lengths).shape[2:])
+        return self._sizes[key]
+
+    def _key(self, form: Tensor, sizes: tuple[int, ...]) -> tuple[object, ...]:
+        return tuple(each.training for each in self._fn.modules()), form.shape[1], form.dtype, form.device, sizes
+
+    def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
+        buffers = {name: each.clone() for name, each in self._fn.named_buffers()}
+        y: Tensor = functional_call(self._fn, buffers, (form.new_zeros(1, form.shape[1], *sizes),))
+        return y
+
+
+def _occupied(volume: Tensor | SparseVoxels) -> Tensor:
+    """(B, D, H, W) bool."""
+    if not isinstance(volume, SparseVoxels):
+        return (volume.detach() != 0).any(1)
+    occupied = torch.zeros(volume.batch_size, *volume.shape, dtype=torch.bool, device=volume.coords.device)
+    occupied[volume.coords.unbind(1)] = True
+    return occupied
+
+
+def _form(volume: Tensor | SparseVoxels) -> Tensor:
+    """A volume of the same form, which takes no memory."""
+    if not isinstance(volume, SparseVoxels):
+        return volume.detach()
+    rows = volume.features.detach()
+    return rows.new_zeros(1).expand(volume.batch_size, rows.shape[1], *volume.shape)
+
+
+def _names(options: list[_Option]) -> str:
+    return ", ".join(f"{option.mode} ({option.computed:.0%})" for option in options)
+
+
+def _refusal(got: str, fix: str) -> InputError:
+    return InputError(CALL, got=got, expected="a call that can be run in parts with the same result", fix=fix)
+
+
+def _check_volume(volume: object) -> None:
+    if not isinstance(volume, Tensor) or volume.dim() != 5 or not volume.is_floating_point():
+        got = f"{tuple(volume.shape)}, {volume.dtype}" if isinstance(volume, Tensor) else f"a {type(volume).__name__}"
+        raise InputTypeError(
+            CALL,
+            got=got,
+            expected="a floating point volume (B, C, D, H, W), or SparseVoxels",
+            fix="add the missing dimensions with volume[None, None]; convert with volume.float().",
+        )
+
+
+def _check_settings(mode: Mode, block_size: int, dense_threshold: float) -> None:
+    wrong = (
+        (mode not in get_args(Mode), f"mode={mode!r}", "one of " + ", ".join(map(repr, get_args(Mode)))),
+        (isinstance(block_size, bool) or block_size < 1, f"block_size={block_size!r}", "1 or more voxels"),
+        (not 0 <= dense_threshold <= 1 or math.isnan(dense_threshold), f"{dense_threshold=}", "a share in [0, 1]"),
+    )
+    for is_wrong, got, expected in wrong:
+        if is_wrong:
+            raise ConfigError(
+                "SparsityAwareProcessor(fn, ...)", got=got, expected=expected, fix="leave it out to have it chosen."
+            )

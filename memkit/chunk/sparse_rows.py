@@ -1,0 +1,188 @@
+"""Run a network of volumes on the occupied voxels only: they are laid out as a volume that is N voxels long.
+
+What treats each voxel by itself cannot tell. A convolution that looks further is replaced, where that is asked for, by
+the one of occupied voxels among themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from memkit import _rng
+from memkit._errors import InputError
+from memkit.chunk.submanifold import submanifold_conv3d
+from memkit.chunk.voxels import SparseVoxels
+
+CALL = "SparsityAwareProcessor(fn)(volume)"
+_SUBMANIFOLD_CALL = 'SparsityAwareProcessor(fn, mode="submanifold")(volume)'
+
+
+def pointwise(fn: nn.Module, voxels: SparseVoxels) -> SparseVoxels:
+    """Run a network that treats each voxel by itself on the voxels."""
+    return voxels.with_features(_on_rows(fn, _one_or_more(voxels).features)[: len(voxels.coords)])
+
+
+def pointwise_everywhere(fn: nn.Module, voxels: SparseVoxels) -> Tensor:
+    """The same for the whole volume: one empty voxel is run too, and all that is empty shares its result.
+
+    What a network makes of zero is seldom zero. The shared row gets the gradient of all empty voxels.
+
+    Returns:
+        (B, C_out, D, H, W).
+    """
+    rows = voxels.features
+    results = _on_rows(fn, torch.cat([rows, rows.new_zeros(1, rows.shape[1])]))
+    volume = results[-1].view(1, -1, 1, 1, 1).repeat(voxels.batch_size, 1, *voxels.shape)
+    sample, *places = voxels.coords.unbind(1)
+    volume[sample, :, places[0], places[1], places[2]] = results[:-1]
+    return volume
+
+
+def submanifold(fn: nn.Module, voxels: SparseVoxels) -> SparseVoxels:
+    """Run a network with its convolutions replaced by submanifold ones: another model than the dense network.
+
+    Raises:
+        InputError: A convolution has no such form: it strides, has an even kernel, or does not keep the size.
+    """
+    some = _one_or_more(voxels)
+    with _Replacing(some):
+        return voxels.with_features(_on_rows(fn, some.features)[: len(voxels.coords)])
+
+
+def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
+    """Refuse a network that mixes voxels otherwise than by convolutions: NaN in a lone voxel must stay there.
+
+    BatchNorm is let through: its statistics are those of the occupied voxels.
+
+    Args:
+        fn: The network.
+        rows: (3, C), zeros to try it on.
+
+    Raises:
+        InputError: It pools, resamples, attends or normalises over space; names the first layer.
+    """
+    coords = torch.tensor([[0, 0, 0], [64, 64, 64], [128, 128, 128]], device=rows.device)
+    lone = SparseVoxels.from_coords(coords, rows.index_fill(0, coords.new_ones(1), math.nan), shape=(129, 129, 129))
+    names = {child: f"`{name}` ({type(child).__name__})" for name, child in fn.named_modules() if name}
+    culprits: list[str] = []
+
+    def watch(child: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - the form of a hook
+        if not _is_lone(output):
+            culprits.append(names[child])
+
+    handles = [child.register_forward_hook(watch) for child in names]
+    try:
+        buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some count their calls
+        with torch.no_grad(), _rng.preserved(), _Replacing(lone, without_batch_norm=True):
+            rows = _on_rows(lambda volume: functional_call(fn, buffers, (volume,)), lone.features)
+    except InputError:
+        raise
+    except RuntimeError as error:
+        raise _no_form(f"a module that does not run on lone voxels ({error})") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not _is_lone(_as_volume(rows)):
+        where = culprits[0] if culprits else "its own code"
+        raise _no_form(f"a module that mixes voxels otherwise than by convolutions, first in {where}")
+
+
+def _is_lone(volume: object) -> bool:
+    """Whether NaN is in no other voxel than the middle one of three."""
+    if not isinstance(volume, Tensor) or volume.dim() != 5 or volume.shape[4] != 3:
+        return False
+    return not bool(torch.isnan(volume[..., ::2]).any())
+
+
+def _one_or_more(voxels: SparseVoxels) -> SparseVoxels:
+    """One empty voxel where there is none: torch's convolutions refuse a volume without any."""
+    if len(voxels.coords):
+        return voxels
+    rows = voxels.features
+    coords = voxels.coords.new_zeros(1, 4)
+    return SparseVoxels.from_coords(
+        coords, rows.new_zeros(1, rows.shape[1]), shape=voxels.shape, batch_size=voxels.batch_size
+    )
+
+
+def _on_rows(fn: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
+    y = fn(_as_volume(rows))
+    if not isinstance(y, Tensor) or y.dim() != 5 or y.shape[2:] != (1, 1, len(rows)):
+        raise InputError(
+            CALL,
+            got=f"a module that gives {tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__} for "
+            f"{(1, rows.shape[1], 1, 1, len(rows))}",
+            expected="one result for each voxel",
+            fix='pool or flatten outside, or pass mode="dense".',
+        )
+    return _as_rows(y)
+
+
+def _as_volume(rows: Tensor) -> Tensor:
+    # Along the last dimension: along the first, torch's 1x1x1 convolution takes 30 times as long to differentiate.
+    return rows.t()[None, :, None, None, :]
+
+
+def _as_rows(volume: Tensor) -> Tensor:
+    return volume[0, :, 0, 0, :].t()
+
+
+class _Replacing(TorchFunctionMode):
+    """Replaces the convolutions that look further than one voxel."""
+
+    def __init__(self, voxels: SparseVoxels, *, without_batch_norm: bool = False) -> None:
+        super().__init__()
+        self._voxels, self._without_batch_norm = voxels, without_batch_norm
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.conv3d:
+            return self._convolve(*args, **(kwargs or {}))
+        if func is F.batch_norm and self._without_batch_norm:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        sizes, steps = weight.shape[2:], _three(dilation)
+        kept = [step * (size - 1) // 2 for step, size in zip(steps, sizes, strict=True)]
+        given = {"same": kept, "valid": [0, 0, 0]}[padding] if isinstance(padding, str) else _three(padding)
+        if any(size % 2 == 0 for size in sizes) or _three(stride) != [1, 1, 1] or given != kept:
+            raise _no_form(
+                f"a convolution with kernel {tuple(sizes)}, stride {stride}, padding {padding}, dilation {dilation}"
+            )
+        if max(sizes) == 1:
+            return F.conv3d(x, weight, bias, groups=groups)
+        voxels = self._voxels.with_features(_as_rows(x))
+        return _as_volume(submanifold_conv3d(voxels, weight, bias, dilation=steps).features)
+
+
+def _three(value: Any) -> list[int]:
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    return [int(each) for each in (values * 3 if len(values) == 1 else values)]
+
+
+def _no_form(got: str) -> InputError:
+    return InputError(
+        _SUBMANIFOLD_CALL,
+        got=got,
+        expected="convolutions of stride 1 that keep the size, and what treats each voxel by itself",
+        fix='take that layer out; mode="auto" takes any network.',
+    )

@@ -1,0 +1,203 @@
+"""Run a network of volumes only where something is: tiles that see a voxel, or one box around all.
+
+All empty tiles look alike: one of them is run for all. Tiles are cut as `tiled_apply` cuts them: their results are
+those of the whole volume, borders included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from memkit._errors import StateError
+from memkit._streamed import accumulator_dtype
+from memkit.chunk.sparse_rows import CALL
+from memkit.chunk.tiles import ExactAxis, Piece, Reach
+from memkit.chunk.voxels import SparseVoxels
+
+
+class Patch(NamedTuple):
+    """A part of the result.
+
+    Attributes:
+        sample: Number of the sample.
+        pieces: Where it is read and written, along D, H, W.
+    """
+
+    sample: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Which parts of a volume are run.
+
+    Attributes:
+        axes: How D, H, W are cut into tiles.
+        tile_out_sizes: Places of one tile's result.
+        lengths: What a patch reads.
+        patches: The parts, all of one size.
+    """
+
+    axes: tuple[ExactAxis, ...]
+    tile_out_sizes: tuple[int, ...]
+    lengths: tuple[int, ...]
+    patches: tuple[Patch, ...]
+
+    @property
+    def num_places(self) -> int:
+        """Voxels that are run, with the empty tile."""
+        return math.prod(self.lengths) * len(self.patches) + math.prod(axis.length for axis in self.axes)
+
+    @property
+    def out_sizes(self) -> tuple[int, ...]:
+        """Spatial sizes of the whole result."""
+        return tuple(axis.out_size(size) for axis, size in zip(self.axes, self.tile_out_sizes, strict=True))
+
+    def places_in_tile(self, device: torch.device) -> list[Tensor]:
+        """For D, H, W: where in its tile's result each place of the whole result is."""
+        found = []
+        for axis, size in zip(self.axes, self.tile_out_sizes, strict=True):
+            runs = (range(p.offset, p.offset + p.out_stop - p.out_start) for p in axis.pieces(size))
+            found.append(torch.tensor([place for run in runs for place in run], device=device))
+        return found
+
+
+def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> Cut:
+    """The tiles that see an occupied voxel.
+
+    Args:
+        occupied: (B, D, H, W) bool.
+        axes: How D, H, W are cut.
+        tile_out_sizes: Places of one tile's result.
+    """
+    pieces = [list(axis.pieces(size)) for axis, size in zip(axes, tile_out_sizes, strict=True)]
+    seen = occupied
+    for dim, (axis, along) in enumerate(zip(axes, pieces, strict=True), start=1):
+        seen = torch.stack([seen.narrow(dim, piece.start, axis.length).any(dim) for piece in along], dim)
+    patches = tuple(
+        Patch(sample, tuple(along[number] for along, number in zip(pieces, numbers, strict=True)))
+        for sample, *numbers in seen.nonzero().tolist()
+    )
+    return Cut(axes, tile_out_sizes, tuple(axis.length for axis in axes), patches)
+
+
+def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> Cut:
+    """The smallest box that holds all that an occupied voxel changes, in each sample."""
+    pieces, lengths = [], []
+    for dim, (axis, size) in enumerate(zip(axes, tile_out_sizes, strict=True), start=1):
+        others = [other for other in range(4) if other != dim]
+        places = occupied.amax(others).nonzero().flatten().tolist() or [0]
+        piece, length = _box_piece(places[0], places[-1], axis.size, axis.out_size(size), axis.reach)
+        pieces.append(piece)
+        lengths.append(length)
+    patches = tuple(Patch(sample, tuple(pieces)) for sample in range(len(occupied)))
+    return Cut(axes, tile_out_sizes, tuple(lengths), patches)
+
+
+def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) -> tuple[Piece, int]:
+    """The part of the result that places ``first`` to ``last`` of the input change, and what it needs to be read."""
+    period, step = reach.period, reach.step
+    begin = max((first - reach.after) // period, 0)
+    end = min((last + reach.before) // period + 1, -(-out_size // step))
+    start = max((begin - -(-reach.before // period)) * period, 0)
+    length = min(end * period + reach.after, size) - start
+    length += (size - length) % period  # fits: start is a multiple of the period
+    return Piece(start, begin * step, min(end * step, out_size), begin * step - start // period * step), length
+
+
+def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: Cut, *, background: bool) -> Tensor:
+    """Run the patches, and put the result together.
+
+    Args:
+        fn: Takes and gives (B, C, D, H, W).
+        voxels: What is not empty.
+        cut: What to run.
+        background: Whether to run an empty tile too, for all that no patch gives; else that is zero.
+
+    Returns:
+        (B, C_out, *out_sizes).
+
+    Memory cost: the result, what `fn` takes for all patches, and 4 bytes for each voxel of the volume for a moment.
+    """
+    empty = None
+    if background or not cut.patches:
+        rows = voxels.features
+        empty = fn(rows.new_zeros(1, rows.shape[1], *(axis.length for axis in cut.axes)))
+    parts = empty[:0] if empty is not None and not cut.patches else fn(_windows(voxels, cut))
+    result: Tensor = _Paste.apply(cut, voxels.batch_size, parts, empty)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _windows(voxels: SparseVoxels, cut: Cut) -> Tensor:
+    """(patches, C, *lengths): what the patches read, picked from the rows of the voxels."""
+    rows = voxels.features
+    number = torch.full((voxels.batch_size, *voxels.shape), len(rows), dtype=torch.int32, device=rows.device)
+    number[voxels.coords.unbind(1)] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+    picked = torch.stack([
+        number[patch.sample][tuple(slice(p.start, p.start + n) for p, n in zip(patch.pieces, cut.lengths, strict=True))]
+        for patch in cut.patches
+    ])  # fmt: skip
+    with_empty = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return F.embedding(picked, with_empty, padding_idx=len(rows)).movedim(-1, 1)
+
+
+class _Paste(torch.autograd.Function):
+    """Copies parts into a volume; a slice in a graph would cost a gradient of the whole volume for each part."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, batch_size: int, parts: Tensor, empty: Tensor | None) -> Tensor:
+        ctx.cut, ctx.parts, ctx.empty = cut, parts.shape, None if empty is None else empty.shape
+        out = parts.new_zeros(batch_size, parts.shape[1], *cut.out_sizes)
+        if empty is not None:
+            depth, height, width = cut.places_in_tile(parts.device)
+            slab = empty.index_select(4, width).index_select(3, height)
+            for sample in torch.split(out, 1):
+                torch.index_select(slab, 2, depth, out=sample)
+        for part, patch in zip(parts, cut.patches, strict=True):
+            out[patch.sample][_write(patch.pieces)] = part[_part(patch.pieces)]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise StateError(
+                CALL,
+                got="a backward with create_graph=True",
+                expected="first derivatives only",
+                fix='pass mode="dense" for second derivatives.',
+            )
+        cut, rest = ctx.cut, upstream[0].clone()
+        parts = rest.new_zeros(ctx.parts)
+        for part, patch in zip(parts, cut.patches, strict=True):
+            place = rest[patch.sample][_write(patch.pieces)]
+            part[_part(patch.pieces)] = place
+            place.zero_()
+        if ctx.empty is None:
+            return None, None, parts, None
+        _, channels, *sizes = ctx.empty
+        height, width = cut.out_sizes[1:]
+        dtype = accumulator_dtype(rest.dtype)
+        places = cut.places_in_tile(rest.device)
+        slab = rest.new_zeros(1, channels, sizes[0], height, width, dtype=dtype)
+        for sample in torch.split(rest, 1):
+            slab.index_add_(2, places[0], sample.to(dtype))
+        rows = slab.new_zeros(1, channels, *sizes[:2], width).index_add_(3, places[1], slab)
+        total = rows.new_zeros(ctx.empty).index_add_(4, places[2], rows)
+        return None, None, parts, total.to(rest.dtype)
+
+
+def _part(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    """A piece's place in its own result."""
+    return ..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces)
+
+
+def _write(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    """Its place in the whole result."""
+    return ..., *(slice(p.out_start, p.out_stop) for p in pieces)

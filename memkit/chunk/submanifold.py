@@ -1,0 +1,164 @@
+"""Convolution of occupied voxels among themselves, in plain torch: memory and time follow their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError, StateError
+from memkit._streamed import accumulator_dtype
+from memkit.chunk.voxels import Pairs, SparseVoxels, Triple
+
+CALL = "submanifold_conv3d(voxels, weight)"
+
+
+def submanifold_conv3d(
+    voxels: SparseVoxels, weight: Tensor, bias: Tensor | None = None, *, dilation: int | Sequence[int] = 1
+) -> SparseVoxels:
+    """Convolve occupied voxels, with results at these voxels only.
+
+    One layer equals `torch.nn.functional.conv3d` with padding to the same size, read at the occupied voxels. Layers
+    that follow each other do not: a dense layer also has results beside the occupied voxels, which the next one sees.
+    So a network of such layers is a model of its own, and occupied voxels do not spread.
+
+    Which voxels are neighbours is found at the first call for a kernel size, and kept with the coordinates: the result
+    has it too, and so has all that `SparseVoxels.with_features` gives.
+
+    Args:
+        voxels: N voxels with features (N, C_in).
+        weight: (C_out, C_in, kd, kh, kw), as `torch.nn.Conv3d` has it; odd sizes.
+        bias: (C_out,) or None.
+        dilation: Steps between the places that the kernel sees: one number, or one for each dimension.
+
+    Returns:
+        The same voxels with features (N, C_out).
+
+    Raises:
+        ConfigError: A kernel size is even, or a dilation below 1.
+        InputError: The weight does not fit the features.
+        StateError: In a backward with ``create_graph=True``.
+
+    Memory cost: the result, and what one offset of the kernel gathers, at most 3 times N rows; backward the gradients
+    and the same again. Neighbours take 4 bytes for each neighbour of each voxel.
+
+    Source: Graham, Engelcke, van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks",
+    2018.
+
+    Example:
+        >>> import torch
+        >>> from memkit.chunk.voxels import SparseVoxels
+        >>> from memkit.chunk.submanifold import submanifold_conv3d
+        >>> voxels = SparseVoxels.from_coords(torch.tensor([[3, 4, 5], [3, 4, 6]]), torch.ones(2, 1), shape=(8, 8, 8))
+        >>> submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3)).features.tolist()
+        [[2.0], [2.0]]
+    """
+    steps = _triple(dilation)
+    _check(voxels, weight, bias)
+    kernel: Triple = (weight.shape[2], weight.shape[3], weight.shape[4])
+    pairs = voxels.sites.pairs(kernel, steps)
+    by_offset = weight.permute(2, 3, 4, 1, 0).flatten(0, 2)  # (offsets, C_in, C_out)
+    device = voxels.features.device.type
+    features = voxels.features.contiguous()
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        features, by_offset = features.to(dtype), by_offset.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return voxels.with_features(_Submanifold.apply(features, by_offset, bias, pairs))  # type: ignore[no-untyped-call]
+
+
+class _Submanifold(torch.autograd.Function):
+    """One offset at a time, forward and backward: what is gathered is gathered again, and nothing of it is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, pairs: list[Pairs]) -> Tensor:
+        ctx.save_for_backward(features, weight)
+        ctx.pairs = pairs
+        centre = weight[len(weight) // 2]
+        out = (features @ centre).to(accumulator_dtype(features.dtype))
+        if bias is not None:
+            out += bias
+        for number, sources, targets in _directed(pairs, len(weight)):
+            _add_rows(out, targets, features.index_select(0, sources), weight[number])
+        return out.to(features.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise StateError(
+                CALL,
+                got="a backward with create_graph=True",
+                expected="first derivatives only",
+                fix="for second derivatives use torch.nn.functional.conv3d on voxels.to_dense().",
+            )
+        features, weight = ctx.saved_tensors
+        above = upstream[0].contiguous()
+        is_input, is_weight, is_bias = ctx.needs_input_grad[:3]
+        centre = len(weight) // 2
+        total = (above @ weight[centre].t()).to(accumulator_dtype(above.dtype)) if is_input else None
+        slopes = torch.empty_like(weight) if is_weight else None
+        if slopes is not None:
+            torch.mm(features.t(), above, out=slopes[centre])
+        for number, sources, targets in _directed(ctx.pairs, len(weight)):
+            part = above.index_select(0, targets)
+            if total is not None:
+                _add_rows(total, sources, part, weight[number].t())
+            if slopes is not None:
+                torch.mm(features.index_select(0, sources).t(), part, out=slopes[number])
+        return (
+            None if total is None else total.to(features.dtype),
+            slopes,
+            above.sum(0) if is_bias else None,
+            None,
+        )
+
+
+def _directed(pairs: list[Pairs], num_offsets: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Number, rows that are read and rows that are written, for each offset but the centre."""
+    for number, near, far in pairs:
+        yield number, far, near
+        yield num_offsets - 1 - number, near, far
+
+
+def _add_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out[rows] += left @ right``; no row comes twice, so that nothing is added atomically and results repeat."""
+    part = out.index_select(0, rows)
+    if part.dtype == left.dtype:
+        part.addmm_(left, right)
+    else:
+        part += left @ right
+    out.index_copy_(0, rows.long(), part)
+
+
+def _triple(value: int | Sequence[int]) -> Triple:
+    values = (value,) * 3 if isinstance(value, int) else tuple(value)
+    if len(values) != 3 or min(values) < 1:
+        raise ConfigError(
+            CALL,
+            got=f"dilation={value!r}",
+            expected="one int, or three, of 1 or more",
+            fix="leave it out unless the kernel has gaps.",
+        )
+    return values
+
+
+def _check(voxels: SparseVoxels, weight: Tensor, bias: Tensor | None) -> None:
+    sizes, num_in = tuple(weight.shape), voxels.features.shape[1]
+    if weight.dim() != 5 or any(size % 2 == 0 for size in sizes[2:]):
+        raise ConfigError(
+            CALL,
+            got=f"a weight of shape {sizes}",
+            expected="(C_out, C_in, kd, kh, kw) with odd kernel sizes: an even kernel has no centre",
+            fix="use a kernel size of 3, or (1, 3, 3).",
+        )
+    if sizes[1] != num_in or (bias is not None and bias.shape != sizes[:1]):
+        form = "" if bias is None else f" and a bias of shape {tuple(bias.shape)}"
+        raise InputError(
+            CALL,
+            got=f"a weight of shape {sizes}{form} for features of {num_in} channels",
+            expected=f"a weight (C_out, {num_in}, kd, kh, kw) and a bias (C_out,); groups are not supported",
+            fix="make the layer with as many input channels as the features have.",
+        )

@@ -1,0 +1,261 @@
+"""Keeps the ranks of a model sharded by ``fully_shard`` (FSDP2) in step when one of them runs out of memory.
+
+A rank that fails in the middle of forward or backward would leave the others waiting in a collective. The way out:
+
+* FSDP's collectives pass through a `_Channel` each, which counts them. What a micro-batch exchanges does not depend on
+  its rows, so that one rehearsal with two rows tells the sequence.
+* A rank that fails drops its tensors, lets FSDP forget the iteration, and walks along: where the others gather, it
+  gives its true shards, so that they compute with true parameters and meet no NaN; where they reduce, it gives zeros.
+* At the end of the batch one small all_reduce tells all ranks whether one of them failed. Then all start the batch
+  over, from zeroed gradients (`memkit.train.sharded`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit._errors import MemkitWarning, StateError
+from memkit._oom import describe_error, is_out_of_memory, retry_once
+from memkit.train.ranks import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One collective. Two micro-batches exchange the same when their calls are equal."""
+
+    channel: int
+    num_elements: int  # of the larger of the two tensors
+    dtype: torch.dtype
+    device: torch.device = field(compare=False, repr=False)
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+    options: dict[str, Any] = field(compare=False, repr=False)
+
+
+class _Channel:
+    """A collective of one FSDP module, in the place of FSDP's own, which does the work."""
+
+    def __init__(self, own: Any, number: int, note: Callable[[_Call], None]) -> None:
+        self._own = own
+        self._number = number
+        self._note = note
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """As FSDP's own."""
+        buffer: torch.Tensor = self._own.allocate(size, dtype=dtype, device=device)
+        return buffer
+
+    def __call__(
+        self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> Any:
+        """As FSDP's own, and counted.
+
+        Raises:
+            StateError: Memory ran out inside of it, which no rank can make good.
+        """
+        larger = max(output_tensor, input_tensor, key=torch.Tensor.numel)
+        if larger.device.type == "cpu":  # gloo copies in the middle of a collective: better fail here than there
+            torch.empty(2 * larger.numel(), dtype=larger.dtype)
+        try:
+            work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        except Exception as error:
+            if is_out_of_memory(error):
+                _refuse_torn(describe_error(error))
+            raise
+        self._note(_Call(self._number, larger.numel(), larger.dtype, larger.device, group, options))
+        return work
+
+
+class Lockstep:
+    """The collectives of a sharded model: what a micro-batch exchanges, and how far this rank is in it.
+
+    Args:
+        model: The model, with modules sharded by ``fully_shard``.
+        shards: Its ranks.
+
+    Attributes:
+        is_rehearsed: Whether a micro-batch's sequence is known.
+        is_steady: Whether each micro-batch exchanges the same, so that a rank may walk along.
+
+    Raises:
+        AttributeError: This torch keeps FSDP's collectives elsewhere.
+        AssertionError: A module's parameters lie on several meshes.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        self.shards = shards
+        self.is_rehearsed = False
+        self.is_steady = True
+        self._model = model
+        self._sequence: list[_Call] = []
+        self._is_learning = self._is_counting = self._has_warned = False
+        self._num_calls = 0  # of the last micro-batch
+        self._foreign: list[str] = []
+        self._modules: list[FSDPModule] = []  # of each pair of channels
+        self._channels: list[_Channel] = []
+        self._close = contextlib.ExitStack()
+        # Only reading and replacing what is set now is not public; a state that several modules share counts once.
+        sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._states = {module._get_fsdp_state(): module for module in sharded}  # noqa: SLF001
+        with self._close:
+            for state, module in self._states.items():
+                group = state._fsdp_param_group  # noqa: SLF001 - refuses where there are several, on several meshes
+                if group is not None:
+                    self._modules.append(module)
+                    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                        self._tap(group, name)
+            self._close = self._close.pop_all()
+
+    @classmethod
+    def find(cls, model: nn.Module, shards: Shards) -> Self | None:
+        """Return the lockstep of a model; None where this torch or the sharding is too strange."""
+        try:
+            return cls(model, shards)
+        except (AttributeError, AssertionError):
+            return None
+
+    def close(self) -> None:
+        """Give FSDP its own collectives back."""
+        self._close.close()
+
+    def begin_batch(self) -> None:
+        """Drop parameters that an evaluation has left gathered: each batch begins like the rehearsal."""
+        for module in self._modules:
+            module.reshard()
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """In the block, learn what forward and backward exchange, also past FSDP."""
+        self._is_learning = True
+        try:
+            with _Listener() as listener:
+                yield
+        finally:
+            self._is_learning = False
+        self._foreign = listener.names
+
+    def end_rehearsal(self) -> None:
+        """Compare what the ranks have learnt; all must call it. Warn where no rank can walk along."""
+        self.is_rehearsed = True
+        obstacle = ""
+        if len(self._foreign) != len(self._sequence):
+            obstacle = (
+                f"the model or the loss exchanges more than FSDP does (in all {', '.join(sorted(set(self._foreign)))})"
+            )
+        elif any(dist.get_world_size(call.group) != self.shards.num_ranks for call in self._sequence):
+            obstacle = "parameters are resharded to a smaller mesh after forward"
+        mark = float(zlib.crc32(repr(self._sequence).encode()))
+        has_obstacle, highest, negative_lowest = self.shards.max([float(bool(obstacle)), mark, -mark])
+        if has_obstacle or highest != -negative_lowest:
+            self.give_up(obstacle or "the ranks exchange different things")
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """In the block, count what forward and backward exchange; notice what is not as rehearsed."""
+        self._num_calls, self._is_counting = 0, True
+        try:
+            yield
+        finally:
+            self._is_counting = False
+
+    def end_microbatch(self) -> None:
+        """Notice a whole micro-batch that has exchanged less than the rehearsal."""
+        self.is_steady = self.is_steady and self._num_calls == len(self._sequence)
+
+    def drop_out(self) -> None:
+        """Forget the failed micro-batch: FSDP's notes of it, gathered parameters, half-added gradients."""
+        for parameter in self._model.parameters():
+            parameter.grad = None  # also that of a gathered parameter, which the next backward would add to
+        for state, module in self._states.items():
+            if state._is_root:  # noqa: SLF001 - no public form, and others refuse
+                module.reset_iter_state()
+
+    def walk_on(self) -> None:
+        """Take part in what is left of the micro-batch's collectives, and add nothing to them."""
+        self.walk(self._num_calls)
+
+    def walk(self, start: int = 0) -> None:
+        """Take part in a micro-batch's collectives from number ``start`` on, and add nothing to them."""
+        for call in self._sequence[start:]:
+            module = self._modules[call.channel // 2]
+            if call.channel % 2 == 0:
+                retry_once(module.unshard, "gathering parameters for the other ranks")
+                module.reshard()
+            else:
+                retry_once(functools.partial(self._reduce_nothing, call), "reducing with the other ranks")
+
+    def give_up(self, reason: str) -> None:
+        """No rank can walk along: from now on errors pass through. Warn, on all ranks alike."""
+        self.is_steady = False
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here from now on, and out-of-memory errors "
+            f"pass through: {reason}, so that a rank that has failed cannot keep the others company. Raise "
+            "accumulation_steps or set checkpoint='auto' instead.",
+            MemkitWarning,
+            stacklevel=4,
+        )
+
+    def _tap(self, group: Any, name: str) -> None:
+        own = getattr(group, name)
+        channel = _Channel(own, len(self._channels), self._note)
+        self._channels.append(channel)
+        setattr(group, name, channel)
+        self._close.callback(setattr, group, name, own)
+
+    def _note(self, call: _Call) -> None:
+        if self._is_learning:
+            self._sequence.append(call)
+        elif self._is_counting:
+            expected = self._sequence[self._num_calls] if self._num_calls < len(self._sequence) else None
+            self.is_steady = self.is_steady and call == expected
+            self._num_calls += 1
+
+    def _reduce_nothing(self, call: _Call) -> None:
+        channel = self._channels[call.channel]
+        nothing, unused = (
+            channel.allocate((size,), dtype=call.dtype, device=call.device)
+            for size in (call.num_elements, call.num_elements // self.shards.num_ranks)
+        )
+        channel(output_tensor=unused, input_tensor=nothing.zero_(), group=call.group, **call.options)
+
+
+def _refuse_torn(description: str) -> NoReturn:
+    raise StateError(
+        "MemoryEfficientTrainingWrapper",
+        got=f"out of memory inside a collective: {description}",
+        expected="memory for what the ranks exchange: the parameters of one fully_shard module",
+        fix="call fully_shard on smaller modules too; go on from the last checkpoint, on all ranks.",
+    ) from None  # not an out-of-memory for those who catch it: another try would not meet the other ranks
+
+
+class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Writes down the names of all collectives of this process."""
+
+    def __init__(self) -> None:
+        from torch.distributed.tensor import DTensor
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+        self._sharded = DTensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, self._sharded) for kind in types):
+            return NotImplemented  # it first turns into plain operators and collectives
+        if func.namespace in {"c10d", "_c10d_functional"} and "wait" not in func.name() and "wrap" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,210 @@
+"""Levels are counted as `unique` counts them, the limits hold, and volumes come back."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.datasets import load_digits, load_iris
+
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit.chunk.resolution import DynamicResolutionProcessor
+from memkit.chunk.voxels import SparseVoxels
+from tests.chunk.scenes import brain_mask, vertices
+
+
+def by_unique(cells, levels, batch=None):
+    """Occupied cells of the fullest sample at each level, the slow way."""
+    batch = torch.zeros(len(cells), dtype=torch.int64) if batch is None else batch
+    return tuple(
+        max(len((cells[batch == sample] >> level).unique(dim=0)) for sample in batch.unique())
+        for level in range(levels + 1)
+    )
+
+
+def choice_of(coords, batch=None, **limits):
+    return DynamicResolutionProcessor(**{"max_active_voxels": 10**9} | limits).choose(coords, batch=batch)
+
+
+def test_one_sort_counts_what_unique_counts_on_real_points():
+    points = vertices()
+    cells = ((points - points.amin(0)) * (1024 / (points.amax(0) - points.amin(0)).max())).long().clamp(max=1023)
+    assert choice_of(points).num_active_by_level == by_unique(cells, 10)
+    voxels = brain_mask().nonzero()
+    assert choice_of(voxels).num_active_by_level == by_unique(voxels, 6)
+    assert choice_of(voxels - 17, levels=4).num_active_by_level == by_unique(voxels - 17, 4)
+    pixels = torch.from_numpy(load_digits().images[0]).nonzero()
+    assert choice_of(pixels).num_active_by_level == by_unique(pixels, 3)
+    iris = torch.from_numpy(load_iris().data[:, :3])
+    batch = torch.from_numpy(load_iris().target)
+    millimetres = (iris * 10).round().long()
+    assert choice_of(millimetres, batch, levels=6).num_active_by_level == by_unique(millimetres, 6, batch)
+
+
+@given(st.data(), st.integers(2, 3), st.integers(0, 18))
+@settings(deadline=None)
+def test_one_sort_counts_what_unique_counts(data, num_axes, levels):
+    far = 2 ** data.draw(st.integers(0, 17))
+    cell = st.tuples(*[st.integers(-far, far)] * num_axes)
+    coords = torch.tensor(data.draw(st.lists(cell, min_size=1, max_size=30)))
+    batch = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=len(coords), max_size=len(coords))))
+    found = choice_of(coords, batch, levels=levels, min_points_per_voxel=0)
+    assert found.num_active_by_level == by_unique(coords, levels, batch)
+
+
+def test_the_finest_level_within_the_limits():
+    voxels = brain_mask().nonzero()
+    counts = by_unique(voxels, 6)
+    by_number = choice_of(voxels, max_active_voxels=counts[1])
+    assert (by_number.level, by_number.num_active) == (1, counts[1])
+    assert by_number.resolution == 23  # 46 voxels along the brain's longest side
+    assert choice_of(voxels, max_active_voxels=counts[1] - 1).level == 2
+    by_points = choice_of(voxels, min_points_per_voxel=7)
+    density = [len(voxels) / count for count in counts]
+    assert density[by_points.level] >= 7 > density[by_points.level - 1]
+    assert choice_of(voxels, max_active_voxels=counts[2], min_points_per_voxel=1).level == 2
+    with pytest.raises(InputError, match=rf"got {counts[2]} occupied voxels at the last level, 2"):
+        choice_of(voxels, levels=2, max_active_voxels=counts[2] - 1)
+    assert choice_of(torch.zeros(1, 3), min_points_per_voxel=2).level == 10  # one point: no level has two in a voxel
+
+
+def test_the_fullest_sample_counts():
+    few, many = torch.zeros(3, 3, dtype=torch.int64), torch.ones(4, 4, 4).nonzero()
+    both, batch = torch.cat([few, many]), torch.tensor([0] * 3 + [2] * 64)  # sample 1 is empty
+    assert choice_of(both, batch).num_active_by_level == (64, 8, 1)
+    assert choice_of(both, batch, max_active_voxels=8).level == 1
+
+
+def test_the_level_does_not_flap():
+    """Counts that vary by a tenth around the limit: without hysteresis the level follows each of them."""
+
+    def levels(hysteresis):
+        processor = DynamicResolutionProcessor(1000, hysteresis=hysteresis)
+        frames = [torch.ones(side, 10, 10).nonzero() for side in (11, 9, 11, 9, 11, 9, 7, 9, 11)]
+        return [processor.choose(frame).level for frame in frames]
+
+    assert levels(0.2) == [1, 1, 1, 1, 1, 1, 0, 0, 1]  # finer at 700, coarser as soon as it is too many
+    assert levels(0.0) == [1, 0, 1, 0, 1, 0, 0, 0, 1]
+
+
+def test_the_level_does_not_flap_around_the_points_of_a_voxel():
+    def levels(hysteresis):
+        processor = DynamicResolutionProcessor(min_points_per_voxel=3, hysteresis=hysteresis)
+        cells = torch.ones(4, 4, 4).nonzero()
+        return [processor.choose(cells.repeat_interleave(times, 0)).level for times in (3, 2, 3, 2, 4, 3)]
+
+    assert levels(0.2) == [0, 1, 1, 1, 0, 0]
+    assert levels(0.0) == [0, 1, 0, 1, 0, 0]
+
+
+def test_the_state_goes_on():
+    fresh, resumed = (DynamicResolutionProcessor(1000) for _ in range(2))
+    resumed.choose(torch.ones(11, 10, 10).nonzero())
+    other = DynamicResolutionProcessor(1000)
+    other.load_state_dict(resumed.state_dict())
+    frame = torch.ones(9, 10, 10).nonzero()
+    assert other.choose(frame).level == 1
+    assert other.choice.why == "level 0 is within the limits by less than 20%: as before"
+    assert fresh.choose(frame).level == 0
+    for state in ({}, {"version": 2, "level": 1}, {"version": 1, "level": "1"}):
+        with pytest.raises(FileFormatError, match="expected version 1 and a level"):
+            other.load_state_dict(state)
+
+
+def chosen(level, **choices):
+    processor = DynamicResolutionProcessor(**choices)
+    processor.load_state_dict({"version": 1, "level": level})
+    return processor
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_pooling_is_by_cells(level):
+    """Sides that the cells do not divide: those at the end are smaller, and their mean is of what is there."""
+    volume = torch.randn(2, 3, 9, 12, 7, dtype=torch.float64) * (torch.rand(2, 1, 9, 12, 7) < 0.3)
+    size = 2**level
+    expected = {name: [] for name in ("area", "sum", "max", "masked_mean", "nearest")}
+    for z in range(0, 9, size):
+        for y in range(0, 12, size):
+            for x in range(0, 7, size):
+                cell = volume[:, :, z : z + size, y : y + size, x : x + size].flatten(2)
+                is_kept = (cell != 0).any(1, keepdim=True)
+                expected["area"].append(cell.mean(2))
+                expected["sum"].append(cell.sum(2))
+                expected["max"].append(cell.amax(2))
+                expected["masked_mean"].append(cell.sum(2) / is_kept.sum(2).clamp(min=1))
+                middle = [min(a + size // 2, b - 1) for a, b in ((z, 9), (y, 12), (x, 7))]
+                expected["nearest"].append(volume[:, :, middle[0], middle[1], middle[2]])
+    shape = (2, 3, *(-(-side // size) for side in (9, 12, 7)))
+    for name, cells in expected.items():
+        found = chosen(level, downsample=name).apply(volume)
+        torch.testing.assert_close(found, torch.stack(cells, 2).view(shape), rtol=1e-12, atol=1e-12)
+
+
+def test_a_mean_over_what_is_there_keeps_a_thin_surface():
+    """The naive mean of a surface that fills an eighth of its cells is an eighth of it."""
+    volume = torch.zeros(1, 1, 8, 8, 8)
+    volume[0, 0, ::2, ::2, ::2] = 5.0
+    assert chosen(1, downsample="masked_mean").apply(volume).unique().tolist() == [5.0]
+    assert chosen(1, downsample="area").apply(volume).unique().tolist() == [0.625]
+    mask = torch.ones(1, 1, 8, 8, 8, dtype=torch.bool)
+    assert chosen(1, downsample="masked_mean").apply(volume, mask=mask).unique().tolist() == [0.625]
+
+
+def test_pooled_occupancy_is_what_was_counted():
+    mask = brain_mask()
+    processor = DynamicResolutionProcessor(1000, downsample="max")
+    choice = processor.choose(mask.nonzero())
+    pooled = processor.apply(mask[None, None].float())
+    assert len(SparseVoxels.from_dense(pooled).coords) == choice.num_active <= 1000
+
+
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_there_and_back_for_a_net_with_a_stride(mode):
+    processor = chosen(1, stride=8)
+    volume = torch.randn(1, 2, 18, 30, 16, requires_grad=True)
+    pooled = processor.apply(volume)
+    assert pooled.shape == (1, 2, 16, 16, 8)
+    back = processor.restore(pooled, mode=mode)
+    assert back.shape == volume.shape
+    torch.testing.assert_close(
+        back, F.interpolate(pooled, scale_factor=2, mode=mode)[:, :, :18, :30, :16], rtol=0, atol=0
+    )
+    (gradient,) = torch.autograd.grad(back.sum(), volume)
+    with pytest.raises(InputError, match=r"expected the sides that apply gave, \(16, 16, 8\)"):
+        processor.restore(pooled[..., ::2])
+    if mode == "nearest":
+        torch.testing.assert_close(gradient, torch.ones_like(gradient))  # a mean, copied to all
+
+
+def test_labels_and_pictures():
+    labels = torch.arange(64).view(1, 1, 8, 8)
+    processor = chosen(2, downsample="nearest")
+    assert processor.apply(labels).flatten().tolist() == [18, 22, 50, 54]
+    with pytest.raises(InputTypeError, match=r"got a tensor of shape \(1, 1, 8, 8\), torch.int64"):
+        chosen(2).apply(labels)
+
+
+def test_what_is_refused():
+    processor = DynamicResolutionProcessor(1000)
+    for call in (processor.apply, processor.restore):
+        with pytest.raises(StateError, match=r"first|before"):
+            call(torch.zeros(1, 1, 8, 8, 8))
+    for bad in (torch.zeros(0, 3), torch.zeros(3, 4), torch.zeros(3)):
+        with pytest.raises(InputError, match=r"one row \(N, 3\) or \(N, 2\) for each point"):
+            processor.choose(bad)
+    with pytest.raises(InputError, match="not finite"):
+        processor.choose(torch.tensor([[0.0, 0.0, torch.nan], [1.0, 0.0, 0.0]]))
+    with pytest.raises(InputError, match="expected an extent of 2097152 cells"):
+        processor.choose(torch.tensor([[0, 0, 0], [2**22, 0, 0]]))
+    with pytest.raises(InputError, match="an extent of 1048577 cells, for 2 samples"):
+        processor.choose(torch.tensor([[0, 0, 0], [2**20, 0, 0]]), batch=torch.tensor([0, 1]))
+    for wrong in (
+        {"max_active_voxels": 0},
+        {"min_points_per_voxel": -1},
+        {"levels": 21},
+        {"hysteresis": 1.0},
+        {"stride": 0},
+        {"downsample": "mean"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            DynamicResolutionProcessor(**wrong)

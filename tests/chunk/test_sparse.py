@@ -1,0 +1,315 @@
+"""Every mode but submanifold gives the whole network's result and gradients; what cannot is refused, or run whole."""
+
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit.chunk.sparse import SparsityAwareProcessor
+from memkit.chunk.submanifold import submanifold_conv3d
+from memkit.chunk.voxels import SparseVoxels
+from tests.allocations import trace_allocations
+from tests.chunk.nets import UNet
+from tests.chunk.scenes import brain_mask, cortex
+
+conv = nn.Conv3d
+
+
+def same(num_in, num_out, **kwargs):
+    return conv(num_in, num_out, 3, padding=1, **kwargs)
+
+
+def pointwise_net():
+    return nn.Sequential(conv(2, 8, 1), nn.BatchNorm3d(8).eval(), nn.GELU(), conv(8, 3, 1))
+
+
+def make_nets():
+    act = nn.GELU
+    return {
+        "stack": nn.Sequential(same(2, 3), act(), conv(3, 3, 5, padding=2), act(), conv(3, 2, 1)),
+        "reflect": nn.Sequential(same(2, 3, padding_mode="reflect"), act(), same(3, 2, padding_mode="replicate")),
+        "no padding, stride": nn.Sequential(conv(2, 3, (3, 5, 1)), act(), conv(3, 2, 3, stride=2, padding=1)),
+        "transposed": nn.Sequential(same(2, 3), act(), nn.ConvTranspose3d(3, 2, 4, 2, 1)),
+        "u-net": nn.Sequential(conv(2, 1, 1), UNet(nn.Conv3d, nn.ConvTranspose3d)),
+        "without background": nn.Sequential(same(2, 3, bias=False), act(), same(3, 2, bias=False)),
+    }
+
+
+torch.manual_seed(0)
+NETS = {name: net.double() for name, net in make_nets().items()}  # one of each: margins are looked for once
+
+
+SLOW = {"transposed", "u-net"}
+
+
+def brain(channels=2):
+    """(1, channels, 28, 24, 26), float64: a part of a real mask, empty around."""
+    mask = brain_mask(8)[:, :, 1:]
+    assert mask.shape[0] >= 24
+    volume = torch.zeros(1, channels, 28, 24, 26, dtype=torch.float64)
+    corner = mask[:12, 6:14, 4:14]
+    volume[0, :, 8:20, 9:17, 7:17] = torch.randn(channels, *corner.shape, dtype=torch.float64) * corner
+    return volume
+
+
+def errors(net, volume, **choices):
+    """Largest error of the result, and of each parameter's gradient, against the whole volume; and the plan."""
+    processor = SparsityAwareProcessor(net, **choices)
+    params = list(net.parameters())
+    expected, found = net(volume), processor(volume)
+    upstream = torch.randn_like(expected)
+    pairs = zip(
+        (found.detach(), *torch.autograd.grad(found, params, upstream)),
+        (expected.detach(), *torch.autograd.grad(expected, params, upstream)),
+        strict=True,
+    )
+    return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs], processor.plan
+
+
+def test_pointwise_equals_the_whole():
+    found, plan = errors(pointwise_net().double(), brain())
+    assert max(found) <= 1e-12
+    assert plan.mode == "pointwise"
+    assert plan.computed == plan.occupancy < 0.05
+    assert plan.why.startswith("it runs over")
+
+
+def test_zeros_for_what_is_empty_are_wrong():
+    """The naive way: the network of zero is not zero, and empty voxels have a share in the parameters' gradient."""
+    net, volume = pointwise_net().double(), brain()
+    voxels = SparseVoxels.from_dense(volume)
+    params = list(net.parameters())
+    whole = net(volume)
+    naive = voxels.with_features(net(voxels.features.t()[None, :, :, None, None])[0, :, :, 0, 0].t()).to_dense()
+    assert float((naive - whole).detach().abs().max()) > 0.1
+    expected, found = (torch.autograd.grad(y.square().mean(), params) for y in (whole, naive))
+    assert max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)) > 0.5
+
+
+@pytest.mark.parametrize("mode", ["blocks", "bbox"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in NETS])
+def test_parts_equal_the_whole(name, mode):
+    found, plan = errors(NETS[name], brain(), mode=mode, block_size=6)
+    assert max(found) <= 1e-12
+    assert plan.mode == mode
+
+
+def test_a_box_without_margin_is_wrong():
+    net, volume = NETS["stack"], brain()
+    naive = net(volume[:, :, 8:20, 9:17, 7:17])
+    assert (naive - net(volume)[:, :, 8:20, 9:17, 7:17]).detach().abs().max() > 1e-2
+
+
+@given(
+    sizes=st.sampled_from([(9, 12, 17), (8, 16, 11)]),
+    block_size=st.integers(1, 9),
+    places=st.lists(st.tuples(*[st.integers(0, 16)] * 3), max_size=4),
+    name=st.sampled_from(["stack", "no padding, stride"]),
+    mode=st.sampled_from(["blocks", "bbox"]),
+)
+@settings(max_examples=25, deadline=None)
+def test_wherever_voxels_are(sizes, block_size, places, name, mode):
+    """At borders, in corners, one in each sample, or none."""
+    volume = torch.zeros(2, 2, *sizes, dtype=torch.float64)
+    for number, place in enumerate(places):
+        volume[number % 2, :, place[0] % sizes[0], place[1] % sizes[1], place[2] % sizes[2]] = 1.0 + number
+    found, _ = errors(NETS[name], volume, mode=mode, block_size=block_size)
+    assert max(found) <= 1e-12
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "blocks", "bbox", "dense", "auto"])
+def test_sparse_voxels_give_sparse_voxels(mode):
+    net = pointwise_net().double() if mode == "pointwise" else NETS["stack"]
+    volume = brain()
+    voxels = SparseVoxels.from_dense(volume)
+    voxels = voxels.with_features(voxels.features.detach().requires_grad_())
+    processor = SparsityAwareProcessor(net, mode=mode)
+    y = processor(voxels)
+    whole = net(voxels.to_dense()).movedim(1, -1)[voxels.coords.unbind(1)]
+    upstream, inputs = torch.randn_like(whole), [voxels.features, *net.parameters()]
+    torch.testing.assert_close(y.features, whole, rtol=1e-12, atol=1e-12)
+    for a, b in zip(*(torch.autograd.grad(z, inputs, upstream) for z in (y.features, whole)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert y.sites is voxels.sites
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = same(2, 4), nn.BatchNorm3d(4), conv(4, 2, 3, padding="same", dilation=2)
+
+    def forward(self, x):
+        return x + self.second(torch.relu(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("mode", ["auto", "blocks", "bbox", "submanifold", "dense"])
+def test_nothing_at_all(mode):
+    net, volume = NETS["stack"], torch.zeros(2, 2, 16, 16, 16, dtype=torch.float64)
+    processor = SparsityAwareProcessor(net, mode=mode)
+    assert processor(SparseVoxels.from_dense(volume)).features.shape == (0, 2)
+    expected = torch.zeros_like(volume) if mode == "submanifold" else net(volume)
+    torch.testing.assert_close(processor(volume), expected, rtol=1e-12, atol=1e-12)
+    assert processor.plan.occupancy == 0
+    pointwise = SparsityAwareProcessor(pointwise_net().double())
+    assert pointwise(SparseVoxels.from_dense(volume)).features.shape == (0, 3)
+
+
+def test_half_precision_adds_the_empty_part_up_in_float32():
+    """32768 empty voxels with a gradient of 1: bfloat16 stops to count at 256."""
+    net = conv(1, 1, 3, padding=1).to(torch.bfloat16)
+    volume = torch.zeros(1, 1, 32, 32, 32, dtype=torch.bfloat16)
+    volume[0, 0, 3, 3, 3] = 1
+    SparsityAwareProcessor(net, mode="blocks")(volume).sum().backward()
+    assert float(net.bias.grad) == pytest.approx(32768, rel=0.01)
+
+
+class DropoutByHand(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x)
+
+
+def test_submanifold_is_the_network_of_occupied_voxels():
+    net, volume = Residual().double(), brain()
+    voxels = SparseVoxels.from_dense(volume)
+    y = SparsityAwareProcessor(net, mode="submanifold")(volume)
+    twin = Residual().double()
+    twin.load_state_dict({**net.state_dict(), **{k: v for k, v in twin.state_dict().items() if "running" in k}})
+    hidden = submanifold_conv3d(voxels, net.first.weight, net.first.bias)
+    rows = torch.relu(nn.functional.batch_norm(hidden.features, None, None, net.norm.weight, net.norm.bias, True))
+    rows = (
+        voxels.features
+        + submanifold_conv3d(hidden.with_features(rows), net.second.weight, net.second.bias, dilation=2).features
+    )
+    torch.testing.assert_close(y, voxels.with_features(rows).to_dense(), rtol=1e-12, atol=1e-12)
+    assert net.norm.num_batches_tracked == 1  # the check beforehand leaves it alone
+    y.square().sum().backward()
+    assert all(each.grad is not None for each in net.parameters())
+
+
+def test_submanifold_is_never_taken_by_itself():
+    net, volume = NETS["stack"], brain()
+    processor = SparsityAwareProcessor(net, mode="submanifold")
+    assert (processor(volume) - net(volume)).abs().max() > 1e-2
+    assert processor.plan.why == "as asked: another model than the dense network"
+    auto = SparsityAwareProcessor(net)
+    auto(volume)
+    assert auto.plan.mode == "dense"
+    assert auto.plan.why == "bbox would run over 64% of the volume"
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.GroupNorm(2, 4), r"mixes voxels otherwise than by convolutions, first in `1` \(GroupNorm\)"),
+        (nn.InstanceNorm3d(4), r"first in `1` \(InstanceNorm3d\)"),
+        (nn.AdaptiveAvgPool3d(1), r"gives \(1, 2, 1, 1, 1\) for \(1, 2, 1, 1, 3\)"),
+        (nn.MaxPool3d(3, 1, 1), r"first in `1` \(MaxPool3d\)"),
+        (nn.MaxPool3d(2), "does not run on lone voxels"),
+        (conv(4, 4, 2), r"a convolution with kernel \(2, 2, 2\)"),
+        (conv(4, 4, 3, stride=2, padding=1), r"stride \(2, 2, 2\)"),
+        (conv(4, 4, 3), r"padding \(0, 0, 0\)"),
+        (same(4, 4, groups=2), "groups are not supported"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_submanifold_form(layer, message):
+    net = nn.Sequential(conv(2, 4, 1), layer, conv(4, 2, 1)).double()
+    with pytest.raises(InputError, match=message):
+        SparsityAwareProcessor(net, mode="submanifold")(brain())
+
+
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (nn.Sequential(same(2, 4), nn.GroupNorm(2, 4)), "depends on the whole of dimension"),
+        (nn.Sequential(same(2, 4), nn.BatchNorm3d(4)), "changes its buffer `1.running_mean`"),
+        (nn.Sequential(conv(2, 4, 1), nn.Dropout(0.5)), r"draws random numbers \(dropout\)"),
+        (nn.Sequential(same(2, 4), DropoutByHand()), r"draws random numbers \(dropout\)"),
+    ],
+    ids=["GroupNorm", "BatchNorm", "Dropout", "dropout by hand"],
+)
+def test_what_parts_cannot_give_runs_whole_or_is_refused(net, reason):
+    volume = brain().float()
+    processor = SparsityAwareProcessor(net)
+    state = torch.get_rng_state()
+    y = processor(volume)
+    assert processor.plan.mode == "dense"
+    assert reason.replace("\\", "") in processor.plan.why
+    torch.set_rng_state(state)
+    torch.testing.assert_close(y, net(volume), rtol=0, atol=0)
+    with pytest.raises(InputError, match=reason):
+        SparsityAwareProcessor(net, mode="blocks")(volume)
+
+
+def test_a_volume_that_requires_a_gradient():
+    """Empty voxels have a gradient too: parts would lose it."""
+    net, volume = NETS["stack"], brain().requires_grad_()
+    processor = SparsityAwareProcessor(net)
+    (found,) = torch.autograd.grad(processor(volume).square().sum(), volume)
+    (expected,) = torch.autograd.grad(net(volume).square().sum(), volume)
+    torch.testing.assert_close(found, expected)
+    assert found[volume == 0].any()
+    assert "requires a gradient" in processor.plan.why
+    with pytest.raises(InputError, match="which its empty voxels have too"):
+        SparsityAwareProcessor(net, mode="bbox")(volume)
+    with torch.no_grad():
+        SparsityAwareProcessor(net, mode="bbox")(volume)
+
+
+def test_auto_goes_by_what_is_run():
+    net = NETS["stack"]
+    processor = SparsityAwareProcessor(net)
+    corners = torch.zeros(1, 2, 40, 40, 40, dtype=torch.float64)
+    corners[0, :, :3, :3, :3] = corners[0, :, -3:, -3:, -3:] = 1
+    processor(corners)
+    assert processor.plan.mode == "blocks"  # a box around both is the whole
+    assert processor.plan.computed < 0.2
+    one = corners.clone()
+    one[0, :, -3:] = 0
+    processor(one)
+    assert processor.plan.mode == "bbox"
+    processor(torch.ones_like(one))
+    assert processor.plan.mode == "dense"
+    assert "would run over" in processor.plan.why
+
+
+def test_other_refusals():
+    net, volume = NETS["stack"], brain()
+    with pytest.raises(InputError, match=r"looks at 3 \+ 3 voxels \(stride 1\)"):
+        SparsityAwareProcessor(net, mode="pointwise")(volume)
+    y = SparsityAwareProcessor(net, mode="bbox")(volume)
+    with pytest.raises(StateError, match="create_graph=True"):
+        torch.autograd.grad(y.sum(), list(net.parameters()), create_graph=True)
+    with pytest.raises(InputError, match="results of the volume's size"):
+        SparsityAwareProcessor(NETS["no padding, stride"], mode="bbox")(SparseVoxels.from_dense(volume))
+    with pytest.raises(InputTypeError, match=r"a floating point volume \(B, C, D, H, W\), or SparseVoxels"):
+        SparsityAwareProcessor(net)(volume[0])
+    with pytest.raises(InputTypeError, match=r"got a function; expected an nn\.Module"):
+        SparsityAwareProcessor(lambda x: x)
+    for settings_ in ({"mode": "sparse"}, {"block_size": 0}, {"dense_threshold": 1.5}):
+        with pytest.raises(ConfigError, match=rf"got {next(iter(settings_))}=.*; expected"):
+            SparsityAwareProcessor(net, **settings_)
+
+
+def test_memory_and_time_follow_what_is_run():
+    torch.manual_seed(0)
+    net = nn.Sequential(conv(4, 64, 1), nn.GELU(), conv(64, 4, 1))
+    voxels = SparseVoxels.from_coords(cortex(48), torch.randn(len(cortex(48)), 4), shape=(48, 48, 48))
+    volume, processor = voxels.to_dense(), SparsityAwareProcessor(net)
+    upstream = torch.randn_like(volume)
+
+    def step(run):
+        torch.autograd.grad(run(volume), list(net.parameters()), upstream)
+
+    step(processor)
+    assert trace_allocations(lambda: step(net)).peak > 10 * trace_allocations(lambda: step(processor)).peak
+    seconds = {}
+    for run in (net, processor) * 2:
+        start = time.process_time()
+        step(run)
+        seconds[run] = min(seconds.get(run, float("inf")), time.process_time() - start)
+    assert seconds[net] > 3 * seconds[processor]

@@ -1,0 +1,382 @@
+"""FSDP2: a rank that runs out of memory takes part in the others' collectives, and all start the batch over."""
+
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit as mk
+from memkit.train.lockstep import Lockstep
+from tests.train.faults import FailingOperator
+from tests.train.limit_child import MIB, limit, mlp
+from tests.train.test_ranks import join, leave
+
+STEPS, ROWS = 3, 8
+SHARDING = {}  # options of fully_shard, for the whole process
+
+
+class Fault(FailingOperator):
+    """Not inside a collective: past the check for room, gloo's own part of it takes no memory that could be short."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" or func is torch.ops.aten.copy_.default:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Block(nn.Module):
+    """Dropout draws random numbers; the buffer changes in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(6, 12), nn.Dropout(0.3), nn.Linear(12, 6)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean.lerp_(x.detach().float().mean(), 0.1)
+        return x + self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class Model(nn.Sequential):
+    def forward(self, x, num_blocks=2):
+        for block in list(self)[:num_blocks]:
+            x = block(x)
+        return self[2](x)
+
+
+def make():
+    torch.manual_seed(0)
+    model = Model(Block(), Block(), nn.Linear(6, 1))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for module in (model[0], model[1], model):
+        fully_shard(module, mesh=mesh, **SHARDING)
+    if SHARDING:
+        model.set_modules_to_forward_prefetch([model[0], model[1]])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(3 + rank)
+    return torch.randn(STEPS, ROWS, 6, generator=generator)
+
+
+def loss_fn(model, x):
+    return model(x).pow(2).mean()
+
+
+def local(value):
+    return value.to_local().clone() if hasattr(value, "to_local") else value.clone()
+
+
+def state_of(model, optimizer):
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [local(each) for each in (*model.parameters(), *model.buffers(), *states, torch.get_rng_state())]
+
+
+def train(rank, faults, accumulation_steps=2):
+    """Train with a fault at operator ``faults[step, n]`` of the n-th micro-batch tried, or of the ``"step"``."""
+    model, optimizer = make()
+    torch.manual_seed(100 + rank)
+    sizes, num_ooms, num_operators = [], [], {}
+    with mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=accumulation_steps, max_grad_norm=0.5
+    ) as trainer:
+        for step, batch in enumerate(batches(rank)):
+            number = 0 if step else -1  # the very first is the rehearsal
+            for attempt in trainer.microbatches(batch):
+                with attempt as micro, Fault(faults.get((step, number), 0)) as fault:
+                    trainer.backward(loss_fn(model, micro))
+                num_operators[step, number] = fault.num_operators
+                number += 1
+            sizes.append(trainer._window.sizes)
+            num_ooms.append(trainer._window.num_ooms)
+            with Fault(faults.get((step, "step"), 0)) as fault:
+                assert trainer.step()
+            num_operators[step, "step"] = fault.num_operators
+    return state_of(model, optimizer), sizes, num_ooms, num_operators
+
+
+def undisturbed(rank, sizes):
+    model, optimizer = make()
+    torch.manual_seed(100 + rank)
+    accumulator = mk.GradientAccumulator(optimizer, max_grad_norm=0.5)
+    for batch, parts in zip(batches(rank), sizes, strict=True):
+        for micro in batch.split(parts):
+            accumulator.backward(loss_fn(model, micro), count=len(micro))
+        accumulator.finish()
+    return state_of(model, optimizer)
+
+
+def is_same(state, reference):
+    return all(map(torch.equal, state, reference))
+
+
+def check(rank, scenarios):
+    """Each scenario holds the faults of rank 0 and of rank 1, and how often all ranks start a batch over."""
+    for *faults, expected_ooms in scenarios:
+        state, sizes, num_ooms, _ = train(rank, faults[rank])
+        assert num_ooms == expected_ooms, (faults, num_ooms)
+        assert is_same(state, undisturbed(rank, sizes)), faults
+
+
+def worker(rank, folder):
+    join(rank, folder)
+    state, sizes, num_ooms, num_operators = train(rank, {})
+    assert sizes == [(4, 4)] * 3
+    assert num_ooms == [0, 0, 0]
+    assert is_same(state, undisturbed(rank, sizes))
+    last = num_operators[0, 0]
+    step_places = (2, 6, 8, 70)  # normalising, before and after the norm's collective, in the optimiser
+    check(
+        rank,
+        [
+            ({(0, 0): 20}, {}, [1, 0, 0]),  # forward, the first micro-batch of all
+            ({}, {(1, 1): last - 30}, [0, 1, 0]),  # backward, a later one
+            ({(0, 1): last}, {(0, 0): last // 2}, [1, 0, 0]),  # both ranks, at different places
+            ({(0, 0): 30}, {(0, 3): 100}, [2, 0, 0]),  # again, when all have started over
+            *(({}, {(1, "step"): place}, [0, 0, 0]) for place in step_places),
+        ],
+    )
+    check_manners(rank)
+    check_refusals(rank)
+    leave()
+
+
+def test_two_ranks_recover_together_or_say_that_they_cannot(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+
+
+def check_growth(rank):
+    """After clean steps the size grows back, on both ranks at once."""
+    batch = batches(rank)[0]
+    with mk.MemoryEfficientTrainingWrapper(*make()) as trainer:
+
+        def fails_once(model, x):
+            if rank and len(x) == ROWS:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return loss_fn(model, x)
+
+        assert trainer.train_step(batch, loss_fn).num_ooms == 0
+        assert trainer.train_step(batch, fails_once).num_ooms == 1
+        num_parts = [trainer.train_step(batch, loss_fn).num_microbatches for _ in range(42)]
+        assert num_parts == [2] * 40 + [1] * 2
+
+
+def everywhere_worker(rank, folder):
+    join(rank, folder)
+    check_growth(rank)
+    last = train(rank, {})[3][0, 1]
+    places = range(1, last + 1, 5)
+    check(rank, [({(0, 1): place}, {}, [1, 0, 0]) for place in places])
+    check(rank, [({(1, 0): place}, {(1, 1): last + 1 - place}, [0, 1, 0]) for place in places])
+    leave()
+
+
+def layouts_worker(rank, folder):
+    join(rank, folder)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for SHARDING["reshard_after_forward"], SHARDING["mp_policy"] in ((False, MixedPrecisionPolicy()), (True, half)):
+        last = train(rank, {})[3][0, 1]
+        places = range(1, last + 1, 25)
+        check(rank, [({(0, 1): place}, {(0, 0): last + 1 - place}, [1, 0, 0]) for place in places])
+    leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", [everywhere_worker, layouts_worker])
+def test_faults_everywhere(worker, tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+
+
+def check_manners(rank):
+    """What a clean batch costs, what is left behind, batches of different sizes, and when nothing fits."""
+    model, optimizer = make()
+    batch = batches(rank)[0]
+    own = [type(group._all_gather_comm) for group in groups_of(model)]
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4) as trainer:
+        trainer.train_step(batch, loss_fn)
+        with Collectives() as with_memkit:
+            trainer.train_step(batch, loss_fn)
+        with Collectives() as plain:
+            accumulator = mk.GradientAccumulator(optimizer)
+            accumulator.agree_on_weight(2)
+            for micro in batch.split(2):
+                accumulator.backward(loss_fn(model, micro), count=2)
+            accumulator.finish()
+        assert len(with_memkit.names) == len(plain.names)  # one to agree, but none on the first weight
+        result = trainer.train_step(batch[: 8 if rank else 2], loss_fn)
+        assert result.sizes == ((4, 4) if rank else (1, 1))
+        assert result.num_ooms == 0
+        assert trainer.train_step(batch, loss_fn).num_microbatches == 4
+        before = [local(each) for each in model.parameters()]
+        with trainer.evaluation():
+            model(batch)  # FSDP leaves the root's parameters gathered, and a rank that fails must not gather them anew
+
+        def never_fits(model, x):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="8 micro-batches"):
+            trainer.train_step(batch, never_fits if rank else loss_fn)
+        assert is_same(before, [local(each) for each in model.parameters()])
+    assert [type(group._all_gather_comm) for group in groups_of(model)] == own
+
+    large = nn.Linear(256, 256)  # shards that the guard of the first steps keeps in files
+    fully_shard(large, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    trainer = mk.MemoryEfficientTrainingWrapper(large, torch.optim.SGD(large.parameters()))
+    assert trainer.train_step(torch.randn(4, 256), loss_fn).stepped
+
+
+def groups_of(model):
+    states = [module._get_fsdp_state() for module in (model[0], model[1], model)]
+    return [state._fsdp_param_group for state in states]
+
+
+def check_refusals(rank):
+    """Where a rank cannot keep the others company, all are told, and errors pass through as before."""
+
+    def with_collective(model, x):
+        loss = loss_fn(model, x)
+        dist.all_reduce(loss.detach().clone())
+        return loss
+
+    def step(trainer, loss_fn):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train_step(batches(rank)[0], loss_fn)
+        return [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+
+    trainer = mk.MemoryEfficientTrainingWrapper(*make(), accumulation_steps=2, probe=False)
+    [message] = step(trainer, with_collective)
+    assert "exchanges more than FSDP does" in message
+    assert "c10d::allreduce_" in message
+    assert step(trainer, loss_fn) == []
+
+    def failing(model, x):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.train_step(batches(rank)[0], failing)
+
+    trainer = mk.MemoryEfficientTrainingWrapper(*make(), accumulation_steps=2, probe=False)
+    assert step(trainer, loss_fn) == []
+    [message] = step(trainer, lambda model, x: model(x, num_blocks=1).mean())
+    assert "its micro-batches do not all exchange the same" in message
+
+    with pytest.warns(mk.MemkitWarning, match="on_oom='split' has no effect here: the ranks exchange parameters"):
+        mk.MemoryEfficientTrainingWrapper(*make(), split_fn=lambda batch, n: list(batch.chunk(n)))
+    model, optimizer = make()
+    with pytest.MonkeyPatch.context() as another_torch:
+        another_torch.delattr("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
+        with pytest.warns(mk.MemkitWarning, match="or this torch"):
+            mk.MemoryEfficientTrainingWrapper(model, optimizer)
+
+
+def absent_worker(rank, folder):
+    """Negative control: the rank that failed stays away, as a plain retry would."""
+    join(rank, folder, timeout_s=2)
+    Lockstep.walk = lambda self, start=0: (time.sleep(6), os._exit(0))
+    with pytest.raises(RuntimeError, match=r"Timed out|closed"):
+        train(rank, {(1, 1): 20} if rank else {})
+    os._exit(0)
+
+
+def leftover_worker(rank, folder):
+    """Negative control: torch's own reset alone leaves what a half-done backward has added to gathered parameters."""
+    join(rank, folder)
+    last = train(rank, {})[3][0, 1]
+
+    def drop_out(self):
+        for state, module in self._states.items():
+            if state._is_root:
+                module.reset_iter_state()
+
+    Lockstep.drop_out = drop_out
+    same = []
+    for place in range(last // 2, last, 10):
+        state, sizes, _, _ = train(rank, {(1, 1): place} if rank else {})
+        same.append(is_same(state, undisturbed(rank, sizes)))
+    assert not all(same)
+    leave()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", [absent_worker, leftover_worker])
+def test_negative_controls(control, tmp_path):
+    mp.spawn(control, args=(str(tmp_path),), nprocs=2)
+
+
+def limited_worker(rank, folder):
+    """A real limit on one of the ranks, while micro-batches run."""
+    join(rank, folder)
+    torch.backends.mkldnn.enabled = False  # oneDNN crashes in backward when memory is short
+
+    def make_large():
+        torch.manual_seed(0)
+        model = mlp()
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for module in (*model[1:-1], model):
+            fully_shard(module, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    data = torch.randn(2, 256, 1024, generator=torch.Generator().manual_seed(5 + rank))
+
+    def reconstruction(model, x):
+        return nn.functional.mse_loss(model(x), x)
+
+    def run(headroom_bytes):
+        model, optimizer = make_large()
+        torch.manual_seed(9 + rank)
+        sizes, num_ooms = [], 0
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
+            for batch in data:
+                if rank:
+                    limit(headroom_bytes)
+                for attempt in trainer.microbatches(batch):
+                    with attempt as micro:
+                        trainer.backward(reconstruction(model, micro))
+                limit(None)
+                sizes.append(trainer._window.sizes)
+                num_ooms += trainer._window.num_ooms
+                trainer.step()
+        return state_of(model, optimizer), sizes, num_ooms
+
+    run(None)  # thread pools and caches exist from here on
+    state, sizes, num_ooms = run(80 * MIB)
+    model, optimizer = make_large()
+    torch.manual_seed(9 + rank)
+    accumulator = mk.GradientAccumulator(optimizer)
+    for batch, parts in zip(data, sizes, strict=True):
+        for micro in batch.split(parts):
+            accumulator.backward(reconstruction(model, micro), count=len(micro))
+        accumulator.finish()
+    row = {"num_ooms": num_ooms, "sizes": sizes, "is_same": is_same(state, state_of(model, optimizer))}
+    Path(folder, f"{rank}.json").write_text(json.dumps(row))
+    leave()
+
+
+@pytest.mark.slow
+def test_a_real_limit_on_one_rank(tmp_path):
+    mp.spawn(limited_worker, args=(str(tmp_path),), nprocs=2)
+    rows = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert all(row["is_same"] and row["num_ooms"] > 0 for row in rows)
+    assert rows[0]["sizes"] == rows[1]["sizes"]
