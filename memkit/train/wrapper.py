@@ -16,6 +16,7 @@ from memkit._protocols import Average, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import list_optimizers
+from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
 from memkit.train.models import count_compilations, device_of, eval_mode, unwrap_model
@@ -103,7 +104,7 @@ class MemoryEfficientTrainingWrapper:
         self._average = average
         self._split_fn = split_fn
         self._wants_probe = probe and split_fn is None
-        self._sizes = SizeMemory()
+        self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
         self._window: Window | None = None
         self._attempt: Attempt | None = None
         with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
@@ -253,10 +254,11 @@ class MemoryEfficientTrainingWrapper:
         return stepped
 
     @contextlib.contextmanager
-    def evaluation(self) -> Iterator[None]:
-        """Evaluate in the block: eval mode, no gradients; afterwards every module is in the mode that it was in."""
+    def evaluation(self) -> Iterator[Evaluation]:
+        """Evaluate in the block: eval mode, no gradients; afterwards all modes are as before. Gives an `Evaluation`."""
+        can_split = self._on_oom == "split" and self._split_fn is None and self._accumulator.shards is None
         with eval_mode(self.model), torch.no_grad(), self.autocast():
-            yield
+            yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""

@@ -1,0 +1,116 @@
+"""A forward without gradients over a batch of any size: as many rows at a time as fit, all results together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memkit._device import release_cached_memory
+from memkit._errors import InputError, MemkitOutOfMemoryError
+from memkit._oom import describe_error, drop_frames, is_out_of_memory
+from memkit.train.sizes import SizeMemory
+from memkit.train.split import count_rows, shape_key, split_batch
+
+
+class Evaluation:
+    """What ``with trainer.evaluation() as evaluate:`` gives.
+
+    ``evaluate(batch, fn)`` returns ``fn(model, batch)``. After an out-of-memory only the part that failed is run again,
+    in halves; the size that fits is remembered per input shape, apart from that of training, which takes more.
+
+    Args:
+        model: The model, in evaluation mode.
+        sizes: What is known of sizes.
+        can_split: Whether an out-of-memory is recovered from; else it passes through.
+    """
+
+    def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
+        self._model, self._sizes, self._can_split = model, sizes, can_split
+
+    def __call__(self, batch: Any, fn: Callable[[nn.Module, Any], Any]) -> Any:
+        """Run ``fn`` over all rows of a batch.
+
+        Args:
+            batch: Tensors with the rows in dimension 0, in any containers.
+            fn: ``fn(model, part)`` returns tensors (n, ...), one row for each row of the part, alone or in containers.
+                To keep the results in host memory, let it return them there.
+
+        Returns:
+            What ``fn(model, batch)`` returns.
+
+        Raises:
+            InputError: The batch was cut, and ``fn`` does not return one row for each row.
+            MemkitOutOfMemoryError: Even one row does not fit.
+
+        Memory cost: the results, twice for a moment where the batch was cut, and what a part takes.
+
+        Example:
+            >>> import torch
+            >>> import memkit as mk
+            >>> model = torch.nn.Linear(3, 2)
+            >>> trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> with trainer.evaluation() as evaluate:
+            ...     scores = evaluate(torch.randn(1000, 3), lambda model, rows: model(rows))
+            >>> scores.shape
+            torch.Size([1000, 2])
+        """
+        if not self._can_split:
+            return fn(self._model, batch)
+        num_rows, key = count_rows(batch), shape_key(batch)
+        todo = deque(split_batch(batch, self._sizes.num_parts(key, num_rows, 1), num_rows=num_rows))
+        results: list[tuple[Any, int]] = []
+        was_clean = True
+        while todo:
+            part, size = todo.popleft()
+            result, failure = self._attempt(fn, part)
+            if failure is None:
+                self._sizes.note_success(key, size)
+                results.append((result, size))
+                continue
+            was_clean = False
+            release_cached_memory()
+            if size <= 1:
+                raise MemkitOutOfMemoryError(
+                    "evaluate(batch, fn)",
+                    got=f"out of memory with one row: {failure}",
+                    expected="memory for one row, and for the results so far",
+                    fix="let fn return its results in host memory (.cpu()), or what you need of them only.",
+                )
+            self._sizes.note_failure(key, size)
+            todo.extendleft(reversed(split_batch(part, 2, num_rows=size)))
+        if was_clean:
+            self._sizes.note_clean_step(key)
+        return results[0][0] if len(results) == 1 else _together(results)
+
+    def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> tuple[Any, str | None]:
+        try:
+            return fn(self._model, part), None
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = describe_error(error)  # only the text: the error holds the frames, and they hold the tensors
+            drop_frames(error)
+        return None, failure
+
+
+def _together(results: list[tuple[Any, int]]) -> Any:
+    columns, tree = [], None
+    for result, size in results:
+        leaves, tree = pytree.tree_flatten(result)
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or leaf.shape[:1] != (size,):
+                got = f"shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                raise InputError(
+                    "evaluate(batch, fn)",
+                    got=f"a function that returns {got} for {size} rows of a batch that had to be cut",
+                    expected="tensors with one row for each row: a mean of the parts' means is not the batch's mean",
+                    fix="return what there is per row (losses with reduction='none'), and average outside.",
+                )
+        columns.append(leaves)
+    assert tree is not None  # noqa: S101 - there is at least one part
+    return pytree.tree_unflatten([torch.cat(column) for column in zip(*columns, strict=True)], tree)
