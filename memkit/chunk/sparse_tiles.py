@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memkit._errors import StateError
 from memkit._streamed import accumulator_dtype
 from memkit.chunk.sparse_rows import CALL
-from memkit.chunk.tiles import ExactAxis, Piece, Reach
+from memkit.chunk.tiles import ExactAxis, Piece, Reach, place_of
 from memkit.chunk.voxels import SparseVoxels
 
 
@@ -161,7 +161,7 @@ class _Paste(torch.autograd.Function):
             for sample in torch.split(out, 1):
                 torch.index_select(slab, 2, depth, out=sample)
         for part, patch in zip(parts, cut.patches, strict=True):
-            out[patch.sample][_write(patch.pieces)] = part[_part(patch.pieces)]
+            out[patch.sample][place_of(patch.pieces)] = part[_part(patch.pieces)]
         return out
 
     @staticmethod
@@ -176,7 +176,7 @@ class _Paste(torch.autograd.Function):
         cut, rest = ctx.cut, upstream[0].clone()
         parts = rest.new_zeros(ctx.parts)
         for part, patch in zip(parts, cut.patches, strict=True):
-            place = rest[patch.sample][_write(patch.pieces)]
+            place = rest[patch.sample][place_of(patch.pieces)]
             part[_part(patch.pieces)] = place
             place.zero_()
         if ctx.empty is None:
@@ -196,8 +196,3 @@ class _Paste(torch.autograd.Function):
 def _part(pieces: Sequence[Piece]) -> tuple[Any, ...]:
     """A piece's place in its own result."""
     return ..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces)
-
-
-def _write(pieces: Sequence[Piece]) -> tuple[Any, ...]:
-    """Its place in the whole result."""
-    return ..., *(slice(p.out_start, p.out_stop) for p in pieces)

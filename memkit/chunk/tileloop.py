@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memkit._errors import InputError, InputTypeError, StateError
 from memkit._streamed import accumulator_dtype, without_hooks
 from memkit.chunk.engine_replay import Replay
-from memkit.chunk.tiles import Axis, Piece, tiles
+from memkit.chunk.tiles import Axis, Piece, place_of, tiles
 
 CALL = "tiled_apply(module, x)"
 
@@ -82,9 +82,9 @@ def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor
             shape = (*part.shape[: part.dim() - len(total)], *total)
             out = torch.zeros(shape, dtype=part.dtype, device=job.output_device or part.device)
         if shares is None:
-            out[_write(pieces)] = part
+            out[place_of(pieces)] = part
         else:
-            out[_write(pieces)] += part.to(out.device)
+            out[place_of(pieces)] += part.to(out.device)
         del y, part, shares  # before the next tile runs
     assert out is not None  # noqa: S101 - there is at least one tile
     return out
@@ -139,7 +139,7 @@ def _gradients(
             part = _part(y, pieces)
         if part.requires_grad:
             shares = _shares(pieces, part)
-            above = upstream[_write(pieces)].to(part.device)
+            above = upstream[place_of(pieces)].to(part.device)
             above = above if shares is None else above * shares
             targets = [leaf, *params]
             found = torch.autograd.grad(part, [targets[each] for each in wanted], above, allow_unused=True)
@@ -170,11 +170,6 @@ def _part(y: Tensor, pieces: Sequence[Piece]) -> Tensor:
             fix='leave halo="auto".',
         )
     return part
-
-
-def _write(pieces: Sequence[Piece]) -> tuple[Any, ...]:
-    """Their place in the whole result."""
-    return ..., *(slice(p.out_start, p.out_stop) for p in pieces)
 
 
 def _shares(pieces: Sequence[Piece], part: Tensor) -> Tensor | None:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from memkit._errors import InputError
 
@@ -163,6 +164,11 @@ class BlendedAxis:
 
 
 Axis = ExactAxis | BlendedAxis
+
+
+def place_of(pieces: Iterable[Piece]) -> tuple[Any, ...]:
+    """The index of a tile's places in the whole result, one piece for each of the last dimensions."""
+    return ..., *(slice(piece.out_start, piece.out_stop) for piece in pieces)
 
 
 def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[Piece, ...]]:

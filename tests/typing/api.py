@@ -59,8 +59,8 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
                 trainer.backward(loss, count=len(micro[0]))
         stepped: bool = trainer.step()
         del stepped
-    with trainer.evaluation():
-        model(batches[0][0])
+    with trainer.evaluation() as evaluate:
+        evaluate(batches[0], lambda model, micro: model(micro[0]))
     trainer.load_state_dict(trainer.state_dict())
     trainer.close()
     return float(result.loss) + result.num_ooms + (result.peak_bytes or 0)
@@ -124,3 +124,29 @@ def read_back(folder: Path) -> list[int]:
 
 def sizes() -> tuple[int, str]:
     return mk.parse_bytes("24GiB"), mk.format_bytes(2**30)
+
+
+def pieces(mlp: nn.Module, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    proc = mk.ChunkedProcessor(mlp, chunk_size="auto", memory_budget="512MiB")
+    y: torch.Tensor = proc(x)
+    out = proc.segment_reduce(x, index=index, num_segments=8, reduce="softmax", gather={"x_j": (x, index)}, weight=y)
+    plan = proc.plan(x)
+    num_bytes: int = plan.chunk_size + plan.num_chunks + plan.predicted_peak_bytes + plan.measured_peak_bytes
+    del num_bytes
+    mapped: torch.Tensor = mk.chunked_map(mlp, x, chunk_size=256)
+    reduced = mk.chunked_segment_reduce(mlp, x, ptr=index, reduce="mean", memory_budget=2**20)
+    loss = mk.chunked_loss(mlp, x, reduction="mean") + mk.chunked_linear_cross_entropy(x, x, index)
+    return proc.loss(x, y, reduction="mean") + loss + (out.sum() + mapped.sum() + reduced.sum())
+
+
+def volumes(net: nn.Module, volume: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+    tiled = mk.tiled_apply(net, volume, 32)
+    processor = mk.SparsityAwareProcessor(net, mode="auto")
+    dense: torch.Tensor = processor(volume)
+    voxels: mk.SparseVoxels = processor(mk.SparseVoxels.from_dense(volume))
+    convolved: mk.SparseVoxels = mk.submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3))
+    resolution = mk.DynamicResolutionProcessor(max_active_voxels=100_000, min_points_per_voxel=1)
+    choice = resolution.choose(coords)
+    level: int = choice.level + choice.num_active
+    del level
+    return tiled + dense + convolved.to_dense() + resolution.restore(resolution.apply(volume))
