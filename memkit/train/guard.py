@@ -1,4 +1,4 @@
-"""Out of memory inside an optimiser's step: the first steps, when its state is made, leave nothing half done."""
+"""Out of memory inside an optimiser's step leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
 from memkit._oom import describe_error, is_out_of_memory
+from memkit._recorder import Recorder
 from memkit.train.ranks import local_part
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
@@ -22,12 +23,13 @@ _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is t
 
 
 class StepGuard:
-    """Protects the first steps of optimisers with a copy of parameters and state.
+    """Protects the steps of optimisers that may run out of memory with a copy of parameters and state.
 
-    The copy of an accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take
-    the memory that is short. Almost every out-of-memory inside ``optimizer.step()`` comes in the first two steps. When
-    it comes, parameters and state are put back and the step is tried once more with the allocator's cache released.
-    Where the copy itself does not fit, the step runs without it.
+    Those are the first two, when the state is made; in the second one the temporary results are counted. Later ones are
+    those before which so much memory cannot be had: it is asked for, and given back at once. The copy of an
+    accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take the memory that
+    is short. After an out-of-memory parameters and state are put back, and the step is tried once more with the
+    allocator's cache released. Where the copy itself does not fit, the step runs without it.
 
     Args:
         optimizers: The optimisers that step together.
@@ -36,6 +38,7 @@ class StepGuard:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._num_steps = 0
+        self._temporary_bytes: dict[torch.device, int] = {}
 
     def run(self, step: Callable[[], bool]) -> bool:
         """Run ``step``, which steps the optimisers; return what it returns.
@@ -44,13 +47,13 @@ class StepGuard:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
         with contextlib.ExitStack() as stack:
-            before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS else None
+            before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
             if before is not None:
                 stack.enter_context(before)
             for _ in range(2 if before else 1):
                 failure = None
                 try:
-                    stepped = step()
+                    stepped = self._counted(step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step()
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
@@ -69,6 +72,31 @@ class StepGuard:
             fix="pass foreach=False or fused=True to the optimiser, which need less"
             + ("." if before else "; go on from the last checkpoint."),
         )
+
+    def _counted(self, step: Callable[[], bool]) -> bool:
+        """Run a step, and note how far it rises above both of its ends."""
+        with Recorder() as recorder:
+            stepped = step()
+        recording = recorder.recording()
+        if stepped:
+            for device in recording.devices:
+                live = recording.timeline(device)
+                self._temporary_bytes[torch.device(device)] = int(live.max(initial=0)) - int(live[-1])
+        return stepped
+
+    def _has_room(self) -> bool:
+        """Whether the step's temporary results fit. In one piece, so no may be wrong, which costs a copy only."""
+        for _ in range(2):
+            try:
+                for device, num_bytes in self._temporary_bytes.items():
+                    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                return True
+            release_cached_memory()
+        return False
 
     def _copy(self) -> _Copy | None:
         try:
