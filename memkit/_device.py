@@ -265,6 +265,23 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard_limit))
 
 
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Say whether so much memory can be had in one piece; it is given back at once.
+
+    For the CPU the system is asked, past torch's allocator: a large block that comes and goes would make the C library
+    keep other ones. Without a limit for the process the system always says yes.
+    """
+    try:
+        if device.type == "cpu":
+            private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+            mmap.mmap(-1, max(1, num_bytes), **private).close()
+        else:
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
 def under_memory_pressure(backend: str) -> bool:
     """Say whether a backend is nearly full, to judge an error message that can mean several things.
 

@@ -247,7 +247,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """The plain tensors that hold the memory of a sparse or wrapping one."""
         if is_traceable_wrapper_subclass_type(type(tensor)):
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
-                yield from self._parts(getattr(tensor, name), operator)
+                part = getattr(tensor, name)
+                if isinstance(part, torch.Tensor):  # a DTensor's mesh is no memory
+                    yield from self._parts(part, operator)
         elif tensor.layout is torch.strided:
             yield tensor
         elif tensor.layout is torch.sparse_coo:

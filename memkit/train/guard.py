@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memkit._device import release_cached_memory
+from memkit._device import has_room, release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
 from memkit._oom import describe_error, is_out_of_memory
 from memkit._recorder import Recorder
@@ -87,13 +87,7 @@ class StepGuard:
     def _has_room(self) -> bool:
         """Whether the step's temporary results fit. In one piece, so no may be wrong, which costs a copy only."""
         for _ in range(2):
-            try:
-                for device, num_bytes in self._temporary_bytes.items():
-                    torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-            else:
+            if all(has_room(device, num_bytes) for device, num_bytes in self._temporary_bytes.items()):
                 return True
             release_cached_memory()
         return False
