@@ -87,7 +87,7 @@ def sum_of_chunks(
 
     def compute(needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
         gradients = _Accumulators([*(rows[index] for index in cut), *params])
-        captured = CapturedTensors(call, behind or chunk_sum)
+        captured = CapturedTensors(call, chunk_sum if behind is None else behind)
         targets = [index for index, is_needed in enumerate(needs) if is_needed]
 
         def add(part: slice) -> Tensor:

@@ -236,7 +236,10 @@ class ChunkedCall:
         if not self.check:
             return
         length = min(NUM_PROBED, self._num_rows, *([self.size] if isinstance(self.size, int) else []))
-        parts = self._parts(inputs, 0, length)
+        parts = [
+            part.requires_grad_(tensor.requires_grad)
+            for part, tensor in zip(self._parts(inputs, 0, length), inputs, strict=True)
+        ]
         check_independence(lambda *rows: self._call(rows, length), parts, call=self.name, behind=self.fn)
 
     def _call(self, parts: Sequence[Tensor], length: int) -> list[Tensor]:
@@ -382,4 +385,4 @@ class _InPieces(torch.autograd.Function):
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Autograd's count of in-place changes."""
-    return [tensor._version for tensor in tensors]  # noqa: SLF001 - there is no public form
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - no public form

@@ -15,7 +15,7 @@ from memkit._recorder import Recorder
 from memkit._streamed import accumulator_dtype, without_hooks
 from memkit._workspace import WorkspaceRecorder
 from memkit.chunk.engine_replay import Replay
-from memkit.chunk.independence import module_of, undone
+from memkit.chunk.independence import modes_of, modules_of, undone, unpacked
 from memkit.chunk.sizing import Measurement
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class CallProblem:
         in_forward, in_backward = (assembly.built_bytes + assembly.num_segments * each for each in found.segment_bytes)
         # The forward's random state, and in the backward the caller's: no operator makes them, so no trial sees them.
         random = torch.get_rng_state().nbytes if self._call.preserve_rng_state and any(self._tensors.needs) else 0
-        return in_forward + random, in_backward + 2 * random + self._gradient_bytes()
+        cast = cast_bytes(self._tensors.params)
+        return in_forward + random + cast, in_backward + 2 * random + cast + self._gradient_bytes()
 
     def _gradient_bytes(self) -> int:
         tensors, picked = self._tensors, self._call.layout
@@ -74,7 +75,7 @@ class CallProblem:
         length = min(num_rows, self.num_rows)
         head = min(HEAD, self.num_rows - length)
         part = self._call.first_rows(head + length, max(length, 1), head)
-        with undone(module_of(part.fn)), without_hooks(self._tensors.params):
+        with unpacked(), undone(modules_of(part.fn)), without_hooks(self._tensors.params):
             return self._measure(part, num_rows)
 
     def _measure(self, part: ChunkedCall, num_rows: int) -> Measurement:
@@ -94,7 +95,10 @@ class CallProblem:
             return Measurement(num_rows, forward_bytes, segment_bytes=segment_bytes)
         kept_bytes = forward_end - sum({id(each): each.nbytes for each in (*outputs, *saved)}.values())
         # Expanded, as `sum().backward()` gives it: a chunk's rows of it have to be copied.
-        ones = [output.new_ones(()).expand_as(output) if output.is_floating_point() else None for output in outputs]
+        ones = [
+            output.new_ones(()).expand_as(output) if output.is_floating_point() or output.is_complex() else None
+            for output in outputs
+        ]
 
         def backward() -> None:
             with replay.again() as pieces:
@@ -102,7 +106,9 @@ class CallProblem:
 
         _, backward_peak, _ = watched(backward)
         held = output_bytes + in_backward + self._gradient_bytes()
-        return Measurement(num_rows, forward_bytes, forward_end + backward_peak - held, kept_bytes, segment_bytes)
+        # A chunk that is run again takes in the backward what it took in the forward, before its own backward begins.
+        backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
+        return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes)
 
     def _totals(self) -> list[Tensor | None]:
         """Gradients as they are there from the second chunk of a backward on."""
@@ -121,8 +127,7 @@ class CallProblem:
 def kind_of(fn: Callable[..., object], inputs: Sequence[Tensor], others: Iterable[object]) -> Hashable:
     """What a call's memory depends on besides the number of rows: shapes, modes, autocast, and other arguments."""
     shapes = tuple((tuple(tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in inputs)
-    module = module_of(fn)
-    modes = () if module is None else tuple(child.training for child in module.modules())
+    modes = tuple(modes_of(modules_of(fn)))
     kinds = sorted({"cpu", *(tensor.device.type for tensor in inputs)})
     autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     plain = tuple(each if isinstance(each, bool | int | float | str) else type(each) for each in others)
@@ -133,6 +138,15 @@ def sum_bytes(tensor: Tensor) -> int:
     """What a gradient takes that is added up over chunks, until it is handed over."""
     wide = accumulator_dtype(tensor.dtype)
     return tensor.numel() * wide.itemsize + (tensor.nbytes if wide != tensor.dtype else 0)
+
+
+def cast_bytes(params: Iterable[Tensor]) -> int:
+    """What autocast keeps: each weight converted once, for all chunks, so that the next trial finds it there."""
+    return sum(
+        each.numel() * torch.get_autocast_dtype(each.device.type).itemsize
+        for each in params
+        if each.dtype == torch.float32 and torch.is_autocast_enabled(each.device.type)
+    )
 
 
 def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from memkit._errors import InputError
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
-# Modules that passed, with the modes that they and their children were in: a cache, so that a loop pays once.
-_PASSED: weakref.WeakKeyDictionary[nn.Module, list[bool]] = weakref.WeakKeyDictionary()
+# Modules that passed: how they were called, and the modes of them and their children. A cache: a loop pays once.
+_PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
 
 
 def check_independence(
@@ -27,8 +28,9 @@ def check_independence(
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
-    A few rows are run once without gradients, with NaN in one of them. It must stay in that row. Random draws do not
-    disturb that, as they would a comparison of results. Buffers and random state are put back.
+    A few rows are run once, with NaN in one of them. It must stay in that row. Random draws do not disturb that, as
+    they would a comparison of results. Integers cannot be NaN: what an embedding makes of them is. Buffers and random
+    state are put back; a function that changes buffers is refused too, each chunk would find others.
 
     Args:
         fn: ``fn(*rows)``; rows in dimension 0 of its tensors and of what it returns.
@@ -38,13 +40,16 @@ def check_independence(
         behind: What ``fn`` calls, where that is the user's; its modules are named.
 
     Raises:
-        InputError: A row's result depends on another row; names the first module in which that happens.
+        InputError: A row's result depends on another row; names the first module in which that happens. Or a call
+            changes a buffer.
 
     Time cost: one forward of at most 8 rows; for a module, once in each mode.
     """
-    module = module_of(behind or fn)
-    modes = [] if module is None else [child.training for child in module.modules()]
-    if module is not None and _PASSED.get(module) == modes:
+    behind = fn if behind is None else behind  # not `or`: an empty or compiled module is false, or has no truth at all
+    modules, way = modules_of(behind), _way(behind)
+    modes = modes_of(modules)
+    passed = _PASSED.setdefault(modules[0], {}) if len(modules) == 1 and way is not None else {}
+    if passed.get(way) == modes:
         return
     leaves = pytree.tree_leaves(tuple(rows))
     count = min([NUM_PROBED, *(len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim())])
@@ -56,72 +61,163 @@ def check_independence(
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         part = value.detach()[:count]
-        if not part.is_floating_point():
+        if not _may_be_nan(part):
             return part
         part = torch.nan_to_num(part)  # a NaN that was there is no sign of anything
         part[poisoned] = math.nan
-        return part
+        return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
 
     arguments = pytree.tree_map(poison, tuple(rows))
-    if not any(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(arguments)):
-        return  # integers cannot be poisoned
     culprits: list[str] = []
-    with torch.no_grad(), undone(module), _watched(module, count, culprits):
+    with unpacked(), undone(modules) as changed, _watched(modules, count, poisoned, culprits):
         result = fn(*arguments)
+        of_calls = changed()
     bad = set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(result)))
-    if bad <= {poisoned}:
-        if module is not None:
-            _PASSED[module] = modes
-        return
-    where = culprits[0] if culprits else "its own code"
-    raise InputError(
-        call,
-        got=f"a function whose result for one row depends on other rows, first in {where}",
-        expected="a function of each row alone",
-        fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; do what mixes rows (a softmax, a mean, a "
-        "sort over them) outside, or pass check=False if only NaN spreads.",
-    )
+    if not bad <= {poisoned}:
+        culprits.append("its own code")
+        raise InputError(
+            call,
+            got=f"a function whose result for one row depends on other rows, first in {culprits[0]}",
+            expected="a function of each row alone",
+            fix="put a BatchNorm into eval mode or use LayerNorm or GroupNorm; do what mixes rows (a softmax, a mean, "
+            "a sort over them) outside, or pass check=False if only NaN spreads.",
+        )
+    if of_calls:
+        raise InputError(
+            call,
+            got=f"a function that changes its buffer `{of_calls[0]}` when it is called",
+            expected="a function that is the same for each chunk, and again in the backward",
+            fix="put that module into eval mode, or pass check=False if no result depends on the buffer.",
+        )
+    passed[way] = modes
 
 
-def module_of(fn: object) -> nn.Module | None:
-    """The module behind a function: itself, a method's, or what a `functools.partial` holds."""
+def modules_of(fn: object) -> list[nn.Module]:
+    """Modules that a function uses: itself, a method's, those that a `functools.partial` holds or its code names."""
+    found: list[nn.Module] = []
+    queue, seen = [fn], list[object]()
+    while queue:
+        each = queue.pop(0)
+        if any(each is other for other in seen):
+            continue
+        seen.append(each)
+        if isinstance(each, nn.Module):
+            found.append(each)
+        elif isinstance(each, functools.partial):
+            queue += [each.func, *pytree.tree_leaves((each.args, each.keywords))]
+        elif inspect.ismethod(each):
+            queue += [each.__self__, each.__func__]
+        elif inspect.isfunction(each):
+            queue += _named(each)
+        elif callable(each) or each is getattr(fn, "__self__", None):
+            queue += [value for value in getattr(each, "__dict__", {}).values() if isinstance(value, nn.Module)]
+    return found
+
+
+def modes_of(modules: Sequence[nn.Module]) -> list[bool]:
+    """Which modules and children are in training mode."""
+    return [child.training for module in modules for child in module.modules()]
+
+
+def _named(function: Any) -> list[object]:
+    """What a function's code names, as far as modules may be behind it: of other functions those of its own file."""
+    with contextlib.suppress(ValueError):  # a variable that has no value yet
+        variables = inspect.getclosurevars(function)
+        values = [*variables.nonlocals.values(), *variables.globals.values()]
+        near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
+        return [*near, *(each for each in values if isinstance(each, nn.Module | functools.partial))]
+    return []
+
+
+def _way(fn: object) -> Hashable:
+    """How a function uses its module, without a reference to it; None where that cannot be told."""
     if isinstance(fn, functools.partial):
-        return next((found for each in (fn.func, *fn.args) if (found := module_of(each)) is not None), None)
-    owner = getattr(fn, "__self__", fn)
-    return owner if isinstance(owner, nn.Module) else None
+        parts = [_way(part) for part in (fn.func, *fn.args, *fn.keywords.values())]
+        return None if None in parts else (*parts, *fn.keywords)
+    if inspect.ismethod(fn):
+        return fn.__func__.__qualname__, fn.__func__.__code__
+    if inspect.isfunction(fn):
+        return None if fn.__closure__ else fn.__code__
+    if isinstance(fn, nn.Module):
+        return type(fn).__qualname__
+    return fn if isinstance(fn, bool | int | float | str) else None
+
+
+def _may_be_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _bad_rows(value: Any, count: int) -> set[int]:
     """Rows of a tensor in which NaN is."""
-    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count or not _may_be_nan(value):
         return set()
     return set(torch.isnan(value).reshape(count, -1).any(1).nonzero().flatten().tolist()) if value.numel() else set()
 
 
 @contextlib.contextmanager
-def undone(module: nn.Module | None) -> Iterator[None]:
-    """Put random state and a module's buffers back after the block."""
-    buffers = [] if module is None else [(buffer, buffer.clone()) for buffer in module.buffers()]
+def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
+    """Put random state and the modules' buffers back after the block; inside, say which buffers have changed."""
+    buffers = [
+        (owner, name, buffer, buffer.clone(), f"{path}.{name}".lstrip("."))
+        for module in modules
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
+
+    def changed() -> list[str]:
+        """Buffers with other values. A cache that has grown is none of them, nor an integer that counts calls."""
+        now = [(getattr(owner, name), old, path) for owner, name, _, old, path in buffers if _may_be_nan(old)]
+        return [path for new, old, path in now if new.shape == old.shape and not _are_equal(new, old)]
+
     with _rng.preserved():
         try:
-            yield
+            yield changed
         finally:
             with torch.no_grad():
-                for buffer, copy in buffers:
-                    buffer.copy_(copy)
+                for owner, name, buffer, copy, _ in buffers:
+                    setattr(owner, name, buffer)
+                    if not _are_equal(buffer, copy):
+                        buffer.copy_(copy)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN is not itself
+
+
+def unpacked() -> contextlib.AbstractContextManager[None]:
+    """A block whose graphs are nobody else's: hooks of a checkpoint around the call must not count what they save."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
+    """A module and its children by name; without those of a compiled one: hooks would be compiled with them."""
+    yield module, path or type(module).__name__
+    if not hasattr(module, "_orig_mod") and module._compiled_call_impl is None:  # noqa: SLF001 - torch.compile's marks
+        for name, child in module.named_children():
+            yield from _open_children(child, f"{path}.{name}".lstrip("."))
 
 
 @contextlib.contextmanager
-def _watched(module: nn.Module | None, count: int, culprits: list[str]) -> Iterator[None]:
-    """Note in which of a module's children NaN spreads to more rows."""
-    names = {} if module is None else {child: name or type(child).__name__ for name, child in module.named_modules()}
+def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: list[str]) -> Iterator[None]:
+    """Note in which child NaN spreads to more rows; put it into the row of what a child makes of integers."""
+    names = dict(pair for module in modules for pair in _open_children(module, ""))
 
-    def watch(child: nn.Module, inputs: Any, output: Any) -> None:
+    def watch(child: nn.Module, inputs: Any, output: Any) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if given and not any(map(_may_be_nan, given)):
+            output = pytree.tree_map(with_nan, output)
         before, after = (
-            set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(value))) for value in (inputs, output)
+            set().union(*(_bad_rows(leaf, count) for leaf in pytree.tree_leaves(value))) for value in (given, output)
         )
-        if not after <= before:
+        if not after <= before | {poisoned}:
             culprits.append(f"`{names[child]}` ({type(child).__name__})")
+        return output
+
+    def with_nan(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:1] != (count,) or not _may_be_nan(value):
+            return value
+        row = torch.arange(count, device=value.device).view(-1, *[1] * (value.dim() - 1)) == poisoned
+        return value.masked_fill(row, math.nan)
 
     handles = [child.register_forward_hook(watch) for child in names]
     try:

@@ -11,8 +11,8 @@ from torch import Tensor
 from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
 from memkit.chunk.engine_params import describe, parameters_of
-from memkit.chunk.engine_trial import HEAD, kind_of, sum_bytes, watched
-from memkit.chunk.independence import check_independence, module_of, undone
+from memkit.chunk.engine_trial import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
@@ -134,7 +134,8 @@ class _Problem:
 
     def held_bytes(self, found: Measurement) -> tuple[int, int]:  # noqa: ARG002 - the same for all sizes
         """See `memkit.chunk.sizing.Problem`."""
-        return _gradient_bytes(self._tensors, self._params), 0
+        held = _gradient_bytes(self._tensors, self._params) + cast_bytes(self._params)
+        return held, held
 
     def measure(self, num_rows: int) -> Measurement:
         """See `memkit.chunk.sizing.Problem`."""
@@ -146,10 +147,11 @@ class _Problem:
             else each
             for each in self._rows
         ]
-        with undone(module_of(self._fn)):
+        with unpacked(), undone(modules_of(self._fn)):
+            _, forward_peak, _ = watched(lambda: self._fn(*rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)
-        return Measurement(num_rows, peak - held)
+        return Measurement(num_rows, forward_peak, peak - held)
 
 
 def _gradient_bytes(rows: Sequence[Tensor], params: Sequence[Tensor]) -> int:

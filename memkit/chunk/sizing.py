@@ -176,10 +176,11 @@ class Sizer:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A measured size, with what the call holds in any case."""
+    """A measured size, with what the call holds in any case, and what any chunk's backward takes besides."""
 
     found: Measurement
     held: tuple[int, int]
+    base: int
 
     @property
     def num_rows(self) -> int:
@@ -195,11 +196,19 @@ class _Chunk:
         return max(self.grown(1.0), self.kept_bytes, 1)
 
     def grown(self, factor: float) -> int:
-        """What a chunk adds of which each phase takes so many times as much."""
+        """What a chunk adds that has so many times as much for its rows."""
         in_forward, in_backward = self.held
         found = self.found
-        peak = max(in_forward + factor * found.forward_bytes, in_backward + factor * found.backward_bytes)
-        return int(peak) - max(self.held)
+        # A gradient of each parameter hides what rows take in the backward: assume twice what they do in the forward.
+        rows = max(found.backward_bytes - self.base, 2 * found.forward_bytes)
+        backward = min(factor * found.backward_bytes, self.base + factor * rows)
+        return int(max(in_forward + factor * found.forward_bytes, in_backward + backward)) - max(self.held)
+
+    @property
+    def least_bytes(self) -> int:
+        """What it would add without rows."""
+        in_forward, in_backward = self.held
+        return max(in_forward, in_backward + self.base) - max(self.held)
 
     def rows_in(self, room: int, more: int = 0) -> int:
         """How many rows fit, with so many more graphs of chunks as large, if all grows in proportion."""
@@ -215,7 +224,7 @@ class _Chunk:
 def plan_of(problem: Problem, chunk_size: int) -> ChunkPlan:
     """Say what a call takes whose size is given."""
     found = problem.measure(max(1, min(chunk_size, problem.num_rows)))
-    chunk = _Chunk(found, problem.held_bytes(found))
+    chunk = _Chunk(found, problem.held_bytes(found), 0)
     peak = max(chunk.held) + chunk.peak_bytes
     return ChunkPlan(chunk_size, max(1, -(-problem.num_rows // chunk_size)), 0, max(chunk.held), peak, peak)
 
@@ -238,13 +247,19 @@ class _Choice:
         self._problem, self._known, self._num_rows = problem, known, max(problem.num_rows, 1)
         self._budget = budget_bytes
         self._first_size = min(_FIRST_SIZE, self._num_rows)
-        self._held = problem.held_bytes(self._measured(self._first_size))
+        first = self._measured(self._first_size)
+        self._held, self._base = problem.held_bytes(first), 0
+        if self._first_size > 1:
+            half = self._measured(self._first_size // 2)
+            per_row = (first.backward_bytes - half.backward_bytes) / (first.num_rows - half.num_rows)
+            self._base = max(0, int(first.backward_bytes - per_row * first.num_rows))
 
     def make(self) -> ChunkPlan:
         """Choose."""
         fixed, best = max(self._held), self._try(self._first_size)
         target = _CPU_BYTES if self._problem.is_on_cpu else _ACCELERATOR_BYTES
-        room = target if self._budget is None else int(_FILL * self._budget) - fixed
+        base = best.least_bytes  # a gradient of each parameter, for example: longer chunks do not make it larger
+        room = base + target if self._budget is None else int(_FILL * self._budget) - fixed
         while best.peak_bytes > room and best.num_rows > 1:
             best = self._try(best.num_rows // 2)
         if self._budget is None:  # then one row may take more
@@ -252,7 +267,8 @@ class _Choice:
         elif best.peak_bytes > room:
             self._refuse(best, room, fixed)
         # Either the chunk fills the room, or many graphs do: few large ones would leave much of it.
-        limit = room if room <= 2 * target else min(target, room // _MIN_GRAPHS)
+        rest = room - base
+        limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
         best = self._largest(best, room, max(limit, best.peak_bytes))
         num_chunks = max(1, -(-self._num_rows // best.num_rows))
         num_kept, peak = self._keep(best, room, num_chunks)
@@ -317,7 +333,7 @@ class _Choice:
         )
 
     def _try(self, size: int) -> _Chunk:
-        return _Chunk(self._measured(size), self._held)
+        return _Chunk(self._measured(size), self._held, self._base)
 
     def _measured(self, size: int) -> Measurement:
         if size not in self._known and size == self._num_rows:
@@ -339,6 +355,7 @@ def _factor(best: _Chunk, num_rows: int, growth: float, limit: int) -> int:
 
 def _growth(before: _Chunk, after: _Chunk) -> float:
     """The power of the number of rows with which the peak grew."""
-    if before.num_rows == after.num_rows or not before.peak_bytes or not after.peak_bytes:
+    less, more = (each.peak_bytes - each.least_bytes for each in (before, after))
+    if before.num_rows == after.num_rows or less <= 0 or more <= 0:
         return -inf
-    return log(after.peak_bytes / before.peak_bytes) / log(after.num_rows / before.num_rows)
+    return log(more / less) / log(after.num_rows / before.num_rows)
