@@ -226,6 +226,63 @@ def leak_watch(result: dict[str, Any]) -> str:
     return table(["what", "figure"], rows)
 
 
+def grid_sampler(result: dict[str, Any]) -> str:
+    scenes = result["figures"]
+    exact = {"loop", "global sort, float64", "global sort, int64"}
+    ways = [way for way in next(iter(scenes.values()))["ms"] if way not in ("memkit", "index, cold")]
+
+    def row(name: str, key: str, note: str) -> list[str]:
+        cells = [f"{each['ms'][key]:.1f} ms" for each in scenes.values()]
+        if key in ways:
+            pairs = zip(cells, scenes.values(), strict=True)
+            cells = [f"{cell} ({each['times_faster'][key]:#.3g})".replace(".)", ")") for cell, each in pairs]
+        return [name, note, *cells]
+
+    rows = [row("memkit", "memkit", "yes")]
+    rows += [row(way, way, "" if way.endswith("pass") else "yes" if way in exact else "no") for way in ways]
+    rows += [row("`GridIndex.from_coords`, once", "index, cold", "")]
+    rows.append(["memory of a draw", "", *(f"{each['extra_bytes'] / 1e6:.1f} MB" for each in scenes.values())])
+    return table(["way", "random sample", *scenes], rows)
+
+
+def budget_batches(result: dict[str, Any]) -> str:
+    ways: dict[str, list[str]] = {}
+    for case in result["figures"]["cases"].values():
+        for way, row in case.items():
+            cell = f"{row['num_batches']:.0f}"
+            if "fill" in row:
+                cell += f" ({row['fill']:.1%} full, spread {row['spread']:.2f})"
+            ways.setdefault(way, []).append(cell)
+    return table(["way", *result["figures"]["cases"]], [[way, *cells] for way, cells in ways.items()])
+
+
+def density_training(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    modes = [
+        [f"`{mode}`", f"{row['peak_bytes'] / 1e6:.0f} MB", f"{row['time_ratio']:.2f}", f"{row['gradient_error']:.0e}"]
+        for mode, row in figures["modes"].items()
+    ]
+    scores = [
+        [
+            way,
+            *(f"{row[each]['right']:.1%} ({row[each]['right_if_dense']:.1%})" for each in ("dense", "half", "single")),
+            f"{row['single']['same']:.1%}",
+        ]
+        for way, row in figures["training"].items()
+    ]
+    shares = [
+        [f"{int(num_points):,}", f"{row['sampling_ms']:.1f} ms", f"{row['step_ms']:.0f} ms", f"{row['share']:.1%}"]
+        for num_points, row in figures["sampling"].items()
+    ]
+    return (
+        table(["mode", "peak of a step", "time", "gradient against joint"], modes)
+        + "\n"
+        + table(["trained on", "dense", "half", "single", "single as dense"], scores)
+        + "\n"
+        + table(["points", "sampling", "step", "share"], shares)
+    )
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     render_case.__name__: render_case
     for render_case in (
@@ -243,6 +300,9 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         leak_watch,
         sparse_voxels,
         resolution_levels,
+        grid_sampler,
+        budget_batches,
+        density_training,
     )
 }
 

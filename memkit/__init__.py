@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from memkit._eventlog import read_memory_events
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
+    from memkit.assemble.density import DensityInvariantTrainer
+    from memkit.assemble.density_records import PointBatch, PointScene
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
@@ -40,20 +42,31 @@ if TYPE_CHECKING:
     from memkit.memory.track import Tracker
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import MemoryEstimate
-    from memkit.planning.formula import estimate_memory_usage
+    from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.summary import print_config_summary
+    from memkit.points.batches import BudgetBatchSampler
+    from memkit.points.edges import sample_edges
+    from memkit.points.grid import GridIndex
+    from memkit.points.sample import GridSample
+    from memkit.points.sampler import GridAwareSampler
+    from memkit.points.voxels import first_points, fragments, voxel_mean
     from memkit.train.accumulate import GradientAccumulator
     from memkit.train.contrastive import cached_backward
     from memkit.train.penalty import gradient_penalty
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _HOMES = {
+    "BudgetBatchSampler": "points.batches",
     "ChunkedProcessor": "chunk.processor",
     "ConfigError": "_errors",
+    "DensityInvariantTrainer": "assemble.density",
     "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
     "GradientAccumulator": "train.accumulate",
+    "GridAwareSampler": "points.sampler",
+    "GridIndex": "points.grid",
+    "GridSample": "points.sample",
     "InputError": "_errors",
     "InputTypeError": "_errors",
     "MemkitError": "_errors",
@@ -62,6 +75,8 @@ _HOMES = {
     "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
     "MemoryManager": "memory.manager",
+    "PointBatch": "assemble.density_records",
+    "PointScene": "assemble.density_records",
     "SparseVoxels": "chunk.voxels",
     "SparsityAwareProcessor": "chunk.sparse",
     "StateError": "_errors",
@@ -72,8 +87,10 @@ _HOMES = {
     "chunked_loss": "chunk.loss",
     "chunked_map": "chunk.map",
     "chunked_segment_reduce": "chunk.segments",
-    "estimate_memory_usage": "planning.formula",
+    "estimate_memory_usage": "planning.predict",
+    "first_points": "points.voxels",
     "format_bytes": "_units",
+    "fragments": "points.voxels",
     "get_preset_config": "planning.presets",
     "gradient_penalty": "train.penalty",
     "is_out_of_memory": "_oom",
@@ -81,16 +98,23 @@ _HOMES = {
     "print_config_summary": "planning.summary",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
+    "sample_edges": "points.edges",
     "submanifold_conv3d": "chunk.submanifold",
     "tiled_apply": "chunk.tiled",
+    "voxel_mean": "points.voxels",
 }
 
 __all__ = [
+    "BudgetBatchSampler",
     "ChunkedProcessor",
     "ConfigError",
+    "DensityInvariantTrainer",
     "DynamicResolutionProcessor",
     "FileFormatError",
     "GradientAccumulator",
+    "GridAwareSampler",
+    "GridIndex",
+    "GridSample",
     "InputError",
     "InputTypeError",
     "MemkitError",
@@ -99,6 +123,8 @@ __all__ = [
     "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
     "MemoryManager",
+    "PointBatch",
+    "PointScene",
     "SparseVoxels",
     "SparsityAwareProcessor",
     "StateError",
@@ -111,7 +137,9 @@ __all__ = [
     "chunked_map",
     "chunked_segment_reduce",
     "estimate_memory_usage",
+    "first_points",
     "format_bytes",
+    "fragments",
     "get_preset_config",
     "gradient_penalty",
     "is_out_of_memory",
@@ -119,8 +147,10 @@ __all__ = [
     "print_config_summary",
     "read_memory_events",
     "recover_from_oom",
+    "sample_edges",
     "submanifold_conv3d",
     "tiled_apply",
+    "voxel_mean",
 ]
 
 # A library logs, and leaves it to the application whether anybody sees it.

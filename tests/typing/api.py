@@ -150,3 +150,27 @@ def volumes(net: nn.Module, volume: torch.Tensor, coords: torch.Tensor) -> torch
     level: int = choice.level + choice.num_active
     del level
     return tiled + dense + convolved.to_dense() + resolution.restore(resolution.apply(volume))
+
+
+def points(coords: torch.Tensor, dst: torch.Tensor, model: nn.Module) -> int:
+    index = mk.GridIndex.from_coords(coords, grid_size=0.05)
+    sampler = mk.GridAwareSampler(ratio=(0.3, 0.7), seed=0, rounding="nearest")
+    s = sampler.sample_half_density(index, generator=torch.Generator())
+    num: int = len(s.indices) + len(s.counts) + len(s.ratios) + int(s.ratio)
+    single = sampler.sample_single_per_grid(mk.GridIndex.from_cells(dst))
+    scenarios = sampler.sample_scenarios(index, ("dense", "half", "single"))
+    again = sampler.index(coords, grid_size=0.05, key="scene-17")
+    keep = mk.sample_edges(dst, ratio=(0.3, 0.7), seed=0)
+    batches = mk.BudgetBatchSampler([3, 5, 2], max_points=8, seed=0)
+    sampler.load_state_dict(sampler.state_dict())
+    trainer = mk.DensityInvariantTrainer(
+        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        sampler,
+        nn.functional.mse_loss,
+        consistency="mse",
+        weight=0.1,
+        scenarios=("dense", "half", "single"),
+        mode="joint",
+    )
+    trainer.train_step(mk.PointScene(coords, features=coords, targets=coords))
+    return num + len(single.indices) + len(scenarios) + again.num_cells + len(keep) + len(batches)

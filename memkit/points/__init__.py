@@ -1,0 +1,1 @@
+"""Which points: cells of a grid, and samples that keep a share of every cell."""

@@ -1,0 +1,273 @@
+"""BudgetBatchSampler: samples of different sizes into batches that fill a budget, each sample once an epoch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from operator import le
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._units import parse_bytes
+from memkit.points.cache import fingerprint
+from memkit.points.cells import Points, host_array
+from memkit.points.draw import random_bits
+
+_VERSION = 1
+_CALL = "BudgetBatchSampler(sizes)"
+_MOST_OPEN = 64  # batches that may still take samples: more fill no better, and cost time
+
+
+@final
+class BudgetBatchSampler(Sampler[list[int]]):
+    """Batches of as many samples as fit, for ``DataLoader(dataset, batch_sampler=...)``.
+
+    The samples come in an order that is shuffled anew for each epoch, and each goes into the open batch in which it
+    leaves the least room (best fit); then the batches are shuffled. Nothing is sorted by size, so that large and small
+    samples mix. Each sample is in one batch of the epoch, and no batch exceeds any budget.
+
+    A sample that is larger than the budget is an error here, before training, and not a batch of its own: that batch
+    would be the one that runs out of memory.
+
+    Several ranks get batches of one packing in turns, all of them equally many: where the number of batches does not
+    go up in ranks, the batches with the most samples are halved until it does. No sample is lost or repeated.
+
+    Args:
+        sizes: (S,) ints, the size of each sample of the dataset, in the unit of the one budget that is given; or for
+            several budgets a dict such as ``{"points": [...], "edges": [...]}``.
+        max_points: Points that a batch may hold.
+        max_edges: Edges that a batch may hold.
+        max_bytes: Bytes that a batch may hold, also as text such as ``"512MiB"``.
+        seed: In [0, 2^63). The batches of an epoch depend on sizes, budgets, seed and epoch alone.
+        num_replicas: Ranks that share the epoch.
+        rank: Which of them this is.
+
+    Attributes:
+        seed: The seed.
+        epoch: The epoch, see `set_epoch`.
+
+    Raises:
+        ConfigError: No budget, a budget without sizes or the other way round, or a setting out of its range.
+        InputError: A sample exceeds a budget (the first is named), sizes are negative or not equally many; or, with
+            ranks, too few samples to give each the same number of batches.
+        InputTypeError: Sizes are not numbers.
+
+    Memory cost: 8 bytes for each sample and budget, and the batches of one epoch as Python lists. Time cost: at the
+    beginning of an epoch 2 microseconds for each sample, 9 with two budgets.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> num_points = torch.randint(100, 900, (1000,), generator=torch.Generator().manual_seed(0))
+        >>> batches = mk.BudgetBatchSampler(num_points, max_points=2000, seed=0)
+        >>> max(int(num_points[batch].sum()) for batch in batches)
+        2000
+        >>> len(batches), round(batches.fill["points"], 3)
+        (261, 0.979)
+    """
+
+    def __init__(
+        self,
+        sizes: Points | Mapping[str, Points],
+        max_points: int | None = None,
+        max_edges: int | None = None,
+        max_bytes: int | str | None = None,
+        *,
+        seed: int = 0,
+        num_replicas: int = 1,
+        rank: int = 0,
+    ) -> None:
+        most_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
+        given = {"points": max_points, "edges": max_edges, "bytes": most_bytes}
+        self._budgets = {name: budget for name, budget in given.items() if budget is not None}
+        self._sizes = _columns(sizes, self._budgets)
+        _check_settings(self._budgets, seed, num_replicas, rank)
+        _refuse_larger(self._sizes, self._budgets)
+        self.seed, self.epoch = seed, 0
+        self._num_replicas, self._rank = num_replicas, rank
+        self._start = self._num_given = 0
+        self._batches = self._pack()
+
+    @property
+    def fill(self) -> dict[str, float]:
+        """How full the batches of this epoch are, of all ranks: the mean share of each budget; 1.0 of no batches."""
+        available = {name: budget * len(self._batches) for name, budget in self._budgets.items()}
+        totals = dict(zip(self._budgets, self._sizes.sum(axis=0).tolist(), strict=True))
+        return {name: totals[name] / available[name] if available[name] else 1.0 for name in available}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; call it before each. Without, all epochs are alike.
+
+        The epoch that a state was loaded into continues where it stood.
+        """
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._start = self._num_given = 0
+            self._batches = self._pack()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left."""
+        self._num_given, self._start = self._start, 0
+        return self._give(self._num_given)
+
+    def __len__(self) -> int:
+        """Batches of the epoch for this rank, and for every other; another epoch may need a few more or less."""
+        return len(self._batches) // self._num_replicas
+
+    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands, as plain types; it is the same on all ranks.
+
+        Args:
+            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
+                without workers; a DataLoader's workers fetch ahead of the training.
+        """
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "num_done": self._num_given if num_done is None else num_done,
+            "packing": self._digest(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
+
+        Raises:
+            FileFormatError: The state is of other sizes, budgets or ranks, whose batches are others.
+        """
+        found = (state.get("version"), state.get("packing"))
+        if found != (_VERSION, self._digest()):
+            raise FileFormatError(
+                "BudgetBatchSampler.load_state_dict(state)",
+                got=f"version {found[0]!r}, {'these' if found[1] == self._digest() else 'other'} sizes and budgets",
+                expected=f"version {_VERSION}, with the same sizes, budgets and num_replicas",
+                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
+            )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._start = self._num_given = state["num_done"]
+        self._batches = self._pack()
+
+    def _give(self, start: int) -> Iterator[list[int]]:
+        for batch in islice(self._batches, self._rank + start * self._num_replicas, None, self._num_replicas):
+            self._num_given += 1  # before it leaves: who asks then for a state has this batch
+            yield list(batch)
+
+    def _digest(self) -> str:
+        return fingerprint(self._sizes).hex() + f" {self._budgets} {self._num_replicas}"
+
+    def _pack(self) -> list[list[int]]:
+        """All ranks' batches of the epoch."""
+        bits = random_bits((self.seed, self.epoch))
+        order = bits.random_raw(len(self._sizes)).argsort(kind="stable")
+        batches = _best_fit(self._sizes, list(self._budgets.values()), order)
+        batches = [batches[each] for each in bits.random_raw(len(batches)).argsort(kind="stable").tolist()]
+        while len(batches) % self._num_replicas:
+            largest = max(batches, key=len)
+            if len(largest) == 1:
+                raise InputError(
+                    f"BudgetBatchSampler(sizes, num_replicas={self._num_replicas})",
+                    got=f"{len(self._sizes)} samples that make {len(batches)} batches of one",
+                    expected="as many batches for each rank, without a sample lost or repeated",
+                    fix="leave out a few samples, or raise the budget.",
+                )
+            batches.append(largest[1::2])
+            del largest[1::2]
+        return batches
+
+
+def _best_fit(sizes: NDArray[np.int64], budgets: list[int], order: NDArray[np.int64]) -> list[list[int]]:
+    """Put each sample where the tightest budget has least room left for it, and all others have enough."""
+    tightest = np.argsort(-sizes.sum(axis=0) / budgets)
+    sizes = sizes[:, tightest]
+    empty = [budgets[each] for each in tightest]
+    batches: list[list[int]] = []
+    open_batches: list[tuple[int, ...]] = []  # ascending: rooms, and last the number of the batch
+    for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        place = bisect_left(open_batches, (size[0],))
+        while place < len(open_batches) and not all(map(le, size, open_batches[place])):
+            place += 1
+        if place < len(open_batches):
+            *rooms, number = open_batches.pop(place)
+        else:
+            rooms, number = empty, len(batches)
+            batches.append([])
+            if len(open_batches) == _MOST_OPEN:
+                del open_batches[0]  # the fullest
+        batches[number].append(sample)
+        insort(open_batches, (*(room - used for room, used in zip(rooms, size, strict=True)), number))
+    return batches
+
+
+def _columns(sizes: Points | Mapping[str, Points], budgets: dict[str, int]) -> NDArray[np.int64]:
+    """Sizes as (S, number of budgets), in the order of the budgets."""
+    names = ", ".join(f"max_{name}" for name in budgets) or "no budget"
+    if not isinstance(sizes, Mapping):
+        if len(budgets) != 1:
+            raise ConfigError(
+                _CALL,
+                got=f"one size for each sample, and {names}",
+                expected="one budget, or a dict with sizes for each",
+                fix='give max_points=..., or sizes={"points": [...], "edges": [...]} with several.',
+            )
+        sizes = dict.fromkeys(budgets, sizes)
+    if not budgets or set(sizes) != set(budgets):
+        raise ConfigError(
+            _CALL,
+            got=f"sizes of {', '.join(sizes) or 'nothing'}, and {names}",
+            expected="the same names: points, edges, bytes",
+            fix="give each column of sizes its budget, and leave out the others.",
+        )
+    columns = [_column(sizes[name], name) for name in budgets]
+    if len({len(column) for column in columns}) > 1:
+        raise InputError(
+            _CALL,
+            got=" and ".join(f"{len(column)} sizes of {name}" for name, column in zip(budgets, columns, strict=True)),
+            expected="one for each sample in each column",
+            fix="make the columns from the same list of samples.",
+        )
+    return np.stack(columns, axis=1)
+
+
+def _column(values: Points, name: str) -> NDArray[np.int64]:
+    column = host_array(values, _CALL, f"sizes of {name}")
+    column = column if column.size else column.astype(np.int64)  # an empty list has no dtype
+    if column.ndim != 1 or column.dtype.kind not in "iu" or bool((column < 0).any()):
+        raise InputError(
+            _CALL,
+            got=f"sizes of {name} of dtype {column.dtype} and shape {column.shape}, least {column.min(initial=0)}",
+            expected="one whole number for each sample, 0 or more",
+            fix="count points, edges or bytes: [len(scene.coords) for scene in scenes].",
+        )
+    return column.astype(np.int64)
+
+
+def _check_settings(budgets: dict[str, int], seed: int, num_replicas: int, rank: int) -> None:
+    for name, value, fits in (
+        *((f"max_{name}", budget, type(budget) is int and budget > 0) for name, budget in budgets.items()),
+        ("seed", seed, 0 <= seed < 2**63),
+        ("num_replicas", num_replicas, num_replicas > 0),
+        ("rank", rank, 0 <= rank < num_replicas),
+    ):
+        if not fits:
+            raise ConfigError(
+                f"BudgetBatchSampler({name}={value!r})",
+                got=repr(value),
+                expected="whole budgets and num_replicas above 0, 0 <= rank < num_replicas, 0 <= seed < 2^63",
+                fix=f"change {name}.",
+            )
+
+
+def _refuse_larger(sizes: NDArray[np.int64], budgets: dict[str, int]) -> None:
+    for column, (name, budget) in zip(sizes.T, budgets.items(), strict=True):
+        larger = np.flatnonzero(column > budget)
+        if larger.size:
+            raise InputError(
+                f"BudgetBatchSampler(sizes, max_{name}={budget})",
+                got=f"{column[larger[0]]} {name} in sample {larger[0]}; {larger.size} samples exceed the budget",
+                expected="samples that fit into a batch, if only alone",
+                fix=f"set max_{name}={column.max()} or more, thin such samples out, or leave them out of the dataset.",
+            )

@@ -1,0 +1,201 @@
+"""From points to groups: the grid cell of each point as one exact integer, and points sorted by it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from memkit._errors import InputError, InputTypeError, MemkitWarning
+
+Points = ArrayLike | Tensor
+Lengths = float | Sequence[float]  # one for all axes, or one for each
+
+MOST_POINTS = 10**9  # of a scene: places fit an int32, and NumPy's hypergeometric draw goes no further
+_BLOCK = 1 << 15  # points at a time, so that what is computed on the way stays in the processor's cache
+_EXACT = 2**53  # whole numbers up to here are exact in float64
+
+
+class Groups(NamedTuple):
+    """The points of a scene, cell by cell.
+
+    Attributes:
+        order: (N,) int32, rows of points; cells in ascending order, rows of a cell ascending.
+        counts: (C,) int64, points of each cell, at least 1.
+        starts: (C,) int64, where each cell begins in `order`.
+    """
+
+    order: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+
+def read_only(*arrays: NDArray[Any]) -> None:
+    """Forbid writing to arrays."""
+    for array in arrays:
+        array.flags.writeable = False
+
+
+def host_array(values: Points, call: str, name: str) -> NDArray[Any]:
+    """Bring numbers to the host as an array; an accelerator's tensor is copied, a CPU tensor is not."""
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        if values.is_floating_point() and values.dtype not in (torch.float16, torch.float32, torch.float64):
+            values = values.float()  # NumPy has no bfloat16
+        values = values.numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise InputTypeError(
+            call,
+            got=f"{name} that are no array: {error}",
+            expected="rows of equal length",
+            fix="concatenate the scenes of a batch, and give offsets=.",
+        ) from error
+    if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
+        raise InputTypeError(
+            call,
+            got=f"{name} of dtype {array.dtype}",
+            expected="integers or floats of at most 64 bits",
+            fix=f"convert {name} to float64, float32 or int64.",
+        )
+    return array
+
+
+def grid_lengths(value: Lengths, num_axes: int, call: str, *, positive: bool) -> NDArray[np.float64]:
+    """One length for each axis."""
+    try:
+        lengths = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        lengths = np.array(np.nan)  # refused below
+    fits = lengths.shape in ((), (num_axes,)) and bool(np.isfinite(lengths).all())
+    if not fits or (positive and bool((lengths <= 0).any())):
+        raise InputError(
+            call,
+            got=f"{value!r} for points with {num_axes} axes",
+            expected=f"one finite number{' above 0' if positive else ''}, or {num_axes} of them",
+            fix="give lengths in the unit of the coordinates.",
+        )
+    return np.broadcast_to(lengths, (num_axes,))
+
+
+def grid_coords(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Grid coordinates: floor((x - origin) / size) in float64, whole numbers. (N, A) to (A, N)."""
+    scaled = points.T.astype(np.float64)
+    with np.errstate(over="ignore"):  # infinity is refused as too many cells away
+        if origin.any():
+            scaled -= origin[:, None]
+        scaled /= size[:, None]  # no multiplication by 1 / size: it puts points on a border into the other cell
+    return np.floor(scaled, out=scaled)
+
+
+def group_coords(
+    points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64], call: str, *, first_row: int
+) -> Groups:
+    """Group the points of one scene by the cell that they lie in; cells in the order of their grid coordinates.
+
+    Raises:
+        InputError: A coordinate is NaN or infinite, or too many cells away from the origin to be told apart.
+    """
+    if not len(points):
+        return group_keys(np.zeros(0, np.int64), call)
+    sides = _sides(points)
+    if not np.isfinite(sides).all():
+        row = int(np.flatnonzero(~np.isfinite(points).all(axis=1))[0])
+        raise InputError(
+            call,
+            got=f"coordinates {points[row].tolist()} in row {first_row + row}",
+            expected="finite coordinates",
+            fix="drop such points first: coords[torch.isfinite(coords).all(1)].",
+        )
+    low, high = grid_coords(sides, size, origin).T
+    if max(-low.min(), high.max()) >= _EXACT:
+        far = grid_coords(points, size, origin)
+        row = int(np.abs(far).max(axis=0).argmax())
+        raise InputError(
+            call,
+            got=f"coordinates {points[row].tolist()} in row {first_row + row}, "
+            f"{np.abs(far[:, row]).max():.3g} cells away",
+            expected="fewer than 2^53 cells between a point and the origin",
+            fix="use a larger grid_size, or an origin near the points.",
+        )
+    _warn_coarse(points.dtype, sides, size, call)
+    extent = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
+    if math.prod(extent) > _EXACT:
+        return group_keys(_compact_keys(points, size, origin), call)
+    keys = np.empty(len(points), np.int64)
+    for start in range(0, len(points), _BLOCK):
+        coords = grid_coords(points[start : start + _BLOCK], size, origin)
+        coords -= low[:, None]
+        linear = coords[0]
+        for axis in range(1, len(extent)):
+            linear *= extent[axis]
+            linear += coords[axis]
+        keys[start : start + _BLOCK] = linear
+    return group_keys(keys, call)
+
+
+def group_keys(keys: NDArray[np.int64], call: str) -> Groups:
+    """Group points by integers; cells in ascending order."""
+    if len(keys) > MOST_POINTS:
+        raise InputError(
+            call,
+            got=f"{len(keys)} points in one scene",
+            expected=f"at most {MOST_POINTS}",
+            fix="cut the scene, and give the parts as scenes of a batch with offsets=.",
+        )
+    if not len(keys):
+        return Groups(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    distance = keys.view(np.uint64) - np.uint64(
+        int(keys.min()) % 2**64
+    )  # of any two int64: it wraps to the right value
+    if distance.max() < 2**32:
+        distance = distance.astype(np.uint32)
+    order = sort_order(distance)
+    ordered = distance.take(order)
+    starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
+    return Groups(order.astype(np.int32), np.diff(starts, append=len(keys)), starts)
+
+
+def sort_order(keys: NDArray[Any]) -> NDArray[np.int64]:
+    """Stable order of unsigned integers. NumPy sorts 16 bits by radix: so does this, digit by digit."""
+    order = (keys & 0xFFFF).astype(np.uint16).argsort(kind="stable")
+    for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
+        digit = keys.take(order)
+        digit >>= shift
+        order = order.take(digit.astype(np.uint16).argsort(kind="stable"))
+    return order
+
+
+def _sides(points: NDArray[Any]) -> NDArray[Any]:
+    """The least and the greatest coordinate along each axis, (2, A); NaN where there is one."""
+    sides = []
+    for start in range(0, len(points), _BLOCK):
+        block = points[start : start + _BLOCK].T.copy()
+        sides += [block.min(axis=1), block.max(axis=1)]
+    return np.stack([np.min(sides[::2], axis=0), np.max(sides[1::2], axis=0)])
+
+
+def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Keys where the box has too many cells to number: only cells that hold points are numbered, axis by axis."""
+    keys = np.zeros(len(points), np.int64)
+    for along in grid_coords(points, size, origin):
+        values, rank = np.unique(along, return_inverse=True)
+        _, keys = np.unique(keys * len(values) + rank, return_inverse=True)  # below N * N, so below 2^63
+    return keys
+
+
+def _warn_coarse(dtype: np.dtype[Any], sides: NDArray[Any], size: NDArray[np.float64], call: str) -> None:
+    if dtype.kind == "f" and bool((np.spacing(np.abs(sides).max(axis=0)) > 0.01 * size).any()):
+        warnings.warn(
+            f"{call}: far from the origin, {dtype} tells points apart only by more than 1% of grid_size, so that cell "
+            "borders are rounding. Subtract an offset in float64 before the points are stored.",
+            MemkitWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,306 @@
+"""GridIndex: which points lie in which cell of a grid, for a scene or a batch of scenes; found once, sampled often."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memkit._atomic import atomic_writer
+from memkit._errors import FileFormatError, InputError, InputTypeError
+from memkit.points.cells import (
+    Groups,
+    Lengths,
+    Points,
+    grid_coords,
+    grid_lengths,
+    group_coords,
+    group_keys,
+    host_array,
+    read_only,
+)
+from memkit.points.layout import Layout, lay_out
+
+_VERSION = 1
+_FROM_COORDS = "GridIndex.from_coords(coords, grid_size)"
+_FROM_CELLS = "GridIndex.from_cells(cell_ids)"
+_ARRAYS = ("counts", "cells", "offsets", "cell_offsets")
+
+
+class Scene(NamedTuple):
+    """One scene of an index.
+
+    Attributes:
+        groups: Its points, cell by cell; rows count from its first point.
+        layout: The same for samplers.
+        first_point: Row of its first point in the batch.
+        first_cell: Number of its first cell in the batch.
+    """
+
+    groups: Groups
+    layout: Layout
+    first_point: int
+    first_cell: int
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class GridIndex:
+    """Which points lie in which cell. Immutable: its arrays are read-only.
+
+    Scenes of a batch are kept apart: no cell holds points of two scenes. Cells come in ascending order within a scene.
+    An index belongs to the coordinates that it was made of: sample before points are rotated or shifted, or accept
+    that the cells are those of the coordinates before.
+
+    Attributes:
+        cells: int64; from coordinates (C, A), the grid coordinates of each cell, may be negative; from cell ids (C,),
+            the ids.
+        counts: (C,) int64, points in each cell, at least 1.
+        offsets: (B,) int64, where each scene's points end: (N,) for one scene of N points.
+        cell_offsets: (B,) int64, where each scene's cells end.
+        scenes: What samplers read.
+
+    Memory cost: 9 bytes for each point and about 50 for each cell, on the host; `nbytes` says it.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> coords = torch.tensor([[0.01, 0.02], [0.31, 0.0], [0.04, 0.03], [-0.01, 0.0]])
+        >>> index = GridIndex.from_coords(coords, grid_size=0.05)
+        >>> index
+        GridIndex(num_points=4, num_cells=3, num_scenes=1)
+        >>> index.cells.tolist(), index.counts.tolist()
+        ([[-1, 0], [0, 0], [6, 0]], [1, 2, 1])
+        >>> index.cell_of_point().tolist()
+        [1, 2, 1, 0]
+    """
+
+    cells: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    cell_offsets: NDArray[np.int64]
+    scenes: tuple[Scene, ...]
+
+    @classmethod
+    def from_coords(
+        cls, coords: Points, grid_size: Lengths = 0.05, offsets: Points | None = None, *, origin: Lengths = 0.0
+    ) -> GridIndex:
+        """Find the cell of each point: ``floor((coords - origin) / grid_size)``, in float64.
+
+        With the default origin the partition is that of Pointcept's ``GridSample``, which divides, takes the floor,
+        and then subtracts the least cell. Borders lie at multiples of ``grid_size``. For borders that start at the
+        least coordinate give ``origin=coords.amin(0).tolist()``.
+
+        Args:
+            coords: (N, A) floats or integers, any number of axes; NumPy or torch. A tensor on an accelerator is
+                copied to the host.
+            grid_size: Side of a cell in the unit of the coordinates; one number, or one for each axis.
+            offsets: (B,) ints, where the points of each scene of a batch end (cumulative, the last is N).
+            origin: Corner of the cell (0, 0, ...); one number, or one for each axis.
+
+        Raises:
+            InputError: A coordinate is not finite (the row is named) or more than 2^53 cells away from the origin, or
+                shapes, sizes or offsets do not fit.
+            InputTypeError: The coordinates are not real numbers.
+
+        Warns:
+            MemkitWarning: The coordinates' dtype cannot tell points apart by 1% of ``grid_size``.
+
+        Memory cost: while it is built, about 40 bytes for each point of a scene.
+        """
+        points = host_array(coords, _FROM_COORDS, "coords")
+        if points.ndim != 2 or not points.shape[1]:
+            raise InputError(
+                _FROM_COORDS,
+                got=f"coords of shape {points.shape}",
+                expected="(N, A): one row for each point",
+                fix="concatenate the scenes of a batch, and give offsets=.",
+            )
+        size = grid_lengths(grid_size, points.shape[1], "GridIndex.from_coords(grid_size=...)", positive=True)
+        corner = grid_lengths(origin, points.shape[1], "GridIndex.from_coords(origin=...)", positive=False)
+        ends = _scene_ends(offsets, len(points), _FROM_COORDS)
+        groups, firsts = [], [points[:0]]
+        for part, end in zip(_cut(points, ends), ends.tolist(), strict=True):
+            groups.append(group_coords(part, size, corner, _FROM_COORDS, first_row=end - len(part)))
+            firsts.append(part[groups[-1].order[groups[-1].starts]])
+        cells = grid_coords(np.concatenate(firsts), size, corner)
+        return _assemble(groups, cells.T.astype(np.int64, order="C"))
+
+    @classmethod
+    def from_cells(cls, cell_ids: Points, offsets: Points | None = None) -> GridIndex:
+        """Take cells that are known already.
+
+        Args:
+            cell_ids: (N,) integers, any int64: not contiguous, negative.
+            offsets: See `from_coords`. Equal ids in two scenes are two cells.
+
+        Raises:
+            InputError: Shapes or offsets do not fit.
+            InputTypeError: The ids are not integers.
+        """
+        ids = _integers(cell_ids, _FROM_CELLS, "cell_ids")
+        ends = _scene_ends(offsets, len(ids), _FROM_CELLS)
+        groups, cells = [], [ids[:0]]
+        for part in _cut(ids, ends):
+            groups.append(group_keys(part, _FROM_CELLS))
+            cells.append(part[groups[-1].order[groups[-1].starts]])
+        return _assemble(groups, np.concatenate(cells))
+
+    @property
+    def num_points(self) -> int:
+        """Points of all scenes."""
+        return sum(len(scene.groups.order) for scene in self.scenes)
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of all scenes."""
+        return len(self.counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the index holds."""
+        own = (self.cells, self.counts, self.offsets, self.cell_offsets)
+        scenes = (each.layout.nbytes + each.groups.order.nbytes + each.groups.starts.nbytes for each in self.scenes)
+        return sum(each.nbytes for each in own) + sum(scenes)
+
+    def cell_of_point(self) -> Tensor:
+        """For each point the row of its cell in `cells` and `counts`: (N,) int64."""
+        rows = np.empty(self.num_points, np.int64)
+        for groups, _, point, cell in self.scenes:
+            numbers = np.arange(cell, cell + len(groups.counts))
+            rows[point : point + len(groups.order)][groups.order] = np.repeat(numbers, groups.counts)
+        return torch.from_numpy(rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the index to a file, atomically: 4 bytes for each point, 32 for each cell of a 3-D grid.
+
+        Raises:
+            OSError: The file cannot be written; what was there before is untouched.
+        """
+        order = np.concatenate([np.zeros(0, np.int32), *(scene.groups.order for scene in self.scenes)])
+        with atomic_writer(path) as file:
+            np.savez(file, version=_VERSION, order=order, **{name: getattr(self, name) for name in _ARRAYS})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> GridIndex:
+        """Read an index that `save` wrote.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            FileFormatError: The file is damaged, or something else.
+        """
+        return _assemble(*_read(path))
+
+    def __repr__(self) -> str:
+        return f"GridIndex(num_points={self.num_points}, num_cells={self.num_cells}, num_scenes={len(self.scenes)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The layout is made again where it arrives, faster than it travels; and plain pickling would lose read-only.
+        return _assemble, ([scene.groups for scene in self.scenes], self.cells)
+
+
+def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64]) -> GridIndex:
+    offsets = np.cumsum([0, *(len(each.order) for each in groups)])
+    cell_offsets = np.cumsum([0, *(len(each.counts) for each in groups)])
+    counts = np.concatenate([np.zeros(0, np.int64), *(each.counts for each in groups)])
+    read_only(cells, counts, offsets, cell_offsets)
+    scenes = []
+    for each, point, (cell, last) in zip(groups, offsets.tolist(), pairwise(cell_offsets.tolist()), strict=False):
+        shared = each._replace(counts=counts[cell:last])
+        read_only(*shared)
+        scenes.append(Scene(shared, lay_out(shared), point, cell))
+    return GridIndex(cells, counts, offsets[1:], cell_offsets[1:], tuple(scenes))
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[list[Groups], NDArray[np.int64]]:
+    data = io.BytesIO(Path(path).read_bytes())
+    try:
+        with np.load(data, allow_pickle=False) as file:
+            return _parsed({name: file[name] for name in ("version", "order", *_ARRAYS)})
+    except Exception as error:  # whatever NumPy, zipfile or the checks stumble over
+        raise FileFormatError(
+            f"GridIndex.load({os.fspath(path)!r})",
+            got=f"{type(error).__name__}: {error}",
+            expected=f"a file of GridIndex.save, version {_VERSION}, undamaged",
+            fix="make the index again from the coordinates, and save it.",
+        ) from error
+
+
+def _parsed(found: dict[str, NDArray[Any]]) -> tuple[list[Groups], NDArray[np.int64]]:
+    if found["version"].tolist() != _VERSION:
+        raise ValueError(f"version {found['version'].tolist()}")
+    order, counts, cells, offsets, cell_offsets = (found[name] for name in ("order", *_ARRAYS))
+    if order.dtype != np.int32 or any(found[name].dtype != np.int64 for name in _ARRAYS):
+        raise ValueError("arrays of another dtype")
+    if not (order.ndim == counts.ndim == 1 and cells.ndim in (1, 2) and len(cells) == len(counts)):
+        raise ValueError("arrays of other shapes")
+    if not (_are_ends(offsets, len(order)) and _are_ends(cell_offsets, len(counts))):
+        raise ValueError("offsets that do not fit the arrays")
+    groups = [
+        Groups(rows, sizes, np.cumsum(sizes) - sizes)
+        for rows, sizes in zip(_cut(order, offsets), _cut(counts, cell_offsets), strict=True)
+    ]
+    if not all(map(_is_grouping, groups)):
+        raise ValueError("cells that do not hold each point once")
+    return groups, cells
+
+
+def _is_grouping(groups: Groups) -> bool:
+    order, counts, _ = groups
+    if counts.min(initial=1) < 1 or counts.sum() != len(order):
+        return False
+    in_range = order.min(initial=0) >= 0 and order.max(initial=-1) < len(order)
+    return bool(in_range and (np.bincount(order) == 1).all())
+
+
+def _cut(rows: NDArray[Any], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
+    return np.split(rows, ends[:-1])[: len(ends)]  # no ends, no scene
+
+
+def _are_ends(ends: NDArray[Any], num_rows: int) -> bool:
+    """Whether these are cumulative ends of parts that make up all rows."""
+    if ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any():
+        return False
+    return num_rows == (ends[-1] if len(ends) else 0)
+
+
+def _scene_ends(offsets: Points | None, num_points: int, call: str) -> NDArray[np.int64]:
+    if offsets is None:
+        return np.array([num_points])
+    ends = _integers(offsets, call, "offsets")
+    if not _are_ends(ends, num_points):
+        raise InputError(
+            call,
+            got=f"offsets {ends[:5].tolist()}{'...' if len(ends) > 5 else ''} for {num_points} points",
+            expected="where the points of each scene end: not decreasing, the last one the number of points",
+            fix="give offsets=torch.tensor([len(scene) for scene in scenes]).cumsum(0).",
+        )
+    return ends
+
+
+def _integers(values: Points, call: str, name: str) -> NDArray[np.int64]:
+    array = host_array(values, call, name)
+    if array.dtype.kind not in "iu":
+        raise InputTypeError(
+            call,
+            got=f"{name} of dtype {array.dtype}",
+            expected="integers",
+            fix=f"convert {name} to int64; from positions use GridIndex.from_coords.",
+        )
+    if array.ndim != 1 or (array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max):
+        raise InputError(
+            call,
+            got=f"{name} of dtype {array.dtype} and shape {array.shape}",
+            expected="one row of integers that fit an int64",
+            fix="flatten them, and number them from 0 where they are too large.",
+        )
+    return np.ascontiguousarray(array, dtype=np.int64)

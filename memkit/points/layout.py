@@ -1,0 +1,107 @@
+"""The cells of a scene laid out for sampling: one point of every cell, then a second one of every cell, and so on.
+
+Step t of a draw then reads one contiguous slice, whatever the cells' sizes. Cells come in descending size, so that
+those that still have points at step t are the first ones. A cell with more than 255 points is cut into pieces of at
+most 255 that differ by one point at most: what is counted then fits a byte, and a draw has at most 255 steps.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memkit.points.cells import Groups, read_only
+
+MOST = 255  # points of a piece
+
+
+class Layout(NamedTuple):
+    """A scene in position-major order. P pieces; a slot is a place in this order.
+
+    Attributes:
+        slots: (N,) int32, the slot of each point.
+        left: (N,) uint8, for each slot: how many points its piece has from there on.
+        steps: For each step: its first slot, the slot after its last, and how many pieces take part.
+        piece_cell: (P,) int64, the cell of each piece, in descending size of pieces.
+        big: Which cells were cut, in terms of `BigCells`.
+    """
+
+    slots: Tensor
+    left: NDArray[np.uint8]
+    steps: list[tuple[int, int, int]]
+    piece_cell: NDArray[np.int64]
+    big: BigCells
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        arrays = (self.left, self.piece_cell, *self.big)
+        return self.slots.nbytes + sum(each.nbytes for each in arrays)
+
+
+class BigCells(NamedTuple):
+    """Cells that were cut into pieces.
+
+    Attributes:
+        cells: (B,) int64, their numbers.
+        first: (B,) int64, where each one's pieces begin in the two arrays below.
+        stop: (B,) int64, where they end.
+        before: (Q + 1,) int64, points in the pieces before each piece.
+        rank: (Q,) int64, number of each piece in `Layout.piece_cell`.
+    """
+
+    cells: NDArray[np.int64]
+    first: NDArray[np.int64]
+    stop: NDArray[np.int64]
+    before: NDArray[np.int64]
+    rank: NDArray[np.int64]
+
+
+def lay_out(groups: Groups) -> Layout:
+    """Lay out a scene; 5 bytes for each point and 8 for each cell."""
+    num_points, counts = len(groups.order), groups.counts
+    num_pieces = -(-counts // MOST)
+    piece_cell = np.repeat(np.arange(len(counts)), num_pieces)
+    first = np.cumsum(num_pieces) - num_pieces
+    number = np.arange(len(piece_cell)) - first[piece_cell]
+    small, longer = np.divmod(counts, num_pieces)
+    sizes = small[piece_cell] + (number < longer[piece_cell])
+
+    by_size = (MOST - sizes).astype(np.uint8).argsort(kind="stable")
+    rank = np.empty(len(sizes), np.int64)
+    rank[by_size] = np.arange(len(sizes))
+    longest = int(sizes.max(initial=0))
+    taking_part = len(sizes) - np.cumsum(np.bincount(sizes, minlength=longest + 1)[:longest])
+    bounds = np.concatenate([[0], np.cumsum(taking_part)])
+    steps = [(start, stop, stop - start) for start, stop in pairwise(bounds.tolist())]
+
+    position = np.arange(num_points, dtype=np.int32)
+    position -= np.repeat((np.cumsum(sizes) - sizes).astype(np.int32), sizes)
+    slots = np.empty(num_points, np.int32)
+    slots[groups.order] = bounds.astype(np.int32).take(position) + np.repeat(rank.astype(np.int32), sizes)
+    left = np.empty(num_points, np.uint8)
+    ordered = sizes.take(by_size).astype(np.uint8)
+    for done, (start, stop, num) in enumerate(steps):
+        np.subtract(ordered[:num], done, out=left[start:stop])
+    layout = Layout(
+        slots=torch.from_numpy(slots),  # a tensor for torch's gather, which is the faster one; not handed out
+        left=left,
+        steps=steps,
+        piece_cell=piece_cell.take(by_size),
+        big=_big_cells(num_pieces, sizes, rank),
+    )
+    read_only(layout.left, layout.piece_cell, *layout.big)
+    return layout
+
+
+def _big_cells(num_pieces: NDArray[np.int64], sizes: NDArray[np.int64], rank: NDArray[np.int64]) -> BigCells:
+    cells = np.flatnonzero(num_pieces > 1)
+    pieces = np.repeat(num_pieces > 1, num_pieces)
+    stop = np.cumsum(num_pieces[cells])
+    before = np.concatenate([[0], np.cumsum(sizes[pieces])])
+    return BigCells(cells, stop - num_pieces[cells], stop, before, rank[pieces])

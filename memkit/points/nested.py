@@ -1,0 +1,47 @@
+"""A sample within a sample: one point of each cell, among those that another sample kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkit.points.cells import Groups
+from memkit.points.draw import choose_one, random_bits
+from memkit.points.grid import GridIndex
+from memkit.points.sample import GridSample
+from memkit.points.sampler import GridAwareSampler
+
+_WITHIN = 2  # a kind of key that the sampler itself does not use
+
+
+def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSample) -> Tensor:
+    """Keep one random point of each cell among those of a sample.
+
+    Call it right after the sample was drawn: the random numbers belong to the sampler's seed and count of draws.
+
+    Args:
+        sampler: Who drew the sample.
+        index: From what.
+        sample: The sample.
+
+    Returns:
+        Rows of the index's points, (C,) int64, ascending.
+
+    Memory cost: 10 bytes for each point of a scene on the way. Time cost: 5 ms for a million points, a fifth of what
+    an index of the sample's points takes.
+    """
+    state = sampler.state_dict()
+    is_kept = np.zeros(index.num_points, np.bool_)
+    is_kept[sample.indices.numpy()] = True
+    counts = sample.counts.numpy()
+    chosen = [np.zeros(0, np.int64)]
+    for place, scene in enumerate(index.scenes):
+        order = scene.groups.order
+        own = is_kept[scene.first_point : scene.first_point + len(order)]
+        kept = order.take(np.flatnonzero(own.take(order)))  # still cell by cell
+        kept_counts = counts[scene.first_cell : scene.first_cell + len(scene.groups.counts)]
+        groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
+        bits = random_bits((_WITHIN, state["seed"], state["num_draws"], place))
+        chosen.append(choose_one(groups, bits) + scene.first_point)
+    return torch.from_numpy(np.concatenate(chosen))

@@ -1,0 +1,69 @@
+"""GridSample: what a draw gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Scenario = Literal["dense", "half", "single"]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class GridSample:
+    """Points that a sampler kept. All tensors are on the CPU.
+
+    Attributes:
+        scenario: ``"dense"`` (every point), ``"half"`` (a share of each cell) or ``"single"`` (one point of each cell).
+        counts: (C,) int64, points kept in each cell; never 0.
+        offsets: (B,) int64, where the kept points of each scene end.
+        cell_sizes: (C,) int64, points that there were in each cell; the index's own read-only array.
+        num_points: Points that there were.
+        chosen: `indices`; None where every point is kept.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> from memkit.points.sampler import GridAwareSampler
+        >>> index = GridIndex.from_cells(torch.tensor([7, 7, 7, 7, 9]))
+        >>> sample = GridAwareSampler(ratio=0.5).sample_half_density(index)
+        >>> sample
+        GridSample('half', 3 of 5 points, 2 cells)
+        >>> sample.counts.tolist(), sample.ratios.tolist(), sample.ratio
+        ([2, 1], [0.5, 1.0], 0.6)
+    """
+
+    scenario: Scenario
+    counts: Tensor
+    offsets: Tensor
+    cell_sizes: NDArray[np.int64]
+    num_points: int
+    chosen: Tensor | None
+
+    @property
+    def indices(self) -> Tensor:
+        """Rows of the points that were kept: (K,) int64, ascending. Made anew at each access where all were kept."""
+        return torch.arange(self.num_points) if self.chosen is None else self.chosen
+
+    @property
+    def ratios(self) -> Tensor:
+        """The share of its points that each cell really kept: (C,) float64. Made anew at each access."""
+        return torch.from_numpy(self.counts.numpy() / self.cell_sizes)
+
+    @property
+    def num_kept(self) -> int:
+        """Points that were kept."""
+        return self.num_points if self.chosen is None else len(self.chosen)
+
+    @property
+    def ratio(self) -> float:
+        """Share of all points that was kept; 1.0 of no points."""
+        return self.num_kept / self.num_points if self.num_points else 1.0
+
+    def __repr__(self) -> str:
+        return f"GridSample({self.scenario!r}, {self.num_kept} of {self.num_points} points, {len(self.counts)} cells)"

@@ -1,0 +1,338 @@
+"""GridAwareSampler: a random share of the points of every grid cell; exact, reproducible, new at each call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
+
+from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._units import MIB, parse_bytes
+from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
+from memkit.points.cells import Lengths, Points, host_array
+from memkit.points.draw import (
+    Rounding,
+    Workspace,
+    choose,
+    choose_one,
+    choose_weighted,
+    kept_counts,
+    random_bits,
+)
+from memkit.points.grid import GridIndex, Scene
+from memkit.points.sample import GridSample, Scenario
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_VERSION = 1
+_ALGO_VERSION = 1  # raise it whenever the same key would give another sample
+_CODES: dict[Scenario, int] = {"dense": 0, "half": 1, "single": 2}
+_FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never meet
+
+
+@final
+class GridAwareSampler:
+    """Samples that thin out every cell of a grid and leave none empty, for training that does not depend on density.
+
+    Each cell draws its own ratio, keeps that share of its points, at least one, and every set of so many points is
+    equally likely. Each call is a new draw: its random numbers belong to the seed, the number of the call, the scene's
+    place in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the same
+    samples bit for bit, on every machine. (Cells above 255 points use NumPy's hypergeometric draw, and weights its
+    logarithm, which may differ in another version or on another machine.)
+
+    In a worker of a DataLoader the worker's own seed takes part, so that workers, and epochs, draw differently; it
+    follows from torch's seed. The count of calls stays in the worker. To resume in the middle of an epoch give a
+    ``generator`` of your own for each item.
+
+    Args:
+        ratio: Least and greatest share that a cell keeps, drawn uniformly for each cell; or one share for all.
+        seed: In [0, 2^63).
+        rounding: ``"nearest"``, or ``"floor"``, which keeps half a point less of each cell on average.
+        cache_bytes: What the indexes of `index` may take together.
+
+    Memory cost: 2 bytes for each point of the largest scene are kept for the next draw, for each thread; a draw's own
+    arrays take 8 bytes for each kept point and 40 for each cell.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> from memkit.points.sampler import GridAwareSampler
+        >>> coords = torch.rand(1000, 3, generator=torch.Generator().manual_seed(0))
+        >>> index = GridIndex.from_coords(coords, grid_size=0.25)
+        >>> sampler = GridAwareSampler(ratio=(0.3, 0.7), seed=0)
+        >>> half = sampler.sample_half_density(index)
+        >>> coords[half.indices].shape[0] == int(half.counts.sum())
+        True
+        >>> state = sampler.state_dict()
+        >>> after = sampler.sample_single_per_grid(index).indices
+        >>> sampler.load_state_dict(state)
+        >>> torch.equal(sampler.sample_single_per_grid(index).indices, after)
+        True
+    """
+
+    def __init__(
+        self,
+        ratio: float | tuple[float, float] = (0.3, 0.7),
+        *,
+        seed: int = 0,
+        rounding: Rounding = "nearest",
+        cache_bytes: int | str = 256 * MIB,
+    ) -> None:
+        low, high = (ratio, ratio) if isinstance(ratio, int | float) else ratio
+        if not 0 < low <= high <= 1:
+            raise ConfigError(
+                f"GridAwareSampler(ratio={ratio!r})",
+                got=repr(ratio),
+                expected="0 < least <= greatest <= 1",
+                fix="give a share such as 0.5, or a range such as (0.3, 0.7).",
+            )
+        if rounding not in get_args(Rounding):
+            raise ConfigError(
+                f"GridAwareSampler(rounding={rounding!r})",
+                got=repr(rounding),
+                expected=" or ".join(map(repr, get_args(Rounding))),
+                fix="leave it out for 'nearest'.",
+            )
+        if not 0 <= seed < 2**63 or seed % 1:
+            raise ConfigError(
+                f"GridAwareSampler(seed={seed!r})", got=repr(seed), expected="an int, 0 <= seed < 2^63", fix="give one."
+            )
+        self.ratio = (float(low), float(high))
+        self.seed = int(seed)
+        self.rounding: Rounding = rounding
+        self.cache = IndexCache(parse_bytes(cache_bytes, name="cache_bytes"))
+        self._num_draws = 0
+        self._num_waiting = 0  # of these, drawn ahead and not handed out yet
+        self._lock = ProcessLock()
+        self._workspace = Workspace()
+
+    def sample_half_density(
+        self, index: GridIndex, generator: torch.Generator | None = None, weights: Points | None = None
+    ) -> GridSample:
+        """Keep a random share of each cell's points, without replacement.
+
+        Args:
+            index: Of one scene or a batch.
+            generator: Takes the place of the seed and the count of calls: one number is drawn from it.
+            weights: (N,) numbers, finite, not negative. Points are then taken one after another in proportion to the
+                weights of those that are left (exact sampling without replacement; Efraimidis and Spirakis, 2006),
+                those without weight last. About 40 times slower.
+
+        Raises:
+            InputError: The weights do not fit; the row is named.
+        """
+        return self._sample(index, "half", self._key(generator), weights)
+
+    def sample_single_per_grid(self, index: GridIndex, generator: torch.Generator | None = None) -> GridSample:
+        """Keep one random point of each cell. For ``generator`` see `sample_half_density`."""
+        return self._sample(index, "single", self._key(generator))
+
+    def sample_scenarios(
+        self,
+        index: GridIndex,
+        scenarios: Iterable[Scenario] = ("dense", "half", "single"),
+        generator: torch.Generator | None = None,
+    ) -> dict[Scenario, GridSample]:
+        """Draw several densities of the same points in one call; each is what its own method would have drawn.
+
+        Args:
+            index: Of one scene or a batch.
+            scenarios: ``"dense"`` keeps every point, ``"half"`` and ``"single"`` as the methods of these names.
+            generator: See `sample_half_density`; one number for all.
+
+        Raises:
+            InputError: A scenario is none of these.
+        """
+        wanted = _checked_scenarios(scenarios, "GridAwareSampler.sample_scenarios(scenarios=...)")
+        return self._scenarios(index, wanted, self._key(generator))
+
+    def draw_ahead(
+        self,
+        indexes: Iterable[GridIndex],
+        scenarios: Iterable[Scenario] = ("dense", "half", "single"),
+        *,
+        depth: int = 1,
+    ) -> Iterator[dict[Scenario, GridSample]]:
+        """For each index what `sample_scenarios` gives, drawn in a background thread while the step before runs.
+
+        The samples are the same as without. A state that is saved on the way counts what was handed out, so that a
+        resumed run, whose draws are all made ahead, continues bit by bit.
+
+        Args:
+            indexes: One after another; taken ``depth`` early.
+            scenarios: See `sample_scenarios`.
+            depth: How many draws may wait; their memory is held.
+
+        Raises:
+            InputError: A scenario is none of these.
+        """
+        wanted = _checked_scenarios(scenarios, "GridAwareSampler.draw_ahead(scenarios=...)")
+        waiting: deque[Future[dict[Scenario, GridSample]]] = deque()
+        with ThreadPoolExecutor(1, "memkit-sampler") as pool:
+            try:
+                for index in indexes:
+                    waiting.append(pool.submit(self._scenarios, index, wanted, self._key(None)))
+                    self._num_waiting += 1
+                    if len(waiting) > depth:
+                        yield self._handed_out(waiting)
+                while waiting:
+                    yield self._handed_out(waiting)
+            finally:  # the loop was left early: these numbers were not used
+                self._num_draws -= len(waiting)
+                self._num_waiting -= len(waiting)
+
+    def _handed_out(self, waiting: deque[Future[dict[Scenario, GridSample]]]) -> dict[Scenario, GridSample]:
+        drawn = waiting.popleft().result()
+        self._num_waiting -= 1
+        return drawn
+
+    def index(
+        self,
+        coords: Points,
+        grid_size: Lengths = 0.05,
+        key: Hashable | None = None,
+        *,
+        offsets: Points | None = None,
+        origin: Lengths = 0.0,
+    ) -> GridIndex:
+        """Make the index of some coordinates, or return the one that was made before.
+
+        Args:
+            coords: See `GridIndex.from_coords`, also for the parameters that follow.
+            grid_size: See there.
+            key: Your own name of the coordinates, such as the scene's. Without it their whole content is compared
+                (10 ms for a million points). With it only shape, dtype and 64 rows are, so use another key for
+                coordinates that were changed.
+            offsets: See there.
+            origin: See there.
+
+        The parameters are part of the key: the same scene with another ``grid_size`` is another index.
+        """
+        call = "GridAwareSampler.index(coords)"
+        array = host_array(coords, call, "coords")
+        content = fingerprint(array) if key is None else (key, spot_check(array))
+        ends = None if offsets is None else fingerprint(host_array(offsets, call, "offsets"))
+        lengths = tuple(tuple(np.ravel(each).tolist()) for each in (grid_size, origin))
+        return self.cache.get(
+            (content, ends, lengths), lambda: GridIndex.from_coords(array, grid_size, offsets, origin=origin)
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what the next draw depends on, as plain ints. The cache is no part of it."""
+        return {
+            "version": _VERSION,
+            "algo_version": _ALGO_VERSION,
+            "seed": self.seed,
+            "num_draws": self._num_draws - self._num_waiting,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the draws of the sampler that gave this state.
+
+        Raises:
+            FileFormatError: The state is of a memkit that draws differently, or not a state.
+        """
+        versions = (state.get("version"), state.get("algo_version"))
+        if versions != (_VERSION, _ALGO_VERSION):
+            raise FileFormatError(
+                "GridAwareSampler.load_state_dict(state)",
+                got=f"version {versions[0]!r} and algo_version {versions[1]!r}",
+                expected=f"version {_VERSION} and algo_version {_ALGO_VERSION}",
+                fix="go on with the memkit that saved it, or start a new sampler.",
+            )
+        self.seed, self._num_draws = int(state["seed"]), int(state["num_draws"])
+
+    def _key(self, generator: torch.Generator | None) -> tuple[int, ...]:
+        if generator is not None:
+            drawn = torch.randint(2**63 - 1, (), generator=generator, device=generator.device)
+            return _FROM_GENERATOR, int(drawn), 0, 0
+        with self._lock:
+            number = self._num_draws
+            self._num_draws += 1
+        worker = get_worker_info()
+        return _FROM_SEED, self.seed, number, worker.seed if worker else 0
+
+    def _scenarios(self, index: GridIndex, wanted: list[Scenario], key: tuple[int, ...]) -> dict[Scenario, GridSample]:
+        return {each: self._sample(index, each, key) for each in wanted}
+
+    def _sample(
+        self, index: GridIndex, scenario: Scenario, key: tuple[int, ...], weights: Points | None = None
+    ) -> GridSample:
+        if scenario == "dense":
+            return _sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
+        checked = None if weights is None else _checked_weights(weights, index.num_points)
+        drawn, kept = [], []
+        for place, scene in enumerate(index.scenes):
+            rows, counts = self._draw(scene, scenario, random_bits((*key, place, _CODES[scenario])), checked)
+            if scene.first_point:
+                rows += scene.first_point
+            drawn.append(rows)
+            kept.append(counts)
+        ends = np.cumsum([len(rows) for rows in drawn], dtype=np.int64)
+        return _sample_of(index, scenario, _joined(kept), ends, _joined(drawn))
+
+    def _draw(
+        self, scene: Scene, scenario: Literal["half", "single"], bits: np.random.SFC64, weights: Floats | None
+    ) -> tuple[Ints, Ints]:
+        """Rows of the scene that are kept, and how many of each cell."""
+        groups = scene.groups
+        if scenario == "single":
+            return choose_one(groups, bits), np.ones(len(groups.counts), np.int64)
+        kept = kept_counts(groups.counts, self.ratio, self.rounding, bits)
+        if weights is None:
+            return choose(scene.layout, kept, bits, self._workspace), kept
+        own = weights[scene.first_point : scene.first_point + len(groups.order)]
+        return choose_weighted(groups, kept, own, bits), kept
+
+
+def _sample_of(index: GridIndex, scenario: Scenario, counts: Ints, ends: Ints, rows: Ints | None) -> GridSample:
+    return GridSample(
+        scenario=scenario,
+        counts=torch.from_numpy(counts),
+        offsets=torch.from_numpy(ends),
+        cell_sizes=index.counts,
+        num_points=index.num_points,
+        chosen=None if rows is None else torch.from_numpy(rows),
+    )
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def _checked_scenarios(scenarios: Iterable[Scenario], call: str) -> list[Scenario]:
+    wanted = list(scenarios)
+    if unknown := [each for each in wanted if each not in _CODES]:
+        raise InputError(call, got=repr(unknown[0]), expected=", ".join(map(repr, _CODES)), fix="leave the others out.")
+    return wanted
+
+
+def _checked_weights(weights: Points, num_points: int) -> Floats:
+    call = "GridAwareSampler.sample_half_density(weights=...)"
+    checked = host_array(weights, call, "weights").astype(np.float64, copy=False)
+    if checked.shape != (num_points,):
+        raise InputError(
+            call,
+            got=f"weights of shape {checked.shape}",
+            expected=f"({num_points},): one for each point",
+            fix="give weights in the order of the points that the index was made of.",
+        )
+    wrong = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
+    if wrong.size:
+        raise InputError(
+            call,
+            got=f"{checked[wrong[0]]} in row {wrong[0]}",
+            expected="finite weights, 0 or more",
+            fix="clip or drop such points first.",
+        )
+    return checked

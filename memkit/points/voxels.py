@@ -1,0 +1,91 @@
+"""One value or one point for each occupied cell, and all points of a scene in rounds of one point for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkit._errors import InputError
+from memkit.points.grid import GridIndex
+
+
+def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
+    """Mean of what the points of each cell carry: coordinates, colours, features.
+
+    Args:
+        values: (N, ...) floats, one row for each point of the index; on any device. Gradients flow through.
+        index: Of these points.
+
+    Returns:
+        (C, ...), in the order of ``index.cells``. ``voxel_mean(x, index)[index.cell_of_point()]`` brings the means
+        back to the points.
+
+    Raises:
+        InputError: There is not one row for each point.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> from memkit.points.voxels import voxel_mean
+        >>> index = GridIndex.from_cells(torch.tensor([4, 1, 4]))
+        >>> voxel_mean(torch.tensor([1.0, 5.0, 3.0]), index).tolist()
+        [5.0, 2.0]
+    """
+    if len(values) != index.num_points:
+        raise InputError(
+            "voxel_mean(values, index)",
+            got=f"{len(values)} rows for an index of {index.num_points} points",
+            expected="one row for each point",
+            fix="give values in the order of the points that the index was made of.",
+        )
+    cell = index.cell_of_point().to(values.device)
+    sums = values.new_zeros(index.num_cells, *values.shape[1:]).index_add(0, cell, values)
+    counts = torch.tensor(index.counts, dtype=values.dtype, device=values.device)
+    return sums / counts.reshape(-1, *[1] * (values.dim() - 1))
+
+
+def first_points(index: GridIndex) -> Tensor:
+    """Row of the first point of each cell: (C,) int64, in the order of ``index.cells``.
+
+    It represents its cell where nothing random is wanted; for a random point see
+    `GridAwareSampler.sample_single_per_grid`.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> from memkit.points.voxels import first_points
+        >>> first_points(GridIndex.from_cells(torch.tensor([4, 1, 4, 4]))).tolist()
+        [1, 0]
+    """
+    rows = [scene.groups.order[scene.groups.starts] + np.int64(scene.first_point) for scene in index.scenes]
+    return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows]))
+
+
+def fragments(index: GridIndex) -> Iterator[Tensor]:
+    """All points in rounds of at most one point for each cell; every point is in exactly one.
+
+    For tests on all points of a scene with a network that takes one point for each cell. There are as many rounds as
+    the fullest cell has points; the first one holds a point of every cell.
+
+    Args:
+        index: Of one scene or a batch.
+
+    Yields:
+        Rows of points, (K,) int64, ascending.
+
+    Example:
+        >>> import torch
+        >>> from memkit.points.grid import GridIndex
+        >>> from memkit.points.voxels import fragments
+        >>> [rows.tolist() for rows in fragments(GridIndex.from_cells(torch.tensor([4, 1, 4, 4])))]
+        [[0, 1], [2], [3]]
+    """
+    places = np.zeros(index.num_points, np.int64)
+    for groups, _, point, _ in index.scenes:
+        within = np.arange(len(groups.order)) - np.repeat(groups.starts, groups.counts)
+        places[point : point + len(groups.order)][groups.order] = within
+    order = torch.from_numpy(places.argsort(kind="stable"))
+    yield from torch.split(order, np.bincount(places).tolist())

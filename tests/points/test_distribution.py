@@ -1,0 +1,228 @@
+"""Which points are kept: every set of the wanted size is equally likely, cells do not know of each other.
+
+Cells of one size are replicates of one experiment. The same tests are given two wrong samplers: the first k points of
+each cell, which is what the source project's vectorised code keeps, and one permutation for all cells of a size.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2, kstest
+
+from memkit.points.draw import Block, _draw_below
+from memkit.points.grid import GridIndex
+from memkit.points.sampler import GridAwareSampler
+
+LEAST_P = 1e-5
+CASES = [(2, 1), (3, 1), (4, 2), (5, 2), (6, 3), (7, 3), (13, 6), (20, 9), (33, 16), (100, 45), (255, 100), (300, 130)]
+
+
+def flags(sample, num_cells):
+    kept = np.zeros(sample.num_points, bool)
+    kept[sample.indices.numpy()] = True
+    return kept.reshape(num_cells, -1)
+
+
+def with_memkit(num_cells, size, num_kept, seed, weights=None):
+    """(cells, size) bool: which points of each cell are kept. Cells are interleaved, so that rows are not cells."""
+    index = GridIndex.from_cells(np.tile(np.arange(num_cells), size))
+    sample = GridAwareSampler(num_kept / size, seed=seed).sample_half_density(index, weights=weights)
+    kept = np.zeros(num_cells * size, bool)
+    kept[sample.indices.numpy()] = True
+    return kept.reshape(size, num_cells).T
+
+
+def first_k(num_cells, size, num_kept, seed):
+    return np.tile(np.arange(size) < num_kept, (num_cells, 1))
+
+
+def shared_permutation(num_cells, size, num_kept, seed):
+    return np.tile(np.random.default_rng(seed).permutation(size) < num_kept, (num_cells, 1))
+
+
+def chi_square_p(observed, expected):
+    """Pearson's test; outcomes that are rarer than 5 are put together."""
+    common = expected >= 5
+    observed = np.append(observed[common], observed[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    if expected[-1] < 5:
+        observed, expected = observed[:-1], expected[:-1]
+    return chi2.sf(((observed - expected) ** 2 / expected).sum(), len(expected) - 1)
+
+
+def pattern_p(kept, num_kept, columns=6):
+    """All patterns of the first points of a cell (of all points, in small cells) have their probability."""
+    num_cells, size = kept.shape
+    width = min(columns, size)
+    codes = kept[:, :width] @ (1 << np.arange(width))
+    ones = np.array([code.bit_count() for code in range(1 << width)])
+    ways = [
+        math.comb(size - width, num_kept - num) if num <= num_kept and num_kept - num <= size - width else 0
+        for num in ones.tolist()
+    ]
+    probability = np.array([way / math.comb(size, num_kept) for way in ways])
+    observed = np.bincount(codes, minlength=1 << width)
+    if observed[probability == 0].any():
+        return 0.0
+    return chi_square_p(observed[probability > 0], num_cells * probability[probability > 0])
+
+
+def inclusion_z(kept, num_kept):
+    """The largest deviation of a point's, and of a pair's, number of inclusions, in standard deviations."""
+    num_cells, size = kept.shape
+    together = kept.T.astype(np.float64) @ kept
+    p = num_kept / size
+    single = np.abs(np.diag(together) - num_cells * p).max() / np.sqrt(num_cells * p * (1 - p))
+    p = num_kept * (num_kept - 1) / (size * (size - 1))
+    if not 0 < p < 1:
+        return single, 0.0
+    pairs = together[np.triu_indices(size, 1)]
+    return single, np.abs(pairs - num_cells * p).max() / np.sqrt(num_cells * p * (1 - p))
+
+
+def neighbours_p(kept):
+    """What a cell keeps says nothing about what the next cell keeps: patterns of three points each are independent."""
+    width = min(3, kept.shape[1])
+    codes = kept[:, :width] @ (1 << np.arange(width))
+    table = np.bincount((codes[0::2] << width) + codes[1::2], minlength=4**width).reshape(2**width, 2**width)
+    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    if table.size == 1:
+        return 0.0  # all cells alike
+    expected = table.sum(1, keepdims=True) * table.sum(0) / table.sum()
+    degrees = (table.shape[0] - 1) * (table.shape[1] - 1)
+    return chi2.sf(((table - expected) ** 2 / expected).sum(), degrees)
+
+
+def failures(sampler, num_cells, seed=0):
+    """The tests that a sampler fails, over all sizes of cells."""
+    failed = set()
+    for size, num_kept in CASES:
+        cells = max(2000, min(num_cells, 20 * num_cells // size)) // 2 * 2
+        kept = sampler(cells, size, num_kept, seed)
+        assert (kept.sum(axis=1) == num_kept).all()
+        single, pair = inclusion_z(kept, num_kept)
+        failed |= {"patterns"} if pattern_p(kept, num_kept) < LEAST_P else set()
+        failed |= {"inclusion"} if single > 5.5 else set()
+        failed |= {"pairs"} if pair > 6 else set()  # up to 44,850 pairs in a cell
+        failed |= {"neighbours"} if neighbours_p(kept) < LEAST_P else set()
+    return failed
+
+
+@pytest.mark.parametrize("num_cells", [10_000, pytest.param(300_000, marks=pytest.mark.slow)], ids=["default", "slow"])
+def test_every_set_is_equally_likely(num_cells):
+    assert failures(with_memkit, num_cells) == set()
+
+
+@pytest.mark.parametrize("num_cells", [10_000, pytest.param(100_000, marks=pytest.mark.slow)], ids=["default", "slow"])
+def test_equal_weights_are_no_weights(num_cells):
+    def weighted(cells, size, num_kept, seed):
+        return with_memkit(cells, size, num_kept, seed, weights=np.full(cells * size, 3.0))
+
+    assert failures(weighted, num_cells) == set()
+
+
+@pytest.mark.parametrize("wrong", [first_k, shared_permutation])
+def test_the_samplers_of_the_source_fail_all_of_these(wrong):
+    assert failures(wrong, 10_000) == {"patterns", "inclusion", "pairs", "neighbours"}
+
+
+@pytest.mark.parametrize("num_runs", [60, pytest.param(1000, marks=pytest.mark.slow)], ids=["default", "slow"])
+def test_p_values_are_uniform(num_runs):
+    """Over many seeds; a p-value that is always near 1 is as suspicious as one near 0."""
+    patterns, neighbours, biased = [], [], []
+    for seed in range(num_runs):
+        for size, num_kept in ((4, 2), (6, 3), (260, 120)):
+            kept = with_memkit(2000, size, num_kept, seed)
+            patterns.append(pattern_p(kept, num_kept, columns=4))
+            neighbours.append(neighbours_p(kept))
+        likelier = np.random.default_rng(seed).random((2000, 4)) - [0.02, 0, 0, 0]  # the first point, by a little
+        biased.append(pattern_p(likelier.argsort(1).argsort(1) < 2, 2))
+    assert kstest(patterns, "uniform").pvalue > 1e-4
+    assert kstest(neighbours, "uniform").pvalue > 1e-4
+    if num_runs > 100:
+        assert kstest(biased, "uniform").pvalue < 1e-4
+
+
+def test_one_point_of_a_cell_is_any_of_its_points():
+    sizes = np.tile([1, 2, 3, 7, 200, 305], 5000)
+    index = GridIndex.from_cells(np.repeat(np.arange(len(sizes)), sizes))
+    starts = index.counts.cumsum() - index.counts
+    rows = GridAwareSampler().sample_single_per_grid(index).indices.numpy()
+    biased = starts + np.random.default_rng(0).integers(0, 305, len(sizes)) % sizes  # as Pointcept's GridSample does
+
+    def least_p(rows):
+        places = {size: (rows - starts)[sizes == size] for size in (2, 3, 7, 200)}
+        observed = {size: np.bincount(each, minlength=size) for size, each in places.items()}
+        return min(chi_square_p(each, np.full(size, each.sum() / size)) for size, each in observed.items())
+
+    assert least_p(rows) > LEAST_P
+    assert least_p(biased) < LEAST_P
+
+
+def test_weights_are_those_of_drawing_one_after_another():
+    weights, num_cells = np.array([1.0, 2.0, 3.0, 4.0]), 40_000
+
+    def probability(i, j):
+        total = weights.sum()
+        return weights[i] / total * weights[j] / (total - weights[i])
+
+    index = GridIndex.from_cells(np.repeat(np.arange(num_cells), 4))
+    sampler = GridAwareSampler(0.5)
+    kept = flags(sampler.sample_half_density(index, weights=np.tile(weights, num_cells)), num_cells)
+    codes, pairs = kept @ (1 << np.arange(4)), [(i, j) for j in range(4) for i in range(j)]
+    observed = np.array([(codes == (1 << i) + (1 << j)).sum() for i, j in pairs])
+    expected = num_cells * np.array([probability(i, j) + probability(j, i) for i, j in pairs])
+    assert chi_square_p(observed, expected) > LEAST_P
+    in_proportion = num_cells * np.array([weights[i] * weights[j] for i, j in pairs]) / 35  # independent inclusion
+    assert chi_square_p(observed, in_proportion) < LEAST_P
+
+
+def test_points_without_weight_come_last_and_in_random_order():
+    num_cells = 20_000
+    index = GridIndex.from_cells(np.repeat(np.arange(num_cells), 4))
+    weights = torch.tensor([0.0, 1e-300, 0.0, 0.0], dtype=torch.float64).repeat(num_cells)
+    one = flags(GridAwareSampler(0.25).sample_half_density(index, weights=weights), num_cells)
+    assert (one == [False, True, False, False]).all()
+    two = flags(GridAwareSampler(0.5).sample_half_density(index, weights=weights), num_cells)
+    assert two[:, 1].all()
+    assert chi_square_p(two[:, [0, 2, 3]].sum(0), np.full(3, num_cells / 3)) > LEAST_P
+
+
+class EveryWord:
+    """A source of random bits that gives each 16-bit number once, and then only the largest."""
+
+    def __init__(self):
+        self.rest = np.random.default_rng(0).permutation(2**16).astype(np.uint16)
+
+    def random_raw(self, num):
+        words, self.rest = self.rest[: 4 * num], self.rest[4 * num :]
+        return np.append(words, np.full(4 * num - len(words), 2**16 - 1, np.uint16)).view(np.uint64)
+
+
+def test_numbers_below_left_are_exactly_equally_likely():
+    """Each is made of equally many of the 2^16 numbers. The others are drawn again: here they become ``left - 1``."""
+    block, below = Block(), np.empty(2**16, np.uint8)
+    num_unequal = 0
+    for left in range(1, 256):
+        _draw_below(np.full(2**16, left, np.uint8), EveryWord(), below, block)
+        observed = np.bincount(below, minlength=left)
+        assert len(observed) == left
+        assert (observed[:-1] == 2**16 // left).all()
+        scaled = np.bincount((np.arange(2**16) * left) >> 16)  # without drawing again
+        num_unequal += len(set(scaled.tolist())) > 1
+    assert num_unequal == 255 - 8  # all that are no power of 2
+
+
+def test_the_last_piece_of_a_cut_cell_is_drawn_like_the_first():
+    """A cell of 70,000 points has 275 pieces. The share of each is hypergeometric."""
+    index = GridIndex.from_cells(np.zeros(70_000, np.int64))
+    sampler = GridAwareSampler(0.4)
+    samples = [sampler.sample_half_density(index) for _ in range(200)]
+    parts = np.stack([np.bincount(sample.indices.numpy() // 7000, minlength=10) for sample in samples])
+    assert (parts.sum(axis=1) == 28_000).all()
+    scaled = ((parts - 2800) ** 2).sum(axis=1) / (70_000 * 0.24 * 7000 / 69_999)  # tends to chi-square with 9 degrees
+    assert kstest(scaled, chi2(9).cdf).pvalue > LEAST_P
+    fixed = np.full((200, 10), 2800)  # a fixed share for each piece: no spread at all
+    assert kstest(((fixed - 2800) ** 2).sum(axis=1).astype(float), chi2(9).cdf).pvalue < LEAST_P

@@ -1,0 +1,44 @@
+"""Values of cells, and rounds of one point for each cell."""
+
+import numpy as np
+import pytest
+import torch
+
+from memkit._errors import InputError
+from memkit.points.grid import GridIndex
+from memkit.points.voxels import first_points, fragments, voxel_mean
+from tests.points.scenes import in_cube, on_mesh
+
+POINTS = np.concatenate([on_mesh(3000), in_cube(500)])
+INDEX = GridIndex.from_coords(POINTS, 6.0, [3000, 3000, 3500])
+
+
+def test_means_of_cells_and_their_gradient():
+    values = torch.from_numpy(POINTS).double().requires_grad_()
+    means, cell = voxel_mean(values, INDEX), INDEX.cell_of_point()
+    for number in (0, 7, INDEX.num_cells - 1):
+        torch.testing.assert_close(means[number], values[cell == number].mean(0))
+    inside = torch.floor(means / 6.0).long().numpy()
+    assert (inside == INDEX.cells).mean() > 0.999  # a mean lies in its cell, up to rounding at the border
+    upstream = torch.randn_like(means)
+    (found,) = torch.autograd.grad(means, values, upstream)
+    torch.testing.assert_close(found, (upstream / torch.tensor(INDEX.counts)[:, None])[cell])
+    with pytest.raises(InputError, match="got 3 rows for an index of 3500 points"):
+        voxel_mean(torch.zeros(3), INDEX)
+
+
+def test_first_points_are_in_their_cells():
+    rows, cell = first_points(INDEX), INDEX.cell_of_point()
+    assert cell[rows].tolist() == list(range(INDEX.num_cells))
+    first = np.unique(cell.numpy(), return_index=True)[1]
+    assert rows.tolist() == first.tolist()
+
+
+def test_fragments_hold_each_point_once_and_no_cell_twice():
+    parts, cell = list(fragments(INDEX)), INDEX.cell_of_point()
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(POINTS)))
+    for part in parts:
+        assert len(cell[part].unique()) == len(part)
+        assert (part.diff() > 0).all()
+    assert [len(part) for part in parts] == [(INDEX.counts > place).sum() for place in range(INDEX.counts.max())]
+    assert list(fragments(GridIndex.from_cells(torch.zeros(0, dtype=torch.int64)))) == []
