@@ -11,13 +11,12 @@ Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.chunk_budget   (10 minutes, 1
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cases.edge_mlp import Graph, Message, forget, plain, step
+from benchmarks.cases.edge_mlp import Graph, Message, forget, plain, smallest_times, step
 from benchmarks.result import write_result
 from memkit import ChunkedProcessor
 from tests.allocations import trace_allocations
@@ -67,16 +66,9 @@ def measure(num_edges: int, reduce: str, budgets: tuple[int, ...], rounds: int, 
             rows[name] |= {
                 key: getattr(plan, key) for key in ("chunk_size", "num_chunks", "num_kept", "predicted_peak_bytes")
             }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            gc.collect()
-            start = time.process_time()
-            step(way, module, graph)
-            times[name].append(time.process_time() - start)
-            forget(module, graph)
+    times = smallest_times(ways, module, graph, rounds)
     for name, row in rows.items():
-        row["ratio"] = round(min(times[name]) / min(times["plain"]), 3)
+        row["ratio"] = round(times[name] / times["plain"], 3)
     return {"edges": num_edges, "reduce": reduce, "gather": gather, "output_bytes": output_bytes, "ways": rows}
 
 

@@ -177,13 +177,8 @@ def add_errors(rows: dict[str, dict[str, Any]], module: Message, graph: Graph, w
         rows[name] |= {"output_error": errors[0], "gradient_error": max(errors[1:])}
 
 
-def measure(hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, rounds: int, *, gather: bool) -> Any:
-    torch.manual_seed(1)
-    module, graph = Message(hidden), Graph.make(num_edges, reduce, gather=gather)
-    rows: dict[str, dict[str, Any]] = {}
-    for name, way in ways.items():
-        rows[name] = {"peak_bytes": trace_allocations(lambda way=way: step(way, module, graph)).peak}
-        forget(module, graph)
+def smallest_times(ways: Ways, module: nn.Module, graph: Graph, rounds: int) -> dict[str, float]:
+    """Processor time of a step, of all ways in turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -192,9 +187,20 @@ def measure(hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, ro
             step(way, module, graph)
             times[name].append(time.process_time() - start)
             forget(module, graph)
+    return {name: min(values, default=0.0) for name, values in times.items()}
+
+
+def measure(hidden: tuple[int, ...], num_edges: int, reduce: str, ways: Ways, rounds: int, *, gather: bool) -> Any:
+    torch.manual_seed(1)
+    module, graph = Message(hidden), Graph.make(num_edges, reduce, gather=gather)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, way in ways.items():
+        rows[name] = {"peak_bytes": trace_allocations(lambda way=way: step(way, module, graph)).peak}
+        forget(module, graph)
+    times = smallest_times(ways, module, graph, rounds)
     for name, row in rows.items():
         if rounds:
-            row |= {"seconds": round(min(times[name]), 3), "ratio": round(min(times[name]) / min(times["plain"]), 3)}
+            row |= {"seconds": round(times[name], 3), "ratio": round(times[name] / times["plain"], 3)}
     if "plain" in ways:
         add_errors(rows, module, graph, ways)
     outputs = 4 * graph.upstream.numel()
