@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEADROOMS = {"mlp": [16, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 18, 20, 22, 26, 30],
+HEADROOMS = {"mlp": [20, 24, 32, 40, 48, 56, 64], "conv": [14, 16, 18, 20, 22, 26, 30],
              "transformer": [16, 20, 24, 32, 40, 48, 60]}  # fmt: skip
 
 
