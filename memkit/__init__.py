@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from memkit.memory.track import Tracker
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import MemoryEstimate
-    from memkit.planning.formula import estimate_memory_usage
+    from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.summary import print_config_summary
     from memkit.points.batches import BudgetBatchSampler
@@ -87,7 +87,7 @@ _HOMES = {
     "chunked_loss": "chunk.loss",
     "chunked_map": "chunk.map",
     "chunked_segment_reduce": "chunk.segments",
-    "estimate_memory_usage": "planning.formula",
+    "estimate_memory_usage": "planning.predict",
     "first_points": "points.voxels",
     "format_bytes": "_units",
     "fragments": "points.voxels",

@@ -9,7 +9,7 @@ import warnings
 
 from memkit._units import GIB
 from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import PRESETS, get_preset_config
 from memkit.planning.summary import print_config_summary
 
@@ -56,7 +56,7 @@ def _show_table(*, as_json: bool) -> None:
         return
     print(f"{'preset':<8} {'cards':<16} {'batch':>5} {'accumulation':>12} {'channels':>8} {'estimated total':>15}")
     for name, config in configs.items():
-        total = f"{estimate_memory_usage(config).total_bytes / GIB:.2f} GiB"
+        total = f"{estimate_by_formula(config).required_bytes / GIB:.2f} GiB"
         print(
             f"{name:<8} {PRESETS[name].cards:<16} {config.batch_size:>5} {config.gradient_accumulation_steps:>12} "
             f"{config.model_channels:>8} {total:>15}"
@@ -64,4 +64,4 @@ def _show_table(*, as_json: bool) -> None:
 
 
 def _record(config: TrainingConfig) -> dict[str, object]:
-    return {"config": config.model_dump(), "estimate": estimate_memory_usage(config).as_dict()}
+    return {"config": config.model_dump(), "estimate": estimate_by_formula(config).as_dict()}

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from memkit._units import parse_bytes
+from memkit._units import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A block of memory that is alive at the peak. Empty text means "not known", as for what was there before the step.
+
+    Attributes:
+        nbytes: Its size.
+        category: What it is for: parameter, buffer, gradient, optimizer, input, activation or temporary.
+        module: Dotted name of the module whose forward or backward made it.
+        operator: The operator that made it.
+        source: The line of your code that made it, as ``"file:line in function"``.
+    """
+
+    nbytes: int
+    category: str
+    module: str
+    operator: str
+    source: str
+
+    def __str__(self) -> str:
+        parts = (self.category, self.module, self.operator, self.source and f"at {self.source}")
+        return ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What the second (warm) optimizer step of a training run is expected to need on a GPU.
+    """What the second (warm) optimizer step of a training run is expected to need.
 
-    The six parts are what is live at the moment of the peak; `peak_bytes` is their sum.
+    The six parts are what is live at the moment of the peak; `peak_bytes` is their sum. None is "not known".
 
     Attributes:
         parameters_bytes: Model parameters.
@@ -20,12 +43,19 @@ class MemoryEstimate:
         optimizer_bytes: Optimizer state.
         activations_bytes: Tensors that autograd keeps for the backward pass.
         temporaries_bytes: Everything short-lived: outputs and gradients on their way, casts of weights.
-        other_bytes: The batch.
+        other_bytes: The batch and the model's buffers.
+        workspace_bytes: How far the peak may rise above `peak_bytes` by what kernels take and give back inside; None
+            where that is a part of `reserved_bytes`.
         reserved_bytes: What the caching allocator will hold at most: the peak, fragmentation, library workspaces.
-        context_bytes: Driver context and loaded libraries, which no allocator statistic shows.
-        peak_where: The layer and the pass at the peak.
-        confidence: How the figures came about: ``"exact"`` replay, exact but for library workspaces
-            (``"workspace"``), or a formula with guessed constants (``"guessed"``).
+            None on a CPU, whose allocator keeps no such count.
+        context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
+        peak_where: The place of the peak: of a dry run module, operator, pass and line of your code; of the formula
+            layer and pass.
+        confidence: ``"exact"``: what the step takes, but for less than 64 bytes of Python numbers in tensors.
+            ``"workspace"``: exact but for memory inside of kernels, see `peak_interval`. ``"guessed"``: something
+            depended on data (`guesses` says what), or a formula's constants are guessed.
+        guesses: What was answered without data: ``"2 x operator at line"``.
+        holders: The largest blocks at the peak, largest first.
 
     Example:
         >>> from memkit import TrainingConfig, estimate_memory_usage
@@ -42,10 +72,13 @@ class MemoryEstimate:
     activations_bytes: int
     temporaries_bytes: int
     other_bytes: int
-    reserved_bytes: int
-    context_bytes: int
+    workspace_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
     peak_where: str
     confidence: Literal["exact", "workspace", "guessed"]
+    guesses: tuple[str, ...] = ()
+    holders: tuple[Holder, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -60,12 +93,24 @@ class MemoryEstimate:
         )
 
     @property
-    def total_bytes(self) -> int:
-        """What the card must have free: ``reserved_bytes + context_bytes``."""
+    def peak_interval(self) -> tuple[int, int]:
+        """Lowest and highest peak: `peak_bytes`, and that with `workspace_bytes`."""
+        return self.peak_bytes, self.peak_bytes + (self.workspace_bytes or 0)
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the card must have free: ``reserved_bytes + context_bytes``; None where these are not known."""
+        if self.reserved_bytes is None or self.context_bytes is None:
+            return None
         return self.reserved_bytes + self.context_bytes
 
+    @property
+    def required_bytes(self) -> int:
+        """What `fits` compares: `total_bytes`, or the upper end of `peak_interval` where that is all that is known."""
+        return self.peak_interval[1] if self.total_bytes is None else self.total_bytes
+
     def fits(self, capacity: int | str) -> bool:
-        """Say whether `total_bytes` fits into ``capacity``.
+        """Say whether `required_bytes` fit into ``capacity``.
 
         Args:
             capacity: Bytes as an int, or text such as ``"24GiB"`` (the number on a card's box counts GiB).
@@ -82,8 +127,36 @@ class MemoryEstimate:
         Args:
             capacity: As for `fits`.
         """
-        return parse_bytes(capacity, name="capacity") - self.total_bytes
+        return parse_bytes(capacity, name="capacity") - self.required_bytes
 
-    def as_dict(self) -> dict[str, int | str]:
+    def parts(self) -> dict[str, int | None]:
+        """Return the figures by their names for people, the six parts first; None where not known."""
+        return {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations": self.activations_bytes,
+            "temporaries": self.temporaries_bytes,
+            "batch and buffers": self.other_bytes,
+            "peak of live tensors": self.peak_bytes,
+            "inside kernels, at most": self.workspace_bytes,
+            "reserved by the allocator": self.reserved_bytes,
+            "driver and libraries": self.context_bytes,
+            "total": self.total_bytes,
+        }
+
+    def explain(self) -> str:
+        """Return a table for people: the parts, the place of the peak, its largest holders, and what was guessed."""
+        known = {name: num_bytes for name, num_bytes in self.parts().items() if num_bytes is not None}
+        lines = [f"{name:<28} {format_bytes(num_bytes):>12}" for name, num_bytes in known.items()]
+        lines += ["", f"peak in {self.peak_where}", f"confidence: {self.confidence}"]
+        if self.holders:
+            lines += ["", "largest at the peak", *(f"{format_bytes(h.nbytes):>14}  {h}" for h in self.holders)]
+        if self.guesses:
+            lines += ["", "answered without data", *(f"  {guess}" for guess in self.guesses)]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
-        return {**asdict(self), "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
+        figures = asdict(self) | {"guesses": list(self.guesses), "holders": [asdict(holder) for holder in self.holders]}
+        return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memkit._errors import InputTypeError
 from memkit._units import MIB
@@ -26,34 +26,18 @@ RESERVED_PER_PEAK = (5, 4)
 CONTEXT_BYTES = 1024 * MIB
 
 
-def estimate_memory_usage(config: TrainingConfig) -> MemoryEstimate:
-    """Estimate by formula what a warm training step of ``config`` needs on a GPU.
-
-    The model is the reference family of ``examples/reference_family.py``, with the fused optimizer that it uses.
-    Parameters, gradients and optimizer state are exact; the peak of live tensors is within 0.5% of a dry run; the
-    allocator's reserve and the driver's context are guessed constants, so that `confidence` is ``"guessed"``.
-
-    Args:
-        config: The run, for example from `memkit.get_preset_config`.
-
-    Returns:
-        Bytes by part.
+def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
+    """Estimate what a warm training step of ``config`` needs on a GPU: `memkit.estimate_memory_usage` of a config.
 
     Raises:
         InputTypeError: ``config`` is not a `TrainingConfig`.
-
-    Example:
-        >>> from memkit import estimate_memory_usage, get_preset_config
-        >>> estimate = estimate_memory_usage(get_preset_config("medium", 24))
-        >>> estimate.fits("24GiB"), estimate.fits("8GiB")
-        (True, False)
     """
     if not isinstance(config, TrainingConfig):
         raise InputTypeError(
             f"estimate_memory_usage({type(config).__name__})",
             got=f"a {type(config).__name__}",
-            expected="a TrainingConfig",
-            fix="pass get_preset_config('medium') or TrainingConfig(...).",
+            expected="a TrainingConfig, or a model with a sample batch",
+            fix="pass get_preset_config('medium') or TrainingConfig(...), or (model, sample_batch, loss_fn=loss_fn).",
         )
     batch = Block(0, wants_grad=False)  # the batch is counted as other_bytes
     family = _Family(config)
@@ -61,22 +45,19 @@ def estimate_memory_usage(config: TrainingConfig) -> MemoryEstimate:
     tape = family.tape
     # The last micro-batch finds the gradients of the earlier ones; a single one makes them as it goes back.
     peak = tape.peak(gradients_exist=config.gradient_accumulation_steps > 1)
-    parts = {
-        "parameters_bytes": 4 * tape.num_parameters,
-        "gradients_bytes": peak.gradients_bytes,
-        "optimizer_bytes": _optimizer_bytes(config, tape),
-        "activations_bytes": peak.activations_bytes,
-        "temporaries_bytes": peak.temporaries_bytes,
-        "other_bytes": 4 * config.batch_size * IN_CHANNELS * config.resolution**3,
-    }
-    numerator, denominator = RESERVED_PER_PEAK
-    return MemoryEstimate(
-        **parts,
-        reserved_bytes=sum(parts.values()) * numerator // denominator,
+    estimate = MemoryEstimate(
+        parameters_bytes=4 * tape.num_parameters,
+        gradients_bytes=peak.gradients_bytes,
+        optimizer_bytes=_optimizer_bytes(config, tape),
+        activations_bytes=peak.activations_bytes,
+        temporaries_bytes=peak.temporaries_bytes,
+        other_bytes=4 * config.batch_size * IN_CHANNELS * config.resolution**3,
         context_bytes=CONTEXT_BYTES,
         peak_where=peak.where,
         confidence="guessed",
     )
+    numerator, denominator = RESERVED_PER_PEAK
+    return replace(estimate, reserved_bytes=estimate.peak_bytes * numerator // denominator)
 
 
 def _optimizer_bytes(config: TrainingConfig, tape: Tape) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._units import GIB
 from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +100,19 @@ def _unknown_name(call: str, name: object) -> ConfigError:
 def _advice(config: TrainingConfig, gpu_memory_gb: float, *, overridden: bool) -> str | None:
     """Say what would suit a card better than ``config``; None where it suits."""
     if overridden:
-        estimate = estimate_memory_usage(config)
+        estimate = estimate_by_formula(config)
         if estimate.fits(int(gpu_memory_gb * GIB)):
             return None
         return (
-            f"preset {config.preset!r} with these overrides is estimated at {estimate.total_bytes / GIB:.2f} GiB, more "
-            f"than a card of {gpu_memory_gb:g} GB has: lower batch_size or resolution, or set checkpointing=True."
+            f"preset {config.preset!r} with these overrides is estimated at {estimate.required_bytes / GIB:.2f} GiB, "
+            f"more than a card of {gpu_memory_gb:g} GB has: lower batch_size or resolution, or set checkpointing=True."
         )
     fitting = [name for name, preset in PRESETS.items() if preset.min_gpu_gb <= gpu_memory_gb]
     if not fitting:
-        lean = estimate_memory_usage(get_preset_config("low", checkpointing=True))
+        lean = estimate_by_formula(get_preset_config("low", checkpointing=True))
         return (
             f"no preset fits a card of {gpu_memory_gb:g} GB: the smallest, 'low', is for {PRESETS['low'].cards}. "
-            f"Override checkpointing=True (estimated at {lean.total_bytes / GIB:.2f} GiB) or lower the resolution."
+            f"Override checkpointing=True (estimated at {lean.required_bytes / GIB:.2f} GiB) or lower the resolution."
         )
     if fitting[-1] == config.preset:
         return None

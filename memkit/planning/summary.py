@@ -8,7 +8,7 @@ from typing import TextIO
 from memkit._units import GIB
 from memkit.planning.config import TrainingConfig
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 
 
 def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> None:
@@ -28,7 +28,7 @@ def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> 
           preset                       medium
         ...
     """
-    estimate = estimate_memory_usage(config)
+    estimate = estimate_by_formula(config)
     settings = {**config.model_dump(exclude_none=True), "effective_batch_size": config.effective_batch_size}
     lines = ["Training config", *(_row(name, str(value)) for name, value in settings.items())]
     lines += ["Estimated memory of a step", *_memory_rows(estimate)]
@@ -41,17 +41,15 @@ def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> 
 
 
 def _memory_rows(estimate: MemoryEstimate) -> list[str]:
+    remarks = {
+        "peak of live tensors": f"  in {estimate.peak_where}",
+        "reserved by the allocator": f"  {estimate.confidence}",
+        "driver and libraries": f"  {estimate.confidence}",
+    }
     return [
-        _row("parameters", _gib(estimate.parameters_bytes)),
-        _row("gradients", _gib(estimate.gradients_bytes)),
-        _row("optimizer state", _gib(estimate.optimizer_bytes)),
-        _row("activations", _gib(estimate.activations_bytes)),
-        _row("temporaries", _gib(estimate.temporaries_bytes)),
-        _row("batch", _gib(estimate.other_bytes)),
-        _row("peak of live tensors", f"{_gib(estimate.peak_bytes)}  in {estimate.peak_where}"),
-        _row("reserved by the allocator", f"{_gib(estimate.reserved_bytes)}  {estimate.confidence}"),
-        _row("driver and libraries", f"{_gib(estimate.context_bytes)}  {estimate.confidence}"),
-        _row("total", _gib(estimate.total_bytes)),
+        _row(name, _gib(num_bytes) + remarks.get(name, ""))
+        for name, num_bytes in estimate.parts().items()
+        if num_bytes is not None
     ]
 
 

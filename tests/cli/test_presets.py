@@ -8,7 +8,7 @@ import pytest
 
 from memkit._version import __version__
 from memkit.cli import main
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import get_preset_config
 
 
@@ -42,7 +42,7 @@ def test_one_preset_as_json(capsys):
     config = get_preset_config("medium", 24)
     assert json.loads(capsys.readouterr().out) == {
         "config": config.model_dump(),
-        "estimate": estimate_memory_usage(config).as_dict(),
+        "estimate": estimate_by_formula(config).as_dict(),
     }
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memkit._errors import InputError, InputTypeError
 from memkit._recorder import Recorder
 from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import PRESETS, get_preset_config
 
 PRESET_CONFIGS = {name: get_preset_config(name) for name in PRESETS}
@@ -70,7 +70,7 @@ def dry_run(family, config):
 def test_against_a_dry_run(family, config):
     """The documented margins: the peak within 0.5%, parts within 10%."""
     recording = dry_run(family, config)
-    estimate = estimate_memory_usage(config)
+    estimate = estimate_by_formula(config)
     peak_bytes = recording.peak_bytes()
     assert estimate.peak_bytes == pytest.approx(peak_bytes, rel=0.005)
 
@@ -92,7 +92,7 @@ def test_against_a_dry_run(family, config):
 def test_the_dry_run_and_the_formula_name_the_same_place(family):
     model = family.build(OTHER_CONFIGS["narrow"])
     for config in ALL_CONFIGS.values():
-        where, phase = estimate_memory_usage(config).peak_where.split(", ")
+        where, phase = estimate_by_formula(config).peak_where.split(", ")
         assert where == "loss_fn" or where in dict(model.named_modules())
         assert phase in ("forward", "backward")
 
@@ -104,7 +104,7 @@ def test_parameters_are_those_of_the_model(config, family):
         model = family.build(config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_tensors = len(list(model.parameters()))
-    estimate = estimate_memory_usage(config)
+    estimate = estimate_by_formula(config)
     assert estimate.parameters_bytes == 4 * num_parameters
     assert estimate.optimizer_bytes == {"sgd": 4, "adamw": 8}[config.optimizer] * num_parameters + (
         4 * num_tensors if config.optimizer == "adamw" else 0
@@ -116,25 +116,25 @@ def test_parameters_are_those_of_the_model(config, family):
 
 @given(small_configs)
 def test_more_costs_more_and_savings_save(config):
-    estimate = estimate_memory_usage(config)
-    assert estimate_memory_usage(config.replace(batch_size=config.batch_size + 1)).peak_bytes > estimate.peak_bytes
+    estimate = estimate_by_formula(config)
+    assert estimate_by_formula(config.replace(batch_size=config.batch_size + 1)).peak_bytes > estimate.peak_bytes
     accumulating = config.replace(gradient_accumulation_steps=config.gradient_accumulation_steps + 1)
-    assert estimate_memory_usage(accumulating).peak_bytes >= estimate.peak_bytes
-    lean = estimate_memory_usage(config.replace(checkpointing=True))
+    assert estimate_by_formula(accumulating).peak_bytes >= estimate.peak_bytes
+    lean = estimate_by_formula(config.replace(checkpointing=True))
     assert lean.peak_bytes <= estimate.peak_bytes
 
 
 def test_what_the_source_measured():
     """Checkpointing saved it 60-70% of the activations, mixed precision 40% of the memory."""
     plain = TrainingConfig(precision="fp32", gradient_accumulation_steps=8)
-    mixed = estimate_memory_usage(plain.replace(precision="bf16-mixed"))
-    lean = estimate_memory_usage(plain.replace(precision="bf16-mixed", checkpointing=True))
+    mixed = estimate_by_formula(plain.replace(precision="bf16-mixed"))
+    lean = estimate_by_formula(plain.replace(precision="bf16-mixed", checkpointing=True))
     assert 0.60 <= 1 - lean.activations_bytes / mixed.activations_bytes <= 0.70
-    assert 0.40 <= 1 - mixed.peak_bytes / estimate_memory_usage(plain).peak_bytes <= 0.50
+    assert 0.40 <= 1 - mixed.peak_bytes / estimate_by_formula(plain).peak_bytes <= 0.50
 
 
 def test_parts_sum_and_total():
-    estimate = estimate_memory_usage(PRESET_CONFIGS["medium"])
+    estimate = estimate_by_formula(PRESET_CONFIGS["medium"])
     figures = estimate.as_dict()
     parts = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
     assert sum(figures[f"{part}_bytes"] for part in parts) == figures["peak_bytes"] == estimate.peak_bytes
@@ -144,7 +144,7 @@ def test_parts_sum_and_total():
 
 
 def test_fits_and_headroom():
-    estimate = estimate_memory_usage(PRESET_CONFIGS["medium"])
+    estimate = estimate_by_formula(PRESET_CONFIGS["medium"])
     total = estimate.total_bytes
     assert estimate.fits(total)
     assert not estimate.fits(total - 1)
@@ -159,5 +159,7 @@ def test_fits_and_headroom():
 
 @pytest.mark.parametrize("value", [None, "medium", {"batch_size": 2}, torch.nn.Identity()])
 def test_another_first_argument_says_what_is_accepted(value):
-    with pytest.raises(InputTypeError, match=r"expected a TrainingConfig\. Way out: pass get_preset_config"):
-        estimate_memory_usage(value)
+    with pytest.raises(
+        InputTypeError, match=r"expected a TrainingConfig, or a model with a sample batch\. Way out: pass get_preset"
+    ):
+        estimate_by_formula(value)

@@ -7,7 +7,7 @@ import pytest
 
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._units import GIB
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import PRESETS, get_preset_config
 
 
@@ -27,7 +27,7 @@ def test_the_table(name, batch_size, steps, channels):
 
 @pytest.mark.parametrize(("name", "card"), [("low", "8GiB"), ("medium", "16GiB"), ("high", "32GiB")])
 def test_each_preset_fits_the_smallest_card_of_its_range_with_a_fifth_to_spare(name, card):
-    estimate = estimate_memory_usage(get_preset_config(name))
+    estimate = estimate_by_formula(get_preset_config(name))
     assert estimate.headroom_bytes(card) >= 0.19 * (estimate.total_bytes + estimate.headroom_bytes(card))
 
 
@@ -67,7 +67,7 @@ def test_the_advice_for_a_small_card_works():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config = get_preset_config("low", 6, checkpointing=True)
-    assert estimate_memory_usage(config).fits("6GiB")
+    assert estimate_by_formula(config).fits("6GiB")
 
 
 def test_with_overrides_the_estimate_decides():
@@ -119,12 +119,12 @@ def test_the_card_in_the_docs_says_what_the_formula_says():
     card = (Path(__file__).parents[2] / "docs" / "presets.md").read_text()
     for name, preset in PRESETS.items():
         config = get_preset_config(name)
-        estimate = estimate_memory_usage(config)
+        estimate = estimate_by_formula(config)
         sizes = (estimate.peak_bytes, estimate.total_bytes, estimate.headroom_bytes(preset.min_gpu_gb * GIB))
         cells = [name, preset.cards, config.batch_size, config.gradient_accumulation_steps, config.model_channels]
         assert f"| {' | '.join(map(str, cells + [f'{size / GIB:.2f} GiB' for size in sizes]))} |" in card
     activations = [
-        estimate_memory_usage(get_preset_config("low", precision=precision, checkpointing=checkpointing))
+        estimate_by_formula(get_preset_config("low", precision=precision, checkpointing=checkpointing))
         for precision, checkpointing in (("fp32", False), ("bf16-mixed", False), ("bf16-mixed", True))
     ]
     row = " | ".join(f"{estimate.activations_bytes / GIB:.2f} GiB" for estimate in activations)

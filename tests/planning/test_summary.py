@@ -8,7 +8,7 @@ import pytest
 from memkit._errors import InputTypeError
 from memkit._units import GIB
 from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_memory_usage
+from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import get_preset_config
 from memkit.planning.summary import print_config_summary
 
@@ -24,7 +24,7 @@ def test_every_setting_and_every_figure(capsys):
     for field, value in config:
         assert table[field] == str(value)
     assert table["effective_batch_size"] == "8"
-    estimate = estimate_memory_usage(config)
+    estimate = estimate_by_formula(config)
     assert table["peak of live tensors"] == f"{estimate.peak_bytes / GIB:.2f} GiB  in {estimate.peak_where}"
     assert table["total"] == f"{estimate.total_bytes / GIB:.2f} GiB"
     assert table["card of 24 GB"] == f"fits, {24 - estimate.total_bytes / GIB:.2f} GiB free"
@@ -34,7 +34,7 @@ def test_a_card_that_is_too_small():
     file = io.StringIO()
     config = TrainingConfig(gpu_memory_gb=4)
     print_config_summary(config, file=file)
-    short = estimate_memory_usage(config).total_bytes / GIB - 4
+    short = estimate_by_formula(config).total_bytes / GIB - 4
     assert rows(file.getvalue())["card of 4 GB"] == f"does not fit, {short:.2f} GiB short"
 
 

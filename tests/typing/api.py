@@ -174,3 +174,16 @@ def points(coords: torch.Tensor, dst: torch.Tensor, model: nn.Module) -> int:
     )
     trainer.train_step(mk.PointScene(coords, features=coords, targets=coords))
     return num + len(single.indices) + len(scenarios) + again.num_cells + len(keep) + len(batches)
+
+
+def predicted(model: nn.Module, batch: Batch) -> str:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = (model(batch[0]) - batch[1]).pow(2).mean()
+        return loss
+
+    est = mk.estimate_memory_usage(
+        model, batch, loss_fn=loss_fn, optimizer="adamw", precision="bf16-mixed", target="cpu"
+    )
+    by_formula = mk.estimate_memory_usage(mk.get_preset_config("medium", 24))
+    num_bytes: int = est.peak_bytes + est.headroom_bytes("24GB") + by_formula.peak_bytes
+    return f"{num_bytes} {est.fits('24GiB')} {est.explain()}"

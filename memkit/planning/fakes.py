@@ -1,0 +1,223 @@
+"""Stand-ins without data: the user's model, batch and optimizer on fake tensors, put back as they were afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+)
+from torch.nn.parameter import is_lazy
+
+from memkit._errors import InputError
+from memkit._whereabouts import Whereabouts
+from memkit.planning.kernels import RESULTS
+
+_aten = torch.ops.aten
+_CPU = torch.device("cpu")
+# Tensors of up to this many whole numbers keep their values: sizes read from them (lengths, graphs) are then true.
+_MOST_VALUES = 1024
+
+
+class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """A fake tensor mode for whole training steps: it answers where a step asks for data, and counts the answers.
+
+    Args:
+        selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
+
+    Attributes:
+        guesses: How often each ``"operator at line"`` was answered without data.
+    """
+
+    def __init__(self, selected_fraction: float | None) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.fake_tensor_converter = self._converter = _Converter()
+        self.guesses: Counter[str] = Counter()
+        self._selected_fraction = selected_fraction
+        # By id() of the original, which is kept with its stand-in; a storage's also by the device of the copy.
+        self._storages: dict[tuple[int, str], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a module that copies its layers would otherwise copy the mode with them
+
+    # ------------------------------------------------------------------------------------------- stand-ins
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """The tensor's type, sizes, strides and shared storage, without data, as if on the CPU."""
+        if id(tensor) in self._stand_ins:
+            return self._stand_ins[id(tensor)][1]
+        if is_lazy(tensor):
+            raise InputError(
+                "estimate_memory_usage(model, sample_batch)",
+                got="a model whose parameters have no sizes yet (a lazy module)",
+                expected="a model that has run once",
+                fix="call the model on one batch first.",
+            )
+        plain = tensor.detach()
+        fake = self._with_values(plain) if self._has_values(tensor) else self._without_data(plain)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+        self._stand_ins[id(tensor)] = tensor, fake
+        return fake
+
+    def _has_values(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a number (an optimizer's step count) or a few whole numbers, whose values matter."""
+        limit = 1 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _MOST_VALUES
+        return (
+            not tensor.requires_grad
+            and tensor.device == _CPU
+            and tensor.untyped_storage().nbytes() <= limit * tensor.dtype.itemsize
+        )
+
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        return FakeTensor(self, self._copy(tensor, "meta"), _CPU)
+
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        return self._converter.from_real_tensor(self, self._copy(tensor, "cpu"), make_constant=True)
+
+    def _copy(self, tensor: Tensor, device: str) -> Tensor:
+        """The same view of a copy of the whole storage; of an empty one on the meta device."""
+        storage = tensor.untyped_storage()
+        with torch.no_grad():
+            if (id(storage), device) not in self._storages:
+                all_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                copy = torch.empty_like(all_bytes, device=device)
+                if device == "cpu":
+                    copy.copy_(all_bytes)
+                self._storages[id(storage), device] = storage, copy.untyped_storage()
+            copied = self._storages[id(storage), device][1]
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """What torch asks about a result that was computed from values: torch's own limit is one number."""
+        return bool(super().may_turn_const(t)) or (not self.is_our_fake(t) and self._has_values(t))
+
+    @contextmanager
+    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Put stand-ins in place of all tensors that values hold, in place; afterwards all is as it was.
+
+        Modules, optimizers, dicts and lists stay the objects that they are, so that whoever else refers to them sees
+        the stand-ins as well. What the block adds to them is gone afterwards.
+
+        Yields:
+            The values; tensors and tuples are exchanged themselves.
+        """
+        saved: dict[int, tuple[Any, Any]] = {}
+        try:
+            yield tuple(self._replaced(value, saved) for value in values)
+        finally:
+            for container, content in saved.values():
+                if isinstance(container, CellType):
+                    container.cell_contents = content
+                elif isinstance(container, dict):
+                    container.clear()
+                    container.update(content)
+                else:
+                    container[:] = content
+            self._converter.restore()
+
+    def _replaced(self, value: Any, saved: dict[int, tuple[Any, Any]]) -> Any:
+        if isinstance(value, Tensor):  # others than strided ones are faked when an operator meets them
+            return self.stand_in(value) if value.layout is torch.strided else value
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            self._replaced(vars(value), saved)
+        elif isinstance(value, (dict, list)) and id(value) not in saved:
+            saved[id(value)] = value, value.copy()
+            if isinstance(value, dict):
+                items = [(self._replaced(key, saved), self._replaced(item, saved)) for key, item in value.items()]
+                value.clear()
+                value.update(items)
+            else:
+                value[:] = [self._replaced(item, saved) for item in value]
+        elif isinstance(value, FunctionType):
+            self._replace_captured(value, saved)
+        elif isinstance(value, MethodType):
+            self._replaced(vars(value.__self__), saved)
+        elif isinstance(value, partial):
+            self._replaced([value.func, value.args, value.keywords], saved)
+        elif type(value) is tuple:
+            return tuple(self._replaced(item, saved) for item in value)
+        return value
+
+    def _replace_captured(self, function: FunctionType, saved: dict[int, tuple[Any, Any]]) -> None:
+        for cell in function.__closure__ or ():
+            if id(cell) not in saved and cell != CellType():
+                saved[id(cell)] = cell, cell.cell_contents
+                cell.cell_contents = self._replaced(cell.cell_contents, saved)
+        for name in function.__code__.co_names:
+            if isinstance(function.__globals__.get(name), nn.Module):
+                self._replaced(function.__globals__[name], saved)
+
+    # --------------------------------------------------------------------------------- where data is missing
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator without data."""
+        if func in RESULTS:
+            return RESULTS[func](super().dispatch(func, types, args, kwargs), *args)
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            self._count(func)
+            return _scalar(*args)
+        except DynamicOutputShapeException:
+            self._count(func)
+            return self._selection(func, *args)
+
+    def _count(self, func: Any) -> None:
+        self.guesses[f"{func} at {Whereabouts().place().line}"] += 1
+
+    def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
+            raise InputError(
+                "estimate_memory_usage(model, sample_batch)",
+                got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
+                expected="sizes that follow from the batch's sizes",
+                fix="where masks or nonzero select, pass selected_fraction=1.0 (the worst case) or the share that they "
+                "select; pass output_size=... to repeat_interleave; other such operators cannot be estimated.",
+            )
+        if func is _aten.nonzero.default:
+            count = math.ceil(self._selected_fraction * tensor.numel())
+            return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+        shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
+        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
+
+
+def _scalar(tensor: Tensor, *others: Tensor) -> bool | float:
+    """False (no inf was found, two tensors differ) and 1 (nothing is divided by zero)."""
+    if others or tensor.dtype is torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+class _Converter(FakeTensorConverter):
+    """Fakes tensors that a step finds outside of what was replaced, and remembers whose gradient it may touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        if t.requires_grad and t.is_leaf:
+            self._gradients.setdefault(id(t), (t, t.grad))
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+    def restore(self) -> None:
+        """Give tensors from outside the gradients back that they had."""
+        for tensor, gradient in self._gradients.values():
+            tensor.grad = gradient

@@ -1,0 +1,197 @@
+"""What CPU kernels do with memory that shape functions do not say: larger results, and workspace inside of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _ConvBackend as ConvBackend  # type: ignore[attr-defined]  # torch's stubs lack the underscore
+from torch._C import _select_conv_backend as select_conv_backend
+
+_aten = torch.ops.aten
+_PAGE = 4096
+_SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
+_LIBRARY = 8192  # what oneDNN takes for itself
+_PER_HELPER = 2**20  # what each thread beyond the first takes, at most
+_TRANSPOSED = 2**14  # a block that is turned around at a time
+_MEAN, _SUM = 1, 2  # at::Reduction
+
+
+def _operators(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(_aten, name).default for name in names)
+
+
+def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
+    """Most bytes that a CPU kernel is expected to take and give back inside of itself, beyond its results.
+
+    Zero for kernels that only wrap numbers: less than 64 bytes. Held against the allocator in
+    `tests/planning/test_kernels.py`.
+    """
+    if func is _aten.convolution.default:
+        return _convolution(args[0], args[1], out, args)
+    if func is _aten.convolution_backward.default:
+        grad, x, weight = args[:3]
+        return _convolution(x, weight, grad, (x, weight, None, *args[4:10]))
+    inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
+    outputs = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
+    if func in _MULTIPLYING:
+        return _product(inputs, outputs)
+    bound = 0
+    if func in _COPYING:
+        bound += _SMALL + sum(map(_nbytes, inputs + outputs))
+    if func in _ATTENDING:
+        bound += _attention(*inputs[:2])
+    if func in _ORDERED:
+        bound += sum(_TRANSPOSED + _nbytes(tensor) for tensor in inputs if not tensor.is_contiguous())
+    if func in _TURNING and not all(tensor.is_contiguous() for tensor in inputs):
+        bound += _TRANSPOSED
+    if func in _INDEXING:
+        bound += _SMALL
+    # What has another type than the widest is converted to it first; a complex operator's result last.
+    converted = inputs + outputs if any(tensor.is_complex() for tensor in inputs) else inputs
+    itemsize = max((tensor.dtype.itemsize for tensor in inputs + outputs), default=0)
+    return bound + sum(tensor.numel() * itemsize for tensor in converted if tensor.dtype.itemsize < itemsize)
+
+
+# ------------------------------------------------------------------------------------------------- true results
+
+
+def _reduced_in_place(out: Tensor, x: Tensor, target: Tensor, *options: Any) -> Tensor:
+    """These losses are reduced in place: the one number lies in a storage as large as all losses."""
+    reduction = next((option for option in options if isinstance(option, int)), _MEAN)
+    if reduction not in (_MEAN, _SUM):
+        return out
+    return torch.empty_like(x + target).as_strided((), ())
+
+
+def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """With an input of half precision and weights in float32, mean and deviation are kept in float32."""
+    weight = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if weight is None or weight.dtype == x.dtype:
+        return out
+    return out[0], out[1].to(weight.dtype), out[2].to(weight.dtype)
+
+
+def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
+    """The map from rows to bags is made with one entry more than it has."""
+    bag_of_row = out[1]
+    if bag_of_row.numel():
+        bag_of_row = bag_of_row.new_empty(len(indices) + 1)[:-1]
+    return out[0], bag_of_row, *out[2:]
+
+
+def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, *__: Any) -> tuple[Tensor, ...]:
+    """OneDNN keeps gates and states for the backward: `set_workspace_sizes` in its `src/cpu/rnn/rnn_utils.cpp`."""
+    num_steps, num_rows, width_in = x.shape
+    width, itemsize = w_hidden.shape[1], x.dtype.itemsize
+
+    def pages(rows: int, columns: int, size: int) -> int:
+        return math.ceil(rows * columns * size / _PAGE)
+
+    def padded(columns: int, size: int) -> int:
+        per_line = 64 // size
+        columns = math.ceil(columns / per_line) * per_line
+        return columns + per_line if columns % 256 == 0 else columns
+
+    calls, states, widest = num_steps * num_rows, 2 * (num_steps + 1) * num_rows, max(width, width_in)
+    num_pages = (
+        pages(calls, padded(4 * width, itemsize), itemsize)  # gates
+        + pages(calls, padded(width, itemsize), itemsize)  # outputs
+        + 2 * pages(states, padded(widest, itemsize), itemsize)  # states by layer and by step
+        + pages(states, padded(widest, 4), 4)  # their gradients
+        + 2 * pages(states, width, 4)  # cells and their gradients
+    )
+    return *out[:3], out[3].new_empty(num_pages * _PAGE)
+
+
+RESULTS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        _operators("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _reduced_in_place
+    ),
+    **dict.fromkeys(_operators("native_layer_norm", "native_batch_norm", "native_group_norm"), _norm),
+    **dict.fromkeys(_operators("_embedding_bag"), _embedding_bag),
+    **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
+}
+"""For operators whose shape function is wrong about memory: what takes its result, then the arguments, to the truth."""
+
+
+# ---------------------------------------------------------------------------------------------------- workspace
+
+_BY_COLUMNS = frozenset(
+    {
+        ConvBackend.Slow2d,
+        ConvBackend.Slow3d,
+        ConvBackend.SlowDilated2d,
+        ConvBackend.SlowDilated3d,
+        ConvBackend.SlowTranspose2d,
+        ConvBackend.SlowTranspose3d,
+    }
+)
+_MULTIPLYING = _operators("addmm", "baddbmm", "bmm", "mm")
+_INDEXING = {_aten.index.Tensor} | _operators("index_put", "index_put_")
+_ORDERED = _operators(  # they copy what does not lie in order
+    "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "embedding_dense_backward",
+    "max_pool2d_with_indices", "max_pool3d_with_indices", "native_group_norm", "native_layer_norm",
+)  # fmt: skip
+_TURNING = _operators("_to_copy", "clone", "copy_")
+_ATTENDING = _operators(
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+)
+_COPYING = _ATTENDING | _operators(
+    "_adaptive_avg_pool2d_backward", "_embedding_bag", "_embedding_bag_backward", "_euclidean_dist", "_safe_softmax",
+    "avg_pool2d_backward", "avg_pool3d_backward", "binary_cross_entropy_with_logits", "huber_loss", "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward", "mse_loss", "native_batch_norm", "native_batch_norm_backward",
+    "native_group_norm_backward", "native_layer_norm_backward", "smooth_l1_loss", "upsample_bilinear2d",
+    "upsample_bilinear2d_backward", "upsample_trilinear3d", "upsample_trilinear3d_backward",
+)  # fmt: skip
+
+
+def _helpers_bytes() -> int:
+    return _LIBRARY + (torch.get_num_threads() - 1) * _PER_HELPER
+
+
+def _convolution(x: Tensor, weight: Tensor, out: Tensor, args: Sequence[Any]) -> int:
+    """Copies in the library's own layout, in blocks of channels; or a column for each position of the output."""
+    if select_conv_backend(*args) in _BY_COLUMNS:
+        is_transposed = args[6]
+        columns_of = x if is_transposed else out
+        num_columns = columns_of.numel() // columns_of.shape[1]
+        column = weight.numel() // weight.shape[1 if is_transposed else 0]
+        copies = num_columns * column * x.dtype.itemsize + sum(map(_nbytes, (x, weight, out)))
+    else:
+        copies = _blocked_bytes(x, 1) + _blocked_bytes(weight, 0, 1) + _blocked_bytes(out, 1)
+    return _helpers_bytes() + 2 * copies
+
+
+def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
+    """Copies of half and complex numbers; of others only where neither rows nor columns lie in order."""
+    if inputs[0].dtype not in (torch.float32, torch.float64):
+        widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
+        return _helpers_bytes() + widened
+    return sum(_nbytes(tensor) for tensor in inputs if tensor.dim() > 1 and not _is_matrix(tensor))
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
+
+
+def _attention(query: Tensor, key: Tensor) -> int:
+    """The scores of a block of queries by a block of keys, and their gradients, for each thread."""
+    queries, keys = min(256, query.shape[-2]), min(512, key.shape[-2])
+    return torch.get_num_threads() * 16 * queries * (keys + query.shape[-1] + 2)
+
+
+def _blocked_bytes(tensor: Tensor, *channels: int) -> int:
+    """Channels in blocks of 16; half precision is computed in float32, with blocks of 32."""
+    itemsize = tensor.dtype.itemsize
+    block = 64 // min(itemsize, 4)
+    sizes = [math.ceil(size / block) * block if dim in channels else size for dim, size in enumerate(tensor.shape)]
+    return math.prod(sizes) * max(itemsize, 4)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

@@ -1,0 +1,125 @@
+"""`estimate_memory_usage`: by formula from a config, or by a dry run from the user's own model and step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from memkit._errors import ConfigError, InputTypeError
+from memkit.planning.config import TrainingConfig
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.formula import estimate_by_formula
+
+if TYPE_CHECKING:  # a config's estimate needs no torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from memkit.planning.dryrun import LossFn
+    from memkit.planning.optimizers import MakeOptimizer
+
+
+@overload
+def estimate_memory_usage(model: TrainingConfig) -> MemoryEstimate: ...
+
+
+@overload
+def estimate_memory_usage(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    loss_fn: LossFn,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    precision: Literal["bf16-mixed"] | None = None,
+    target: Literal["cpu"] = "cpu",
+    accumulation_steps: int = 1,
+    selected_fraction: float | None = None,
+) -> MemoryEstimate: ...
+
+
+def estimate_memory_usage(
+    model: TrainingConfig | nn.Module,
+    sample_batch: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    precision: Literal["bf16-mixed"] | None = None,
+    target: Literal["cpu"] = "cpu",
+    accumulation_steps: int = 1,
+    selected_fraction: float | None = None,
+) -> MemoryEstimate:
+    """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
+
+    **A config** describes the reference family of ``examples/reference_family.py``. Parameters, gradients and optimizer
+    state are exact, the peak of live tensors is within 0.5% of a dry run, the allocator's reserve and the driver's
+    context are guessed constants. It takes milliseconds and does not import PyTorch.
+
+    **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
+    backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and
+    nothing is left behind: parameters, buffers, gradients, optimizer state and random state are as before, also after
+    an error. While it runs, the model holds fake tensors; do not use it in another thread.
+
+    Args:
+        model: A `TrainingConfig`; or a module, with data, on the meta device (no memory needed), on any device.
+        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples, lists and dicts.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or ``(loss_sum, count)``, as for
+            `MemoryEfficientTrainingWrapper.train_step`.
+        optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
+            parameters, or the instance in use.
+        precision: None: as the model is. ``"bf16-mixed"``: autocast to bfloat16 around `loss_fn`.
+        target: ``"cpu"``: live bytes as the CPU allocator counts them.
+        accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
+        selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
+            to select, 1.0 for the worst case. None: such an operator is an error.
+
+    Returns:
+        Bytes by part at the peak of the second step. Of a dry run `reserved_bytes`, `context_bytes` and `total_bytes`
+        are None: a CPU has no such counts.
+
+    Raises:
+        InputTypeError: ``model`` is neither, ``loss_fn`` is missing, or it returned no loss.
+        InputError: A size depends on data; names the line.
+        ConfigError: An option is not one of those above.
+
+    Memory cost:
+        No tensor of the model or of the step; about 1 kB of host memory for each operator of a step.
+
+    Source:
+        `docs/estimate.md`; held against recorded CPU steps of 39 models in ``tests/planning/test_dryrun.py``.
+
+    Example:
+        >>> import torch
+        >>> from memkit import estimate_memory_usage, get_preset_config
+        >>> estimate_memory_usage(get_preset_config("medium", 24)).fits("24GiB")
+        True
+        >>> model = torch.nn.Linear(1000, 1000, device="meta")
+        >>> batch = torch.empty(64, 1000)
+        >>> estimate = estimate_memory_usage(model, batch, loss_fn=lambda model, x: model(x).square().mean())
+        >>> estimate.parameters_bytes, estimate.optimizer_bytes, estimate.confidence
+        (4004000, 8008008, 'exact')
+    """
+    if isinstance(model, TrainingConfig) or (sample_batch is None and loss_fn is None):
+        return estimate_by_formula(model)  # type: ignore[arg-type]  # of anything else it says what is expected
+    from memkit.planning.dryrun import DryRun
+
+    if loss_fn is None:
+        raise InputTypeError(
+            "estimate_memory_usage(model, sample_batch)",
+            got="no loss_fn",
+            expected="loss_fn(model, sample_batch) that returns the loss",
+            fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
+        )
+    _check("target", target, target == "cpu", "'cpu'")
+    _check("precision", precision, precision in (None, "bf16-mixed"), "None or 'bf16-mixed'")
+    _check("accumulation_steps", accumulation_steps, accumulation_steps in range(1, 2**31), "an int, 1 or more")
+    is_share = selected_fraction is None or 0 < selected_fraction <= 1
+    _check("selected_fraction", selected_fraction, is_share, "None, or a share in (0, 1]")
+    return DryRun(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction).estimate()
+
+
+def _check(name: str, value: object, is_valid: bool, expected: str) -> None:  # noqa: FBT001
+    if not is_valid:
+        raise ConfigError(
+            f"estimate_memory_usage(..., {name}={value!r})",
+            got=repr(value),
+            expected=expected,
+            fix="pass one of these.",
+        )

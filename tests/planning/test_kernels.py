@@ -1,0 +1,177 @@
+"""What is said about CPU kernels, against the kernels: workspace below its bound, results as large as they are."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from memkit._workspace import WorkspaceRecorder
+from memkit.planning.fakes import DryMode
+from memkit.planning.kernels import workspace_bound
+
+NUMBERS = 64
+
+
+class Bounds(WorkspaceRecorder):
+    """Notes next to each operator's workspace what it was expected to be at most."""
+
+    def __init__(self):
+        super().__init__()
+        self.bounds = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._calls:
+            self.bounds[id(self._calls[max(self._calls)])] = workspace_bound(func, args, out)
+        return out
+
+
+def conv(dims, *sizes, batch=2, length=12, transposed=False, **options):
+    name = f"Conv{'Transpose' * transposed}{dims}d"
+    layer = getattr(nn, name)(*sizes, **options)
+    return lambda: layer(torch.randn(batch, sizes[0], *[length] * dims))
+
+
+def randn(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def half(function):
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return function()
+
+    return run
+
+
+CALLS = {
+    "conv1d": conv(1, 8, 24, 5),
+    "conv2d": conv(2, 3, 24, 3, padding=1),
+    "conv2d of 1x1": conv(2, 24, 24, 1),
+    "conv2d, one row, small": conv(2, 3, 8, 3, batch=1),
+    "conv2d, large kernel": conv(2, 3, 8, 7, length=32),
+    "conv2d, depthwise": conv(2, 24, 24, 3, groups=24),
+    "conv2d, groups": conv(2, 24, 48, 3, groups=3),
+    "conv2d, dilated": conv(2, 4, 8, 3, dilation=2, batch=1),
+    "conv2d, strided": conv(2, 20, 40, 3, stride=2),
+    "conv3d": conv(3, 4, 8, 3),
+    "conv3d, one row, small": conv(3, 4, 8, 3, batch=1),
+    "conv3d, dilated": conv(3, 4, 8, 3, batch=1, dilation=2),
+    "transposed 2d": conv(2, 8, 4, 4, transposed=True, stride=2),
+    "transposed 2d, one row": conv(2, 8, 4, 4, transposed=True, stride=2, batch=1, length=6),
+    "transposed 3d": conv(3, 8, 4, 2, transposed=True, stride=2),
+    "transposed 3d, one row": conv(3, 8, 4, 2, transposed=True, stride=2, batch=1, length=6),
+    "attention": lambda: F.scaled_dot_product_attention(*(randn(2, 4, 80, 32) for _ in range(3))),
+    "attention, long": lambda: F.scaled_dot_product_attention(
+        *(randn(1, 1, 900, 16) for _ in range(3)), is_causal=True
+    ),
+    "attention, masked": lambda: F.scaled_dot_product_attention(
+        *(randn(2, 2, 50, 16) for _ in range(3)), attn_mask=torch.ones(50, 50).tril().bool()
+    ),
+    "linear": lambda: nn.Linear(300, 200)(randn(100, 300)),
+    "matrix product of transposes": lambda: randn(50, 70).T @ randn(90, 50).T,
+    "layer norm": lambda: nn.LayerNorm(200)(randn(100, 200)),
+    "layer norm of a transpose": lambda: nn.LayerNorm(100)(randn(100, 200).T),
+    "group norm": lambda: nn.GroupNorm(4, 32)(randn(4, 32, 10, 10)),
+    "batch norm": lambda: nn.BatchNorm2d(32)(randn(4, 32, 10, 10)),
+    "softmax of a transpose": lambda: randn(100, 200).T.softmax(-1),
+    "cross entropy, channels last": lambda: F.cross_entropy(
+        randn(4, 50, 9).transpose(1, 2), torch.zeros(4, 50).long() % 9
+    ),
+    "losses": lambda: F.mse_loss(randn(99, 9), randn(99, 9)) + F.huber_loss(randn(99), randn(99)),
+    "mixed types": lambda: randn(100, 100) * (randn(100, 100) > 0) + randn(100, 100).to(torch.float64),
+    "sum of truths": lambda: randn(1).sum() * (randn(100, 100) > 0).sum(),
+    "pools": lambda: F.avg_pool2d(randn(2, 8, 32, 32), 2).sum() + F.max_pool2d(randn(2, 8, 32, 32), 2).sum(),
+    "interpolation": lambda: F.interpolate(randn(2, 8, 16, 16), scale_factor=2, mode="bilinear"),
+    "interpolation 3d": lambda: F.interpolate(randn(1, 4, 8, 8, 8), scale_factor=2, mode="trilinear"),
+    "rows by mask": lambda: randn(100, 20)[torch.arange(100) % 2 == 0],
+    "embedding bag": lambda: nn.EmbeddingBag(500, 16)(torch.arange(300) % 77, torch.arange(0, 300, 7)),
+    "distances": lambda: torch.cdist(randn(60, 3), randn(50, 3)),
+    "lstm": lambda: nn.LSTM(20, 40, 2)(randn(9, 5, 20))[0],
+    "complex": lambda: torch.einsum("bik,iok->bok", torch.fft.rfft(randn(4, 8, 64)), randn(8, 8, 33) + 0j).abs(),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_workspace_stays_below_its_bound(precision, threads):
+    over = {}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, call in CALLS.items():
+            with Bounds() as recorder:
+                (half(call) if precision == "bfloat16" else call)().sum().backward()
+            for found in recorder._workspaces:
+                if found.nbytes > recorder.bounds[id(found.call)] + NUMBERS:
+                    over[name, str(found.call.operator)] = found.nbytes, recorder.bounds[id(found.call)]
+    finally:
+        torch.set_num_threads(num_threads)
+    assert over == {}
+
+
+def test_a_bound_of_zero_says_that_a_kernel_hides_nothing():
+    x, y = torch.randn(100, 100), torch.randn(100, 100)
+    aten = torch.ops.aten
+    assert workspace_bound(aten.mul.Tensor, (x, y), x * y) == workspace_bound(aten.mm.default, (x, y), x @ y) == 0
+    assert workspace_bound(aten.mul.Tensor, (x, y > 0), x) == 4 * 100 * 100  # the truths become numbers first
+
+
+@pytest.mark.parametrize(
+    "sizes", [(12, 4, 8, 16), (50, 32, 64, 128), (12, 4, 40, 16), (12, 4, 100, 256), (7, 8, 256, 64), (5, 3, 65, 65)]
+)
+def test_what_a_recurrent_layer_keeps_for_the_backward(sizes):
+    num_steps, num_rows, width_in, width = sizes
+
+    def kept():
+        layer = nn.LSTM(width_in, width)
+        x = torch.randn(num_steps, num_rows, width_in)
+        state = torch.zeros(num_rows, width)
+        arguments = (x, *layer._flat_weights, state, state, False, [], 2, width, 1, True, False, False, True)
+        return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)[3].untyped_storage().nbytes()
+
+    real = kept()
+    with DryMode(None), torch.no_grad():
+        assert kept() == real
+
+
+RESULTS = {
+    **{
+        f"{loss.__name__}, {reduction}": functools.partial(
+            lambda loss, reduction: loss(torch.rand(20, 3), torch.rand(20, 3), reduction=reduction), loss, reduction
+        )
+        for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.l1_loss, F.binary_cross_entropy,
+                     F.soft_margin_loss, F.binary_cross_entropy_with_logits)
+        for reduction in ("none", "mean", "sum")
+    },
+    "embedding bag": lambda: torch.ops.aten._embedding_bag(
+        torch.randn(9, 4), torch.arange(9), torch.arange(0, 9, 3), False, 1
+    ),
+    **{
+        f"{name}, {dtype}": functools.partial(
+            lambda norm, dtype: norm(torch.randn(4, 8, 6).to(dtype)), norm, dtype
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, norm in {
+            "layer norm": lambda x: torch.ops.aten.native_layer_norm(x, [6], torch.ones(6), torch.ones(6), 1e-5),
+            "layer norm, plain": lambda x: torch.ops.aten.native_layer_norm(x, [6], None, None, 1e-5),
+            "group norm": lambda x: torch.ops.aten.native_group_norm(x, torch.ones(8), torch.ones(8), 4, 8, 6, 2, 1e-5),
+            "batch norm": lambda x: torch.ops.aten.native_batch_norm(
+                x, torch.ones(8), torch.ones(8), torch.ones(8), torch.ones(8), True, 0.1, 1e-5
+            ),
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_results_are_as_large_as_the_kernels_make_them(name):
+    def sizes():
+        return [tensor.untyped_storage().nbytes() for tensor in tree_leaves(RESULTS[name]())]
+
+    real = sizes()
+    with DryMode(None):
+        assert sizes() == real
