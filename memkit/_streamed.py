@@ -125,6 +125,21 @@ def spans(num_rows: int, chunk_size: int, head: int = 0) -> Iterator[tuple[int, 
         yield start, min(chunk_size, num_rows - start)
 
 
+def refuse_second_derivative(call: str, fix: str) -> None:
+    """In the backward of a node whose graphs are gone by then: refuse ``create_graph=True``.
+
+    Raises:
+        StateError: It is a backward with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise StateError(
+            call,
+            got="a backward with create_graph=True",
+            expected="first derivatives only: the graphs of the parts are gone when their gradients are taken",
+            fix=fix,
+        )
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which many values of ``dtype`` add up: float32 for half precision, which loses digits."""
     return torch.float32 if dtype in _HALF else dtype
@@ -144,14 +159,11 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise StateError(
-                ctx.call,
-                got="a backward with create_graph=True",
-                expected="one derivative: it was computed in the forward, and its own graph is gone",
-                fix="for second derivatives, compute this loss plainly, or in chunks each under "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-            )
+        refuse_second_derivative(
+            ctx.call,
+            "for second derivatives, compute this loss plainly, or in chunks each under "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+        )
         # Without a retained graph these buffers have no other use. torch offers no public way to ask.
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
         results: Gradients = []

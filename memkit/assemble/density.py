@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
@@ -20,9 +19,10 @@ from memkit.points.cells import Lengths
 from memkit.points.nested import single_within
 from memkit.points.sample import GridSample, Scenario
 from memkit.points.sampler import GridAwareSampler
+from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.probe import scan_modules
-from memkit.train.replay import BufferWatch, Replay
+from memkit.train.replay import BufferWatch
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 Mode = Literal["joint", "cached", "stopgrad"]
@@ -53,7 +53,8 @@ class DensityInvariantTrainer:
     Args:
         trainer_or_model: A `MemoryEfficientTrainingWrapper`, with its precision, clipping, schedule and recovery; or a
             module, with ``optimizer``. The model is called with a `PointBatch` and returns a tensor with one row per
-            point, (M, ...), or a pytree of them. Clouds must not see each other: it has to respect ``offsets``.
+            point, (M, ...), or a pytree of them. Clouds must not see each other: it has to respect ``offsets``. A
+            wrapper has no ``split_fn``: what it splits is the list of scenes.
         sampler: Draws the scenarios. Its `state_dict` makes a resumed training draw what the old one would have.
         loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim.
         consistency: ``"mse"``; ``"kl"`` for logits in the last dimension, (M, C), in nats per point; or a function
@@ -248,8 +249,7 @@ class DensityInvariantTrainer:
     def _forward(self, clouds: list[Cloud], batch: PointBatch) -> Iterator[Any]:
         """Run the model; yield each cloud's part of the output, as views that live as long as the step."""
         if self._mode == "cached":
-            replay = Replay(self._watch)
-            output = checkpoint(self._model, batch, use_reentrant=False, context_fn=lambda: (replay, replay.again))
+            output = run_again_in_backward(self._model, batch, self._watch)
         else:
             with torch.set_grad_enabled(not self._is_teacher(clouds[0])):
                 output = self._model(batch)

@@ -65,7 +65,7 @@ def chunked_linear_cross_entropy(
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
+        >>> from memkit import chunked_linear_cross_entropy
         >>> head = torch.nn.Linear(16, 1000, bias=False)
         >>> hidden = torch.randn(2, 8, 16, requires_grad=True)
         >>> targets = torch.randint(1000, (2, 8))

@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit._captured import CapturedTensors
-from memkit._errors import ConfigError, InputError, StateError
-from memkit._streamed import accumulator_dtype, spans, without_hooks
+from memkit._errors import ConfigError, InputError
+from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
 from memkit.chunk.engine_replay import Piece, Replay
@@ -367,13 +367,7 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call, replay = ctx.call, ctx.replay
-        if torch.is_grad_enabled():
-            raise StateError(
-                call.name,
-                got="a backward with create_graph=True",
-                expected="first derivatives only",
-                fix="pass strategy='checkpoint', which can be differentiated twice.",
-            )
+        refuse_second_derivative(call.name, "pass strategy='checkpoint', which can be differentiated twice.")
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])

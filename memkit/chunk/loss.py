@@ -68,7 +68,7 @@ def chunked_loss(
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.loss import chunked_loss
+        >>> from memkit import chunked_loss
         >>> model = torch.nn.Linear(6, 1)
         >>> def squared_error(x, y):
         ...     return (model(x) - y).square()

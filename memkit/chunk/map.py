@@ -65,7 +65,7 @@ def chunked_map(
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.map import chunked_map
+        >>> from memkit import chunked_map
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 128), torch.nn.GELU(), torch.nn.Linear(128, 1))
         >>> x = torch.randn(10_000, 3)
         >>> y = chunked_map(mlp, x, chunk_size=1024)

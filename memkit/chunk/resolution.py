@@ -62,7 +62,7 @@ class DynamicResolutionProcessor:
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.resolution import DynamicResolutionProcessor
+        >>> from memkit import DynamicResolutionProcessor
         >>> volume = torch.zeros(1, 1, 64, 64, 64)
         >>> volume[0, 0, 32] = 1.0
         >>> processor = DynamicResolutionProcessor(max_active_voxels=1100)

@@ -77,7 +77,7 @@ def chunked_segment_reduce(
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.segments import chunked_segment_reduce
+        >>> from memkit import chunked_segment_reduce
         >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
         >>> x, src, dst = torch.randn(100, 8), torch.randint(100, (5000,)), torch.randint(100, (5000,))
         >>> offsets = torch.randn(5000, 3)

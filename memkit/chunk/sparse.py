@@ -78,7 +78,7 @@ class SparsityAwareProcessor:
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from memkit.chunk.sparse import SparsityAwareProcessor
+        >>> from memkit import SparsityAwareProcessor
         >>> volume = torch.zeros(1, 1, 32, 32, 32)
         >>> volume[0, 0, 8:12, 8:12, 8:12] = 1.0
         >>> net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.GELU(), nn.Conv3d(4, 2, 1))

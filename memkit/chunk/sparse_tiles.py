@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memkit._errors import StateError
-from memkit._streamed import accumulator_dtype
+from memkit._streamed import accumulator_dtype, refuse_second_derivative
 from memkit.chunk.sparse_rows import CALL
 from memkit.chunk.tiles import ExactAxis, Piece, Reach, place_of
 from memkit.chunk.voxels import SparseVoxels
@@ -166,13 +165,7 @@ class _Paste(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise StateError(
-                CALL,
-                got="a backward with create_graph=True",
-                expected="first derivatives only",
-                fix='pass mode="dense" for second derivatives.',
-            )
+        refuse_second_derivative(CALL, 'pass mode="dense" for second derivatives.')
         cut, rest = ctx.cut, upstream[0].clone()
         parts = rest.new_zeros(ctx.parts)
         for part, patch in zip(parts, cut.patches, strict=True):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError, StateError
-from memkit._streamed import accumulator_dtype
+from memkit._errors import ConfigError, InputError
+from memkit._streamed import accumulator_dtype, refuse_second_derivative
 from memkit.chunk.voxels import Pairs, SparseVoxels, Triple
 
 CALL = "submanifold_conv3d(voxels, weight)"
@@ -49,8 +49,7 @@ def submanifold_conv3d(
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.voxels import SparseVoxels
-        >>> from memkit.chunk.submanifold import submanifold_conv3d
+        >>> from memkit import SparseVoxels, submanifold_conv3d
         >>> voxels = SparseVoxels.from_coords(torch.tensor([[3, 4, 5], [3, 4, 6]]), torch.ones(2, 1), shape=(8, 8, 8))
         >>> submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3)).features.tolist()
         [[2.0], [2.0]]
@@ -87,13 +86,7 @@ class _Submanifold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise StateError(
-                CALL,
-                got="a backward with create_graph=True",
-                expected="first derivatives only",
-                fix="for second derivatives use torch.nn.functional.conv3d on voxels.to_dense().",
-            )
+        refuse_second_derivative(CALL, "for second derivatives use torch.nn.functional.conv3d on voxels.to_dense().")
         features, weight = ctx.saved_tensors
         above = upstream[0].contiguous()
         is_input, is_weight, is_bias = ctx.needs_input_grad[:3]

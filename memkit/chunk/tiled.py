@@ -78,7 +78,7 @@ def tiled_apply(
     Example:
         >>> import torch
         >>> from torch import nn
-        >>> from memkit.chunk.tiled import tiled_apply
+        >>> from memkit import tiled_apply
         >>> net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)).double()
         >>> image = torch.rand(1, 1, 60, 50, dtype=torch.float64, requires_grad=True)
         >>> y = tiled_apply(net, image, 16)

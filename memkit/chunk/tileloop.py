@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import InputError, InputTypeError, StateError
-from memkit._streamed import accumulator_dtype, without_hooks
+from memkit._errors import InputError, InputTypeError
+from memkit._streamed import accumulator_dtype, refuse_second_derivative, without_hooks
 from memkit.chunk.engine_replay import Replay
 from memkit.chunk.tiles import Axis, Piece, place_of, tiles
 
@@ -105,13 +105,9 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
-            raise StateError(
-                CALL,
-                got="a backward with create_graph=True",
-                expected="one derivative: the tiles' graphs are gone when their gradients are taken",
-                fix="for second derivatives call module(x), under torch.utils.checkpoint if it takes too much.",
-            )
+        refuse_second_derivative(
+            CALL, "for second derivatives call module(x), under torch.utils.checkpoint if it takes too much."
+        )
         x, *params = ctx.saved_tensors
         with ctx.replay.again(), without_hooks(params):
             return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])

@@ -107,7 +107,7 @@ class SparseVoxels:
 
     Example:
         >>> import torch
-        >>> from memkit.chunk.voxels import SparseVoxels
+        >>> from memkit import SparseVoxels
         >>> volume = torch.zeros(1, 2, 8, 8, 8)
         >>> volume[0, :, 3, 4, 5] = torch.tensor([1.0, 2.0])
         >>> voxels = SparseVoxels.from_dense(volume)

@@ -61,7 +61,7 @@ class Tracker:
 
     Example:
         >>> import torch
-        >>> from memkit.memory.track import Tracker
+        >>> from memkit import Tracker
         >>> with Tracker(device="cpu") as tracker:
         ...     x = torch.ones(1024)
         ...     y = x * 2

@@ -73,7 +73,7 @@ class GridIndex:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
+        >>> from memkit import GridIndex
         >>> coords = torch.tensor([[0.01, 0.02], [0.31, 0.0], [0.04, 0.03], [-0.01, 0.0]])
         >>> index = GridIndex.from_coords(coords, grid_size=0.05)
         >>> index

@@ -28,8 +28,7 @@ class GridSample:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
-        >>> from memkit.points.sampler import GridAwareSampler
+        >>> from memkit import GridAwareSampler, GridIndex
         >>> index = GridIndex.from_cells(torch.tensor([7, 7, 7, 7, 9]))
         >>> sample = GridAwareSampler(ratio=0.5).sample_half_density(index)
         >>> sample

@@ -65,8 +65,7 @@ class GridAwareSampler:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
-        >>> from memkit.points.sampler import GridAwareSampler
+        >>> from memkit import GridAwareSampler, GridIndex
         >>> coords = torch.rand(1000, 3, generator=torch.Generator().manual_seed(0))
         >>> index = GridIndex.from_coords(coords, grid_size=0.25)
         >>> sampler = GridAwareSampler(ratio=(0.3, 0.7), seed=0)

@@ -28,8 +28,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
-        >>> from memkit.points.voxels import voxel_mean
+        >>> from memkit import GridIndex, voxel_mean
         >>> index = GridIndex.from_cells(torch.tensor([4, 1, 4]))
         >>> voxel_mean(torch.tensor([1.0, 5.0, 3.0]), index).tolist()
         [5.0, 2.0]
@@ -55,8 +54,7 @@ def first_points(index: GridIndex) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
-        >>> from memkit.points.voxels import first_points
+        >>> from memkit import GridIndex, first_points
         >>> first_points(GridIndex.from_cells(torch.tensor([4, 1, 4, 4]))).tolist()
         [1, 0]
     """
@@ -78,8 +76,7 @@ def fragments(index: GridIndex) -> Iterator[Tensor]:
 
     Example:
         >>> import torch
-        >>> from memkit.points.grid import GridIndex
-        >>> from memkit.points.voxels import fragments
+        >>> from memkit import GridIndex, fragments
         >>> [rows.tolist() for rows in fragments(GridIndex.from_cells(torch.tensor([4, 1, 4, 4])))]
         [[0, 1], [2], [3]]
     """

@@ -71,7 +71,7 @@ def cached_backward(
     structure = None
     for start in range(0, num_rows, chunk_size):
         chunk = take_rows(batch, start, min(start + chunk_size, num_rows), num_rows=num_rows)
-        leaves, structure = pytree.tree_flatten(_encode(encoder, chunk, watch))
+        leaves, structure = pytree.tree_flatten(run_again_in_backward(encoder, chunk, watch))
         _check_embeddings(leaves, min(chunk_size, num_rows - start))
         chunks.append(leaves)
     if structure is None:
@@ -84,7 +84,8 @@ def cached_backward(
     return loss.detach()
 
 
-def _encode(encoder: nn.Module, chunk: Any, watch: BufferWatch) -> Any:
+def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: BufferWatch) -> Any:
+    """Run a module without its activations; the backward runs it again, with the same random numbers and buffers."""
     # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. And
     # as the graph is whole, any backward works on it: an accumulator's, which stops at its own parameters, too.
     replay = Replay(watch)
