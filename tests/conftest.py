@@ -28,4 +28,6 @@ def nothing_leaks():
     assert torch.is_grad_enabled()
     changed = {key for key, _ in set(os.environ.items()) ^ set(environment.items())}
     assert changed <= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is set by torch's first optimiser
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)  # one that was told to end, such as a DataLoader's, may still be on its way
     assert set(threading.enumerate()) <= threads
