@@ -283,6 +283,32 @@ def density_training(result: dict[str, Any]) -> str:
     )
 
 
+def dry_run(result: dict[str, Any]) -> str:
+    figures, versions = result["figures"], result["environment"]["versions"]
+    truth, large = figures["truth"], figures["70B"]
+    packages = {"memkit": "this", "MemTracker": f"torch {versions['torch']}, MemTracker"}
+    scores = [
+        [
+            packages.get(tool, f"{tool} {versions.get(tool)}"),
+            f"{score['answers']} of {truth['num_models']}",
+            str(score["within_64_bytes"]),
+            f"{score['median_error']:.2%}",
+            f"{score['largest_error']:.0%}",
+            f"{truth['interval_holds']} of {truth['num_models']}" if tool == "memkit" else "no interval",
+        ]
+        for tool, score in truth["scores"].items()
+    ]
+    speeds = [
+        [name, f"{row['num_operators_in_two_steps']:,}", f"{row['ms_per_operator']:.3f} ms", f"{row['seconds']:.2f} s"]
+        for name, row in figures["speed"].items()
+    ]
+    memory = large["highest_resident_bytes_of_the_process"] / 1e9
+    parameters = f"{large['num_parameters'] / 1e9:.1f} billion parameters, {memory:.2f} GB of host memory"
+    speeds.append([parameters, "", "", f"{large['seconds']:.1f} s"])
+    header = ["tool", "answers", "within 64 bytes", "median error", "largest", "peak inside the interval"]
+    return table(header, scores) + "\n" + table(["step", "operators, two steps", "each", "in all"], speeds)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     render_case.__name__: render_case
     for render_case in (
@@ -303,6 +329,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         grid_sampler,
         budget_batches,
         density_training,
+        dry_run,
     )
 }
 

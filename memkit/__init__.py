@@ -40,11 +40,15 @@ if TYPE_CHECKING:
     from memkit.chunk.voxels import SparseVoxels
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
+    from memkit.planning.allocator import CachingAllocator
+    from memkit.planning.allocator_settings import AllocatorSettings
     from memkit.planning.config import TrainingConfig
-    from memkit.planning.estimate import MemoryEstimate
+    from memkit.planning.estimate import Holder, MemoryEstimate
+    from memkit.planning.gpus import GPU, all_gpus, find_gpu
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.summary import print_config_summary
+    from memkit.planning.virtual_gpu import VirtualGPU
     from memkit.points.batches import BudgetBatchSampler
     from memkit.points.edges import sample_edges
     from memkit.points.grid import GridIndex
@@ -57,16 +61,20 @@ if TYPE_CHECKING:
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _HOMES = {
+    "AllocatorSettings": "planning.allocator_settings",
     "BudgetBatchSampler": "points.batches",
+    "CachingAllocator": "planning.allocator",
     "ChunkedProcessor": "chunk.processor",
     "ConfigError": "_errors",
     "DensityInvariantTrainer": "assemble.density",
     "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
+    "GPU": "planning.gpus",
     "GradientAccumulator": "train.accumulate",
     "GridAwareSampler": "points.sampler",
     "GridIndex": "points.grid",
     "GridSample": "points.sample",
+    "Holder": "planning.estimate",
     "InputError": "_errors",
     "InputTypeError": "_errors",
     "MemkitError": "_errors",
@@ -82,12 +90,15 @@ _HOMES = {
     "StateError": "_errors",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
+    "VirtualGPU": "planning.virtual_gpu",
+    "all_gpus": "planning.gpus",
     "cached_backward": "train.contrastive",
     "chunked_linear_cross_entropy": "chunk.cross_entropy",
     "chunked_loss": "chunk.loss",
     "chunked_map": "chunk.map",
     "chunked_segment_reduce": "chunk.segments",
     "estimate_memory_usage": "planning.predict",
+    "find_gpu": "planning.gpus",
     "first_points": "points.voxels",
     "format_bytes": "_units",
     "fragments": "points.voxels",
@@ -105,7 +116,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "GPU",
+    "AllocatorSettings",
     "BudgetBatchSampler",
+    "CachingAllocator",
     "ChunkedProcessor",
     "ConfigError",
     "DensityInvariantTrainer",
@@ -115,6 +129,7 @@ __all__ = [
     "GridAwareSampler",
     "GridIndex",
     "GridSample",
+    "Holder",
     "InputError",
     "InputTypeError",
     "MemkitError",
@@ -130,13 +145,16 @@ __all__ = [
     "StateError",
     "Tracker",
     "TrainingConfig",
+    "VirtualGPU",
     "__version__",
+    "all_gpus",
     "cached_backward",
     "chunked_linear_cross_entropy",
     "chunked_loss",
     "chunked_map",
     "chunked_segment_reduce",
     "estimate_memory_usage",
+    "find_gpu",
     "first_points",
     "format_bytes",
     "fragments",

@@ -121,6 +121,16 @@ def device_name(device: torch.device) -> str:
     return properties(device).name if properties and device.type != "cpu" else platform.machine()
 
 
+def device_architecture(device: torch.device) -> str | None:
+    """Return the compute capability of an NVIDIA card ("8.9") or AMD's name ("gfx90a"); None for other devices."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"{properties.major}.{properties.minor}"
+
+
 def device_identity(device: torch.device) -> str | None:
     """Return what tells a card from all others, in every process; None for the CPU and where the driver does not say.
 

@@ -151,8 +151,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DEVICE:  # `.device` of a fake tensor
-            return func(*args)
+        if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
+            return getattr(args[0], "fake_device", None) or args[0].device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
         where = self._where

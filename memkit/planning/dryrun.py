@@ -20,6 +20,7 @@ from memkit._whereabouts import Whereabouts
 from memkit.planning.estimate import Holder, MemoryEstimate
 from memkit.planning.fakes import DryMode
 from memkit.planning.kernels import workspace_bound
+from memkit.planning.libraries import told_that_tensors_are_real
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -51,16 +52,24 @@ class DryRun:
                 expected="a torch.nn.Module",
                 fix="pass the model; put several models into torch.nn.ModuleList([...]).",
             )
-        make_optimizer = optimizer_maker(self.optimizer)
-        mode, recorder = DryMode(self.selected_fraction), StepRecorder()
+        mode = DryMode(self.selected_fraction)
         stand_ins = mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch)
-        with _as_by_itself(), stand_ins as (model, _, loss_fn, batch), mode:
-            optimizer = make_optimizer(model.parameters())
+        with (
+            as_by_itself(),
+            stand_ins as (whole, _, loss_fn, batch),
+            mode,
+            self.prepared(whole) as (model, optimizer, recorder),
+        ):
             self._step(model, batch, loss_fn, optimizer)
             with recorder:
                 recorder.hold(model, batch)
                 self._step(model, batch, loss_fn, optimizer)
         return recorder, mode.guesses
+
+    @contextmanager
+    def prepared(self, model: nn.Module) -> Iterator[tuple[nn.Module, Optimizer, StepRecorder]]:
+        """What the steps run with, made from a model without data: that model, its optimizer, and a recorder."""
+        yield model, optimizer_maker(self.optimizer)(model.parameters()), StepRecorder()
 
     def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer) -> None:
         for _ in range(min(2, self.accumulation_steps)):  # a third micro-batch finds what the second finds
@@ -86,9 +95,15 @@ class DryRun:
 
 
 @contextmanager
-def _as_by_itself() -> Iterator[None]:
+def as_by_itself() -> Iterator[None]:
     """Whatever the caller's modes: gradients on, compiled modules as written, random state put back."""
-    with _rng.preserved(), torch.inference_mode(mode=False), torch.enable_grad(), set_stance("force_eager"):
+    with (
+        _rng.preserved(),
+        torch.inference_mode(mode=False),
+        torch.enable_grad(),
+        set_stance("force_eager"),
+        told_that_tensors_are_real(),
+    ):
         yield
 
 
@@ -109,10 +124,13 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own cl
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        bound = workspace_bound(func, args, out)
+        bound = self._bound(func, args, out)
         if bound:
             self._bounds.append((self.num_events(), bound))
         return out
+
+    def _bound(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        return workspace_bound(func, args, out)
 
     def highest_peak_bytes(self) -> int:
         """The peak if each kernel takes as much as it may."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from memkit._units import format_bytes, parse_bytes
+from memkit._units import format_bytes
+from memkit.planning.gpus import capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Holder:
 class MemoryEstimate:
     """What the second (warm) optimizer step of a training run is expected to need.
 
-    The six parts are what is live at the moment of the peak; `peak_bytes` is their sum. None is "not known".
+    The parts are what is live at the moment of the peak; `peak_bytes` is their sum. None is "not known".
 
     Attributes:
         parameters_bytes: Model parameters.
@@ -44,6 +45,7 @@ class MemoryEstimate:
         activations_bytes: Tensors that autograd keeps for the backward pass.
         temporaries_bytes: Everything short-lived: outputs and gradients on their way, casts of weights.
         other_bytes: The batch and the model's buffers.
+        unsharded_bytes: Parameters gathered from other ranks, and live at the peak; None where nothing is sharded.
         workspace_bytes: How far the peak may rise above `peak_bytes` by what kernels take and give back inside; None
             where that is a part of `reserved_bytes`.
         reserved_bytes: What the caching allocator will hold at most: the peak, fragmentation, library workspaces.
@@ -72,6 +74,7 @@ class MemoryEstimate:
     activations_bytes: int
     temporaries_bytes: int
     other_bytes: int
+    unsharded_bytes: int | None = None
     workspace_bytes: int | None = None
     reserved_bytes: int | None = None
     context_bytes: int | None = None
@@ -90,6 +93,7 @@ class MemoryEstimate:
             + self.activations_bytes
             + self.temporaries_bytes
             + self.other_bytes
+            + (self.unsharded_bytes or 0)
         )
 
     @property
@@ -113,10 +117,12 @@ class MemoryEstimate:
         """Say whether `required_bytes` fit into ``capacity``.
 
         Args:
-            capacity: Bytes as an int, or text such as ``"24GiB"`` (the number on a card's box counts GiB).
+            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), or the name of
+                a card such as ``"RTX 4090"``. A card counts with the least total that torch was seen to report; where
+                this estimate has no `context_bytes`, with what the card's driver leaves of it.
 
         Raises:
-            InputError: ``capacity`` is negative, or text that is no size.
+            InputError: ``capacity`` is negative, or text that is neither a size nor the name of one card.
             InputTypeError: ``capacity`` is neither an int nor text.
         """
         return self.headroom_bytes(capacity) >= 0
@@ -127,10 +133,10 @@ class MemoryEstimate:
         Args:
             capacity: As for `fits`.
         """
-        return parse_bytes(capacity, name="capacity") - self.required_bytes
+        return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
 
     def parts(self) -> dict[str, int | None]:
-        """Return the figures by their names for people, the six parts first; None where not known."""
+        """Return the figures by their names for people, the parts of the peak first; None where not known."""
         return {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -138,6 +144,7 @@ class MemoryEstimate:
             "activations": self.activations_bytes,
             "temporaries": self.temporaries_bytes,
             "batch and buffers": self.other_bytes,
+            "gathered parameters": self.unsharded_bytes,
             "peak of live tensors": self.peak_bytes,
             "inside kernels, at most": self.workspace_bytes,
             "reserved by the allocator": self.reserved_bytes,

@@ -20,18 +20,31 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.nn.parameter import is_lazy
+from torch.utils._mode_utils import no_dispatch
 
 from memkit._errors import InputError
 from memkit._whereabouts import Whereabouts
-from memkit.planning.kernels import RESULTS
+from memkit.planning.fakecache import CachedFakeMode
+from memkit.planning.kernels import INSTEAD, RESULTS, Kernels
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 # Tensors of up to this many whole numbers keep their values: sizes read from them (lengths, graphs) are then true.
 _MOST_VALUES = 1024
+_ATOMS = frozenset({bool, int, float, str})
+_COUNTING = frozenset(  # what makes tensors, whose values are known, from nothing
+    {
+        _aten.arange.default,
+        _aten.arange.start,
+        _aten.arange.start_step,
+        _aten.full.default,
+        _aten.ones.default,
+        _aten.zeros.default,
+    }
+)
 
 
-class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """A fake tensor mode for whole training steps: it answers where a step asks for data, and counts the answers.
 
     Args:
@@ -40,6 +53,10 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
     """
+
+    # What the kernels of the device do that shape functions do not say.
+    results: Kernels = RESULTS
+    instead: Kernels = INSTEAD
 
     def __init__(self, selected_fraction: float | None) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -133,18 +150,15 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self._converter.restore()
 
     def _replaced(self, value: Any, saved: dict[int, tuple[Any, Any]]) -> Any:
+        if value is None or type(value) in _ATOMS:
+            return value
         if isinstance(value, Tensor):  # others than strided ones are faked when an operator meets them
             return self.stand_in(value) if value.layout is torch.strided else value
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             self._replaced(vars(value), saved)
         elif isinstance(value, (dict, list)) and id(value) not in saved:
             saved[id(value)] = value, value.copy()
-            if isinstance(value, dict):
-                items = [(self._replaced(key, saved), self._replaced(item, saved)) for key, item in value.items()]
-                value.clear()
-                value.update(items)
-            else:
-                value[:] = [self._replaced(item, saved) for item in value]
+            self._replace_items(value, saved)
         elif isinstance(value, FunctionType):
             self._replace_captured(value, saved)
         elif isinstance(value, MethodType):
@@ -154,6 +168,14 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         elif type(value) is tuple:
             return tuple(self._replaced(item, saved) for item in value)
         return value
+
+    def _replace_items(self, value: dict[Any, Any] | list[Any], saved: dict[int, tuple[Any, Any]]) -> None:
+        if isinstance(value, list):
+            value[:] = [self._replaced(item, saved) for item in value]
+        elif value:  # most of a module's dicts are for hooks that it does not have
+            items = [(self._replaced(key, saved), self._replaced(item, saved)) for key, item in value.items()]
+            value.clear()
+            value.update(items)
 
     def _replace_captured(self, function: FunctionType, saved: dict[int, tuple[Any, Any]]) -> None:
         for cell in function.__closure__ or ():
@@ -168,16 +190,26 @@ class DryMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator without data."""
-        if func in RESULTS:
-            return RESULTS[func](super().dispatch(func, types, args, kwargs), *args)
+        if func in self.results:
+            return self.results[func](super().dispatch(func, types, args, kwargs), *args)
         try:
-            return super().dispatch(func, types, args, kwargs)
+            out = self.instead[func](*args) if func in self.instead else super().dispatch(func, types, args, kwargs)
+            return self._counted(out, func, args, kwargs) if func in _COUNTING else out
         except DataDependentOutputException:
             self._count(func)
             return _scalar(*args)
         except DynamicOutputShapeException:
             self._count(func)
             return self._selection(func, *args)
+
+    def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+        """Positions, and masks of ones or zeros, are known without data."""
+        is_known = out.constant is None and out.fake_device == _CPU
+        if not is_known or out.numel() > _MOST_VALUES:
+            return out
+        with no_dispatch():
+            values = func(*args, **(kwargs or {}))
+        return self._converter.from_real_tensor(self, values, make_constant=True)
 
     def _count(self, func: Any) -> None:
         self.guesses[f"{func} at {Whereabouts().place().line}"] += 1
@@ -216,6 +248,12 @@ class _Converter(FakeTensorConverter):
         if t.requires_grad and t.is_leaf:
             self._gradients.setdefault(id(t), (t, t.grad))
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+    def from_meta_and_device(
+        self, fake_mode: FakeTensorMode, t: Tensor, device: torch.device, pytype: Any = None, dispatch_keys: Any = None
+    ) -> FakeTensor:
+        """As torch's own, without the memo: its weak reference would forbid to move a module to another device."""
+        return FakeTensor(fake_mode, t, device, pytype=pytype, dispatch_keys=dispatch_keys)
 
     def restore(self) -> None:
         """Give tensors from outside the gradients back that they had."""

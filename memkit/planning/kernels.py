@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._C import _ConvBackend as ConvBackend  # type: ignore[attr-defined]  # torch's stubs lack the underscore
 from torch._C import _select_conv_backend as select_conv_backend
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 
+Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
+_CTC_LOSS = _aten._ctc_loss  # noqa: SLF001 - an operator as all others
 _PAGE = 4096
 _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
@@ -34,7 +37,7 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
         return _convolution(args[0], args[1], out, args)
     if func is _aten.convolution_backward.default:
         grad, x, weight = args[:3]
-        return _convolution(x, weight, grad, (x, weight, None, *args[4:10]))
+        return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     outputs = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
     if func in _MULTIPLYING:
@@ -75,6 +78,11 @@ def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Te
     return out[0], out[1].to(weight.dtype), out[2].to(weight.dtype)
 
 
+def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
+    """The gradient lies in order, whatever the strides of the one that came in."""
+    return (None if out[0] is None else x.new_empty(x.shape)), *out[1:]
+
+
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
     """The map from rows to bags is made with one entry more than it has."""
     bag_of_row = out[1]
@@ -100,22 +108,51 @@ def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, 
     num_pages = (
         pages(calls, padded(4 * width, itemsize), itemsize)  # gates
         + pages(calls, padded(width, itemsize), itemsize)  # outputs
-        + 2 * pages(states, padded(widest, itemsize), itemsize)  # states by layer and by step
-        + pages(states, padded(widest, 4), 4)  # their gradients
-        + 2 * pages(states, width, 4)  # cells and their gradients
+        + pages(states, padded(widest, itemsize), itemsize)  # states
+        + 2 * pages(states, padded(widest, 4), 4)  # their gradients by layer and by step, in float32
+        + pages(states, width, itemsize)  # cells
+        + pages(states, width, 4)  # their gradients
     )
     return *out[:3], out[3].new_empty(num_pages * _PAGE)
 
 
-RESULTS: dict[Any, Callable[..., Any]] = {
+RESULTS: Kernels = {
     **dict.fromkeys(
         _operators("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _reduced_in_place
     ),
     **dict.fromkeys(_operators("native_layer_norm", "native_batch_norm", "native_group_norm"), _norm),
+    **dict.fromkeys(_operators("native_layer_norm_backward"), _layer_norm_backward),
     **dict.fromkeys(_operators("_embedding_bag"), _embedding_bag),
     **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
 }
 """For operators whose shape function is wrong about memory: what takes its result, then the arguments, to the truth."""
+
+
+def _grouped_product(x: Tensor, y: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
+    """Rows start at multiples of 16 bytes. torch's shape function takes bfloat16 only, as a GPU does."""
+    groups = [len(offsets)] if offsets is not None and x.dim() == y.dim() else list(x.shape[:-2])[: y.dim() - 2]
+    num_rows, num_columns = x.shape[-2], y.shape[-1]
+    per_line = 16 // x.dtype.itemsize
+    row = math.ceil(num_columns / per_line) * per_line
+    strides = [num_rows * row] * len(groups) + [row, 1]
+    return x.new_empty_strided([*groups, num_rows, num_columns], strides)
+
+
+def _ctc_loss(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: Any) -> tuple[Tensor, Tensor]:
+    """What is kept for the backward is as long as the longest target, twice: with a blank before each symbol."""
+    if isinstance(target_lengths, FakeTensor):
+        if target_lengths.constant is None:
+            raise DynamicOutputShapeException(_CTC_LOSS.Tensor)
+        target_lengths = target_lengths.constant.tolist()
+    num_steps, num_rows = log_probs.shape[:2]
+    return log_probs.new_empty(num_rows), log_probs.new_empty(num_rows, num_steps, 2 * max(target_lengths) + 1)
+
+
+INSTEAD: Kernels = {
+    **dict.fromkeys(_operators("_grouped_mm"), _grouped_product),
+    **dict.fromkeys((_CTC_LOSS.default, _CTC_LOSS.Tensor), _ctc_loss),
+}
+"""For operators whose shape function refuses what the kernel takes: what makes the result from the arguments."""
 
 
 # ---------------------------------------------------------------------------------------------------- workspace
@@ -164,6 +201,12 @@ def _convolution(x: Tensor, weight: Tensor, out: Tensor, args: Sequence[Any]) ->
     else:
         copies = _blocked_bytes(x, 1) + _blocked_bytes(weight, 0, 1) + _blocked_bytes(out, 1)
     return _helpers_bytes() + 2 * copies
+
+
+def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
+    """Channels last, with a kernel of more than 3, the weight's gradient is summed up in 258 copies of it."""
+    is_plain = weight.shape[1] > 1 or max(weight.shape[2:]) <= 3 or x.is_contiguous()
+    return 0 if is_plain else _LIBRARY + 258 * weight.numel() * max(4, weight.dtype.itemsize)
 
 
 def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
     from memkit.planning.dryrun import LossFn
     from memkit.planning.optimizers import MakeOptimizer
+    from memkit.planning.shards import Shard
 
 
 @overload
@@ -28,10 +29,11 @@ def estimate_memory_usage(
     *,
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
-    precision: Literal["bf16-mixed"] | None = None,
-    target: Literal["cpu"] = "cpu",
+    precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
+    target: str = "cpu",
     accumulation_steps: int = 1,
     selected_fraction: float | None = None,
+    shard: Shard | None = None,
 ) -> MemoryEstimate: ...
 
 
@@ -41,10 +43,11 @@ def estimate_memory_usage(
     *,
     loss_fn: LossFn | None = None,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
-    precision: Literal["bf16-mixed"] | None = None,
-    target: Literal["cpu"] = "cpu",
+    precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
+    target: str = "cpu",
     accumulation_steps: int = 1,
     selected_fraction: float | None = None,
+    shard: Shard | None = None,
 ) -> MemoryEstimate:
     """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
 
@@ -64,26 +67,30 @@ def estimate_memory_usage(
             `MemoryEfficientTrainingWrapper.train_step`.
         optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
             parameters, or the instance in use.
-        precision: None: as the model is. ``"bf16-mixed"``: autocast to bfloat16 around `loss_fn`.
-        target: ``"cpu"``: live bytes as the CPU allocator counts them.
+        precision: None: as the model is. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around `loss_fn`.
+        target: ``"cpu"``: live bytes as the CPU allocator counts them. The name of a card as for `find_gpu`: what that
+            card's allocator hands out and reserves; model and batch count as lying on it.
         accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
         selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
             to select, 1.0 for the worst case. None: such an operator is an error.
+        shard: Spread over ranks by DDP, FSDP2 or ZeRO: the bytes of the first rank. None: one process.
 
     Returns:
-        Bytes by part at the peak of the second step. Of a dry run `reserved_bytes`, `context_bytes` and `total_bytes`
-        are None: a CPU has no such counts.
+        Bytes by part at the peak of the second step. For ``target="cpu"`` `reserved_bytes`, `context_bytes` and
+        `total_bytes` are None: a CPU has no such counts.
 
     Raises:
         InputTypeError: ``model`` is neither, ``loss_fn`` is missing, or it returned no loss.
         InputError: A size depends on data; names the line.
         ConfigError: An option is not one of those above.
+        StateError: With ``shard``: the process is in a process group already.
 
     Memory cost:
         No tensor of the model or of the step; about 1 kB of host memory for each operator of a step.
 
     Source:
-        `docs/estimate.md`; held against recorded CPU steps of 39 models in ``tests/planning/test_dryrun.py``.
+        `docs/estimate.md`; held against recorded CPU steps of 65 models in ``tests/planning/test_dryrun.py`` and
+        ``tests/planning/test_transformers.py``.
 
     Example:
         >>> import torch
@@ -107,12 +114,24 @@ def estimate_memory_usage(
             expected="loss_fn(model, sample_batch) that returns the loss",
             fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
         )
-    _check("target", target, target == "cpu", "'cpu'")
-    _check("precision", precision, precision in (None, "bf16-mixed"), "None or 'bf16-mixed'")
+    precisions = (None, "bf16-mixed") if target == "cpu" else (None, "bf16-mixed", "fp16-mixed")
+    _check("precision", precision, precision in precisions, f"one of {precisions} on {target}")
     _check("accumulation_steps", accumulation_steps, accumulation_steps in range(1, 2**31), "an int, 1 or more")
     is_share = selected_fraction is None or 0 < selected_fraction <= 1
     _check("selected_fraction", selected_fraction, is_share, "None, or a share in (0, 1]")
-    return DryRun(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction).estimate()
+    step = model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction
+    if target != "cpu":
+        from memkit.planning.card_run import CardRun
+        from memkit.planning.gpus import find_gpu
+
+        _check("shard", shard, shard is None, "None where target is a GPU")
+        return CardRun(*step, gpu=find_gpu(target)).estimate()
+    if shard is None:
+        return DryRun(*step).estimate()
+    from memkit.planning.shards import RankRun, Shard
+
+    _check("shard", shard, isinstance(shard, Shard), "None, or a Shard such as Shard('fsdp2', 8)")
+    return RankRun(*step, shard=shard).estimate()
 
 
 def _check(name: str, value: object, is_valid: bool, expected: str) -> None:  # noqa: FBT001

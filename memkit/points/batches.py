@@ -16,7 +16,7 @@ from memkit._errors import ConfigError, FileFormatError, InputError
 from memkit._units import parse_bytes
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
-from memkit.points.draw import random_bits
+from memkit.points.philox import Stream, draw_key, random_bits
 
 _VERSION = 1
 _CALL = "BudgetBatchSampler(sizes)"
@@ -161,7 +161,7 @@ class BudgetBatchSampler(Sampler[list[int]]):
 
     def _pack(self) -> list[list[int]]:
         """All ranks' batches of the epoch."""
-        bits = random_bits((self.seed, self.epoch))
+        bits = random_bits(draw_key((self.seed, self.epoch)), Stream.CELLS)
         order = bits.random_raw(len(self._sizes)).argsort(kind="stable")
         batches = _best_fit(self._sizes, list(self._budgets.values()), order)
         batches = [batches[each] for each in bits.random_raw(len(batches)).argsort(kind="stable").tolist()]

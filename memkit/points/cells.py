@@ -13,12 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from memkit._errors import InputError, InputTypeError, MemkitWarning
+from memkit.points.passes import Passes, grid_coords
 
 Points = ArrayLike | Tensor
 Lengths = float | Sequence[float]  # one for all axes, or one for each
 
 MOST_POINTS = 10**9  # of a scene: places fit an int32, and NumPy's hypergeometric draw goes no further
-_BLOCK = 1 << 15  # points at a time, so that what is computed on the way stays in the processor's cache
 _EXACT = 2**53  # whole numbers up to here are exact in float64
 
 
@@ -85,18 +85,14 @@ def grid_lengths(value: Lengths, num_axes: int, call: str, *, positive: bool) ->
     return np.broadcast_to(lengths, (num_axes,))
 
 
-def grid_coords(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Grid coordinates: floor((x - origin) / size) in float64, whole numbers. (N, A) to (A, N)."""
-    scaled = points.T.astype(np.float64)
-    with np.errstate(over="ignore"):  # infinity is refused as too many cells away
-        if origin.any():
-            scaled -= origin[:, None]
-        scaled /= size[:, None]  # no multiplication by 1 / size: it puts points on a border into the other cell
-    return np.floor(scaled, out=scaled)
-
-
 def group_coords(
-    points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64], call: str, *, first_row: int
+    points: NDArray[Any],
+    size: NDArray[np.float64],
+    origin: NDArray[np.float64],
+    passes: Passes,
+    call: str,
+    *,
+    first_row: int,
 ) -> Groups:
     """Group the points of one scene by the cell that they lie in; cells in the order of their grid coordinates.
 
@@ -104,8 +100,8 @@ def group_coords(
         InputError: A coordinate is NaN or infinite, or too many cells away from the origin to be told apart.
     """
     if not len(points):
-        return group_keys(np.zeros(0, np.int64), call)
-    sides = _sides(points)
+        return group_ids(np.zeros(0, np.int64), passes, call)
+    sides = passes.sides(points)
     if not np.isfinite(sides).all():
         row = int(np.flatnonzero(~np.isfinite(points).all(axis=1))[0])
         raise InputError(
@@ -128,21 +124,20 @@ def group_coords(
     _warn_coarse(points.dtype, sides, size, call)
     extent = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
     if math.prod(extent) > _EXACT:
-        return group_keys(_compact_keys(points, size, origin), call)
-    keys = np.empty(len(points), np.int64)
-    for start in range(0, len(points), _BLOCK):
-        coords = grid_coords(points[start : start + _BLOCK], size, origin)
-        coords -= low[:, None]
-        linear = coords[0]
-        for axis in range(1, len(extent)):
-            linear *= extent[axis]
-            linear += coords[axis]
-        keys[start : start + _BLOCK] = linear
-    return group_keys(keys, call)
+        return group_ids(_compact_keys(points, size, origin), passes, call)
+    keys = passes.number_cells(points, size, origin, low, np.array(extent))
+    return _group_keys(keys, passes, call)
 
 
-def group_keys(keys: NDArray[np.int64], call: str) -> Groups:
-    """Group points by integers; cells in ascending order."""
+def group_ids(ids: NDArray[np.int64], passes: Passes, call: str) -> Groups:
+    """Group points by any integers; cells in ascending order."""
+    if not len(ids):
+        return Groups(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    keys = ids.view(np.uint64) - np.uint64(int(ids.min()) % 2**64)  # of any two int64: it wraps to the right value
+    return _group_keys(keys.astype(np.uint32) if keys.max() < 2**32 else keys, passes, call)
+
+
+def _group_keys(keys: NDArray[Any], passes: Passes, call: str) -> Groups:
     if len(keys) > MOST_POINTS:
         raise InputError(
             call,
@@ -150,36 +145,8 @@ def group_keys(keys: NDArray[np.int64], call: str) -> Groups:
             expected=f"at most {MOST_POINTS}",
             fix="cut the scene, and give the parts as scenes of a batch with offsets=.",
         )
-    if not len(keys):
-        return Groups(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    distance = keys.view(np.uint64) - np.uint64(
-        int(keys.min()) % 2**64
-    )  # of any two int64: it wraps to the right value
-    if distance.max() < 2**32:
-        distance = distance.astype(np.uint32)
-    order = sort_order(distance)
-    ordered = distance.take(order)
-    starts = np.concatenate([[0], np.flatnonzero(ordered[1:] != ordered[:-1]) + 1])
-    return Groups(order.astype(np.int32), np.diff(starts, append=len(keys)), starts)
-
-
-def sort_order(keys: NDArray[Any]) -> NDArray[np.int64]:
-    """Stable order of unsigned integers. NumPy sorts 16 bits by radix: so does this, digit by digit."""
-    order = (keys & 0xFFFF).astype(np.uint16).argsort(kind="stable")
-    for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
-        digit = keys.take(order)
-        digit >>= shift
-        order = order.take(digit.astype(np.uint16).argsort(kind="stable"))
-    return order
-
-
-def _sides(points: NDArray[Any]) -> NDArray[Any]:
-    """The least and the greatest coordinate along each axis, (2, A); NaN where there is one."""
-    sides = []
-    for start in range(0, len(points), _BLOCK):
-        block = points[start : start + _BLOCK].T.copy()
-        sides += [block.min(axis=1), block.max(axis=1)]
-    return np.stack([np.min(sides[::2], axis=0), np.max(sides[1::2], axis=0)])
+    order, starts = passes.group(keys)
+    return Groups(order, np.diff(starts, append=len(keys)), starts)
 
 
 def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -3,22 +3,21 @@
 Which points is Algorithm S (Knuth, TAOCP 2, 3.4.2), for all cells at once: a point is kept with probability
 ``needed / left``, where ``left`` counts the points of its cell from it on, and ``needed`` how many of them are still to
 be kept. Every set of the wanted size is equally likely, and the size is always met. The decision is an integer one: a
-whole number below ``left``, drawn without bias (Lemire, 2019), is compared with ``needed``.
+whole number below ``left`` (Lemire, 2019) is compared with ``needed``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
-from memkit.points.cells import Groups, sort_order
+from memkit.points.cells import Groups
 from memkit.points.layout import BigCells, Layout
+from memkit.points.passes import Passes, Scratch, sort_order
+from memkit.points.philox import Key
 
 Rounding = Literal["nearest", "floor"]
 
@@ -30,9 +29,9 @@ class Workspace(threading.local):
 
     def __init__(self) -> None:
         self._bytes = np.empty((2, 0), np.uint8)
-        self.block = Block()
+        self.scratch = Scratch()
 
-    def rows(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    def bytes_of(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Two rows of bytes, not initialised."""
         if self._bytes.shape[1] < num_points:
             self._bytes = np.empty((2, num_points), np.uint8)
@@ -43,35 +42,8 @@ class Workspace(threading.local):
         return Workspace, ()  # nothing of it travels to another process
 
 
-class Block:
-    """What is computed on the way for some slots at a time, so few that it stays in the processor's cache."""
-
-    SIZE = 1 << 15
-
-    def __init__(self) -> None:
-        self.product, self.factor = np.empty((2, self.SIZE), np.int32)
-        self.left = np.empty(self.SIZE, np.uint16)
-        self.suspect = np.empty(self.SIZE, np.bool_)
-
-
-class _Key(ISeedSequence):
-    """Seeds a bit generator from a key of numbers in [0, 2^64), in a fraction of the time of NumPy's own."""
-
-    def __init__(self, key: tuple[int, ...]) -> None:
-        self._bytes = b"".join(number.to_bytes(8, "little") for number in key)
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        num_bytes = n_words * np.dtype(dtype).itemsize
-        return np.frombuffer(hashlib.blake2b(self._bytes, digest_size=num_bytes).digest(), dtype)
-
-
-def random_bits(key: tuple[int, ...]) -> np.random.SFC64:
-    """Random bits for a key of numbers in [0, 2^64). NumPy keeps them the same from version to version."""
-    return np.random.SFC64(_Key(key))  # type: ignore[arg-type] # NumPy's stub forgets its own protocol
-
-
 def kept_counts(
-    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.SFC64
+    counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.Philox
 ) -> NDArray[np.int64]:
     """How many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
@@ -83,22 +55,17 @@ def kept_counts(
     return np.maximum(kept, 1, out=kept).astype(np.int64)
 
 
-def choose(layout: Layout, kept: NDArray[np.int64], bits: np.random.SFC64, workspace: Workspace) -> NDArray[np.int64]:
-    """Choose points uniformly without replacement; their rows, ascending."""
-    needed = _pieces_kept(layout, kept, bits)
-    below, chosen = workspace.rows(len(layout.slots))
-    _draw_below(layout.left, bits, below, workspace.block)
-    chosen_flags = chosen.view(np.bool_)
-    for start, stop, num in layout.steps:
-        still = needed[:num]
-        np.less(below[start:stop], still, out=chosen_flags[start:stop])
-        np.subtract(still, chosen[start:stop], out=still)
-    by_point = torch.from_numpy(below)  # what was drawn is used up: its memory takes the result
-    torch.index_select(torch.from_numpy(chosen), 0, layout.slots, out=by_point)
-    return np.flatnonzero(below.view(np.bool_))
+def choose(
+    layout: Layout, needed: NDArray[np.uint8], num_kept: int, key: Key, passes: Passes, workspace: Workspace
+) -> NDArray[np.int64]:
+    """Choose points uniformly without replacement, so many of each piece; their rows, ascending."""
+    below, chosen = workspace.bytes_of(len(layout.slots))
+    passes.draw_below(layout.left, key, below, workspace.scratch)
+    passes.keep(below, needed, layout.bounds, chosen)
+    return passes.rows(chosen, layout.slots, below, num_kept)  # what was drawn is used up: its memory is free
 
 
-def choose_one(groups: Groups, bits: np.random.SFC64) -> NDArray[np.int64]:
+def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
     """Choose one point of each cell; their rows, ascending."""
     places = _uniform(bits, len(groups.counts))
     places *= groups.counts
@@ -108,7 +75,7 @@ def choose_one(groups: Groups, bits: np.random.SFC64) -> NDArray[np.int64]:
 
 
 def choose_weighted(
-    groups: Groups, kept: NDArray[np.int64], weights: NDArray[np.float64], bits: np.random.SFC64
+    groups: Groups, kept: NDArray[np.int64], weights: NDArray[np.float64], bits: np.random.Philox
 ) -> NDArray[np.int64]:
     """Choose points one after another, each time in proportion to the weights that are left; their rows, ascending.
 
@@ -128,35 +95,7 @@ def choose_weighted(
     return rows.astype(np.int64)
 
 
-def _draw_below(left: NDArray[np.uint8], bits: np.random.SFC64, below: NDArray[np.uint8], block: Block) -> None:
-    """For each slot a whole number in [0, left): the high half of ``left`` times 16 random bits.
-
-    With 2^16 divided among `left` numbers some would be more likely than others; where the low half of the product is
-    below ``2^16 % left`` the bits are drawn again, and what remains is the same for all.
-    """
-    suspects, low_halves = [np.zeros(0, np.int64)], [np.zeros(0, np.uint16)]
-    for start in range(0, len(left), block.SIZE):
-        here = left[start : start + block.SIZE]
-        num = len(here)
-        product, factor, wide = block.product[:num], block.factor[:num], block.left[:num]
-        drawn = _sixteen_bits(bits, num)
-        np.copyto(wide, here)
-        np.copyto(factor, wide)
-        np.copyto(product, drawn)
-        np.multiply(product, factor, out=product)
-        np.right_shift(product, 16, out=product)
-        np.copyto(below[start : start + num], product, casting="unsafe")
-        np.multiply(drawn, wide, out=drawn)  # modulo 2^16: the low half
-        suspect = np.flatnonzero(np.less(drawn, wide, out=block.suspect[:num]))  # 2^16 % left is below left
-        suspects.append(suspect + start)
-        low_halves.append(drawn[suspect])
-    again, low_half = np.concatenate(suspects), np.concatenate(low_halves)
-    while (again := again[low_half < 2**16 % left[again].astype(np.uint32)]).size:
-        products = _sixteen_bits(bits, again.size) * left[again].astype(np.uint32)
-        below[again], low_half = products >> 16, products.astype(np.uint16)
-
-
-def _uniform(bits: np.random.SFC64, num: int) -> NDArray[np.float64]:
+def _uniform(bits: np.random.Philox, num: int) -> NDArray[np.float64]:
     """Numbers in [0, 1), multiples of 2^-53."""
     drawn = bits.random_raw(num)
     drawn >>= 11
@@ -165,11 +104,7 @@ def _uniform(bits: np.random.SFC64, num: int) -> NDArray[np.float64]:
     return scaled
 
 
-def _sixteen_bits(bits: np.random.SFC64, num: int) -> NDArray[np.uint16]:
-    return bits.random_raw(-(-num // 4)).view(np.uint16)[:num]
-
-
-def _pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.SFC64) -> NDArray[np.uint8]:
+def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox) -> NDArray[np.uint8]:
     """How many points each piece keeps: all that its cell keeps, or a random share where the cell was cut."""
     pieces = kept.astype(np.uint8).take(layout.piece_cell)
     if len(layout.big.cells):
@@ -177,7 +112,7 @@ def _pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.SFC64)
     return pieces
 
 
-def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.SFC64) -> None:
+def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.Philox) -> None:
     """Halve the pieces of all cut cells again and again; the left half's share of a sample is hypergeometric."""
     rng = np.random.Generator(bits)
     first, stop = big.first, big.stop

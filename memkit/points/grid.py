@@ -17,18 +17,20 @@ from torch import Tensor
 
 from memkit._atomic import atomic_writer
 from memkit._errors import FileFormatError, InputError, InputTypeError
+from memkit.points import passes as in_numpy
+from memkit.points.backends import HostBackend, host_passes
 from memkit.points.cells import (
     Groups,
     Lengths,
     Points,
-    grid_coords,
     grid_lengths,
     group_coords,
-    group_keys,
+    group_ids,
     host_array,
     read_only,
 )
 from memkit.points.layout import Layout, lay_out
+from memkit.points.passes import Passes, grid_coords
 
 _VERSION = 1
 _FROM_COORDS = "GridIndex.from_coords(coords, grid_size)"
@@ -53,7 +55,7 @@ class Scene(NamedTuple):
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class GridIndex:
     """Which points lie in which cell. Immutable: its arrays are read-only.
 
@@ -92,7 +94,13 @@ class GridIndex:
 
     @classmethod
     def from_coords(
-        cls, coords: Points, grid_size: Lengths = 0.05, offsets: Points | None = None, *, origin: Lengths = 0.0
+        cls,
+        coords: Points,
+        grid_size: Lengths = 0.05,
+        offsets: Points | None = None,
+        *,
+        origin: Lengths = 0.0,
+        backend: HostBackend = "numpy",
     ) -> GridIndex:
         """Find the cell of each point: ``floor((coords - origin) / grid_size)``, in float64.
 
@@ -106,8 +114,10 @@ class GridIndex:
             grid_size: Side of a cell in the unit of the coordinates; one number, or one for each axis.
             offsets: (B,) ints, where the points of each scene of a batch end (cumulative, the last is N).
             origin: Corner of the cell (0, 0, ...); one number, or one for each axis.
+            backend: ``"numba"`` makes the same index faster, see `GridAwareSampler`.
 
         Raises:
+            ConfigError: ``backend`` is not installed.
             InputError: A coordinate is not finite (the row is named) or more than 2^53 cells away from the origin, or
                 shapes, sizes or offsets do not fit.
             InputTypeError: The coordinates are not real numbers.
@@ -128,20 +138,24 @@ class GridIndex:
         size = grid_lengths(grid_size, points.shape[1], "GridIndex.from_coords(grid_size=...)", positive=True)
         corner = grid_lengths(origin, points.shape[1], "GridIndex.from_coords(origin=...)", positive=False)
         ends = _scene_ends(offsets, len(points), _FROM_COORDS)
+        passes = host_passes(backend, _FROM_COORDS)
         groups, firsts = [], [points[:0]]
         for part, end in zip(_cut(points, ends), ends.tolist(), strict=True):
-            groups.append(group_coords(part, size, corner, _FROM_COORDS, first_row=end - len(part)))
+            groups.append(group_coords(part, size, corner, passes, _FROM_COORDS, first_row=end - len(part)))
             firsts.append(part[groups[-1].order[groups[-1].starts]])
         cells = grid_coords(np.concatenate(firsts), size, corner)
-        return _assemble(groups, cells.T.astype(np.int64, order="C"))
+        return _assemble(groups, cells.T.astype(np.int64, order="C"), passes)
 
     @classmethod
-    def from_cells(cls, cell_ids: Points, offsets: Points | None = None) -> GridIndex:
+    def from_cells(
+        cls, cell_ids: Points, offsets: Points | None = None, *, backend: HostBackend = "numpy"
+    ) -> GridIndex:
         """Take cells that are known already.
 
         Args:
             cell_ids: (N,) integers, any int64: not contiguous, negative.
             offsets: See `from_coords`. Equal ids in two scenes are two cells.
+            backend: See `from_coords`.
 
         Raises:
             InputError: Shapes or offsets do not fit.
@@ -149,11 +163,12 @@ class GridIndex:
         """
         ids = _integers(cell_ids, _FROM_CELLS, "cell_ids")
         ends = _scene_ends(offsets, len(ids), _FROM_CELLS)
+        passes = host_passes(backend, _FROM_CELLS)
         groups, cells = [], [ids[:0]]
         for part in _cut(ids, ends):
-            groups.append(group_keys(part, _FROM_CELLS))
+            groups.append(group_ids(part, passes, _FROM_CELLS))
             cells.append(part[groups[-1].order[groups[-1].starts]])
-        return _assemble(groups, np.concatenate(cells))
+        return _assemble(groups, np.concatenate(cells), passes)
 
     @property
     def num_points(self) -> int:
@@ -208,7 +223,7 @@ class GridIndex:
         return _assemble, ([scene.groups for scene in self.scenes], self.cells)
 
 
-def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64]) -> GridIndex:
+def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64], passes: Passes = in_numpy) -> GridIndex:
     offsets = np.cumsum([0, *(len(each.order) for each in groups)])
     cell_offsets = np.cumsum([0, *(len(each.counts) for each in groups)])
     counts = np.concatenate([np.zeros(0, np.int64), *(each.counts for each in groups)])
@@ -217,7 +232,7 @@ def _assemble(groups: Sequence[Groups], cells: NDArray[np.int64]) -> GridIndex:
     for each, point, (cell, last) in zip(groups, offsets.tolist(), pairwise(cell_offsets.tolist()), strict=False):
         shared = each._replace(counts=counts[cell:last])
         read_only(*shared)
-        scenes.append(Scene(shared, lay_out(shared), point, cell))
+        scenes.append(Scene(shared, lay_out(shared, passes), point, cell))
     return GridIndex(cells, counts, offsets[1:], cell_offsets[1:], tuple(scenes))
 
 

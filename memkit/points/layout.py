@@ -11,11 +11,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from memkit.points.cells import Groups, read_only
+from memkit.points.passes import Passes
 
 MOST = 255  # points of a piece
 
@@ -26,22 +25,21 @@ class Layout(NamedTuple):
     Attributes:
         slots: (N,) int32, the slot of each point.
         left: (N,) uint8, for each slot: how many points its piece has from there on.
-        steps: For each step: its first slot, the slot after its last, and how many pieces take part.
+        bounds: (T + 1,) int64, where each step begins, and where the last one ends.
         piece_cell: (P,) int64, the cell of each piece, in descending size of pieces.
         big: Which cells were cut, in terms of `BigCells`.
     """
 
-    slots: Tensor
+    slots: NDArray[np.int32]
     left: NDArray[np.uint8]
-    steps: list[tuple[int, int, int]]
+    bounds: NDArray[np.int64]
     piece_cell: NDArray[np.int64]
     big: BigCells
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        arrays = (self.left, self.piece_cell, *self.big)
-        return self.slots.nbytes + sum(each.nbytes for each in arrays)
+        return sum(each.nbytes for each in (self.slots, self.left, self.bounds, self.piece_cell, *self.big))
 
 
 class BigCells(NamedTuple):
@@ -62,9 +60,9 @@ class BigCells(NamedTuple):
     rank: NDArray[np.int64]
 
 
-def lay_out(groups: Groups) -> Layout:
+def lay_out(groups: Groups, passes: Passes) -> Layout:
     """Lay out a scene; 5 bytes for each point and 8 for each cell."""
-    num_points, counts = len(groups.order), groups.counts
+    counts = groups.counts
     num_pieces = -(-counts // MOST)
     piece_cell = np.repeat(np.arange(len(counts)), num_pieces)
     first = np.cumsum(num_pieces) - num_pieces
@@ -78,24 +76,19 @@ def lay_out(groups: Groups) -> Layout:
     longest = int(sizes.max(initial=0))
     taking_part = len(sizes) - np.cumsum(np.bincount(sizes, minlength=longest + 1)[:longest])
     bounds = np.concatenate([[0], np.cumsum(taking_part)])
-    steps = [(start, stop, stop - start) for start, stop in pairwise(bounds.tolist())]
 
-    position = np.arange(num_points, dtype=np.int32)
-    position -= np.repeat((np.cumsum(sizes) - sizes).astype(np.int32), sizes)
-    slots = np.empty(num_points, np.int32)
-    slots[groups.order] = bounds.astype(np.int32).take(position) + np.repeat(rank.astype(np.int32), sizes)
-    left = np.empty(num_points, np.uint8)
+    left = np.empty(len(groups.order), np.uint8)
     ordered = sizes.take(by_size).astype(np.uint8)
-    for done, (start, stop, num) in enumerate(steps):
-        np.subtract(ordered[:num], done, out=left[start:stop])
+    for done, (start, stop) in enumerate(pairwise(bounds.tolist())):
+        np.subtract(ordered[: stop - start], done, out=left[start:stop])
     layout = Layout(
-        slots=torch.from_numpy(slots),  # a tensor for torch's gather, which is the faster one; not handed out
+        slots=passes.find_slots(groups.order, sizes, rank, bounds),
         left=left,
-        steps=steps,
+        bounds=bounds,
         piece_cell=piece_cell.take(by_size),
         big=_big_cells(num_pieces, sizes, rank),
     )
-    read_only(layout.left, layout.piece_cell, *layout.big)
+    read_only(layout.left, layout.bounds, layout.piece_cell, *layout.big)
     return layout
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from memkit.points.cells import Groups
-from memkit.points.draw import choose_one, random_bits
+from memkit.points.device import brought
+from memkit.points.draw import choose_one
 from memkit.points.grid import GridIndex
+from memkit.points.philox import Stream, draw_key, random_bits
 from memkit.points.sample import GridSample
 from memkit.points.sampler import GridAwareSampler
 
@@ -26,14 +27,14 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
         sample: The sample.
 
     Returns:
-        Rows of the index's points, (C,) int64, ascending.
+        Rows of the index's points, (C,) int64, ascending, on the sample's device.
 
     Memory cost: 10 bytes for each point of a scene on the way. Time cost: 5 ms for a million points, a fifth of what
     an index of the sample's points takes.
     """
     state = sampler.state_dict()
     is_kept = np.zeros(index.num_points, np.bool_)
-    is_kept[sample.indices.numpy()] = True
+    is_kept[sample.indices.cpu().numpy()] = True
     counts = sample.counts.numpy()
     chosen = [np.zeros(0, np.int64)]
     for place, scene in enumerate(index.scenes):
@@ -42,6 +43,6 @@ def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSampl
         kept = order.take(np.flatnonzero(own.take(order)))  # still cell by cell
         kept_counts = counts[scene.first_cell : scene.first_cell + len(scene.groups.counts)]
         groups = Groups(kept, kept_counts, np.cumsum(kept_counts) - kept_counts)
-        bits = random_bits((_WITHIN, state["seed"], state["num_draws"], place))
-        chosen.append(choose_one(groups, bits) + scene.first_point)
-    return torch.from_numpy(np.concatenate(chosen))
+        key = draw_key((_WITHIN, state["seed"], state["num_draws"], place))
+        chosen.append(choose_one(groups, random_bits(key, Stream.CELLS)) + scene.first_point)
+    return brought(np.concatenate(chosen), sample.device)

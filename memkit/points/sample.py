@@ -16,7 +16,7 @@ Scenario = Literal["dense", "half", "single"]
 @final
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GridSample:
-    """Points that a sampler kept. All tensors are on the CPU.
+    """Points that a sampler kept. Its tensors are on the CPU, `indices` on the sampler's device.
 
     Attributes:
         scenario: ``"dense"`` (every point), ``"half"`` (a share of each cell) or ``"single"`` (one point of each cell).
@@ -25,6 +25,7 @@ class GridSample:
         cell_sizes: (C,) int64, points that there were in each cell; the index's own read-only array.
         num_points: Points that there were.
         chosen: `indices`; None where every point is kept.
+        device: Where `indices` are.
 
     Example:
         >>> import torch
@@ -43,11 +44,12 @@ class GridSample:
     cell_sizes: NDArray[np.int64]
     num_points: int
     chosen: Tensor | None
+    device: torch.device
 
     @property
     def indices(self) -> Tensor:
         """Rows of the points that were kept: (K,) int64, ascending. Made anew at each access where all were kept."""
-        return torch.arange(self.num_points) if self.chosen is None else self.chosen
+        return torch.arange(self.num_points, device=self.device) if self.chosen is None else self.chosen
 
     @property
     def ratios(self) -> Tensor:

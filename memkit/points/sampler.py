@@ -10,12 +10,15 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from memkit._errors import ConfigError, FileFormatError, InputError
 from memkit._units import MIB, parse_bytes
+from memkit.points.backends import Backend, HostBackend, host_passes, resolved
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array
+from memkit.points.device import DeviceDraws, brought
 from memkit.points.draw import (
     Rounding,
     Workspace,
@@ -23,16 +26,17 @@ from memkit.points.draw import (
     choose_one,
     choose_weighted,
     kept_counts,
-    random_bits,
+    pieces_kept,
 )
-from memkit.points.grid import GridIndex, Scene
+from memkit.points.grid import GridIndex
+from memkit.points.philox import Key, Stream, draw_key, random_bits
 from memkit.points.sample import GridSample, Scenario
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _VERSION = 1
-_ALGO_VERSION = 1  # raise it whenever the same key would give another sample
+_ALGO_VERSION = 2  # raise it whenever the same key would give another sample
 _CODES: dict[Scenario, int] = {"dense": 0, "half": 1, "single": 2}
 _FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never meet
 
@@ -44,8 +48,8 @@ class GridAwareSampler:
     Each cell draws its own ratio, keeps that share of its points, at least one, and every set of so many points is
     equally likely. Each call is a new draw: its random numbers belong to the seed, the number of the call, the scene's
     place in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the same
-    samples bit for bit, on every machine. (Cells above 255 points use NumPy's hypergeometric draw, and weights its
-    logarithm, which may differ in another version or on another machine.)
+    samples bit for bit, with every back end, on every machine. (Cells above 255 points use NumPy's hypergeometric draw,
+    and weights its logarithm, which may differ in another version or on another machine.)
 
     In a worker of a DataLoader the worker's own seed takes part, so that workers, and epochs, draw differently; it
     follows from torch's seed. The count of calls stays in the worker. To resume in the middle of an epoch give a
@@ -56,12 +60,18 @@ class GridAwareSampler:
         seed: In [0, 2^63).
         rounding: ``"nearest"``, or ``"floor"``, which keeps half a point less of each cell on average.
         cache_bytes: What the indexes of `index` may take together.
+        backend: What makes the passes over the points; the samples are the same. ``"auto"``: NumPy on the CPU, Triton's
+            kernels on CUDA where Triton is installed, else torch's operators. ``"numba"``, on the CPU, compiles for
+            some seconds when it is first used; ``"torch"`` and ``"triton"`` may be asked for too.
+        device: Where samples are made, and their ``indices`` stay. What belongs to cells is drawn on the host, which
+            therefore knows how many points are kept, and never waits for an accelerator. An index holds 5 bytes for
+            each point there, from its first draw on, as long as it lives.
 
     Memory cost: 2 bytes for each point of the largest scene are kept for the next draw, for each thread; a draw's own
     arrays take 8 bytes for each kept point and 40 for each cell.
 
     Raises:
-        ConfigError: A setting is out of its range.
+        ConfigError: A setting is out of its range, or the back end does not run there, or is not installed.
 
     Example:
         >>> import torch
@@ -86,6 +96,8 @@ class GridAwareSampler:
         seed: int = 0,
         rounding: Rounding = "nearest",
         cache_bytes: int | str = 256 * MIB,
+        backend: Backend = "auto",
+        device: torch.device | str = "cpu",
     ) -> None:
         low, high = (ratio, ratio) if isinstance(ratio, int | float) else ratio
         if not 0 < low <= high <= 1:
@@ -110,10 +122,18 @@ class GridAwareSampler:
         self.seed = int(seed)
         self.rounding: Rounding = rounding
         self.cache = IndexCache(parse_bytes(cache_bytes, name="cache_bytes"))
+        self.device = torch.device(device)
+        call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
+        self.backend: Backend = resolved(backend, self.device, call)
+        self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
+        self._draws = (
+            DeviceDraws(self.device, with_triton=self.backend == "triton")
+            if self.backend in ("torch", "triton")
+            else _HostDraws(self._host_backend, call)
+        )
         self._num_draws = 0
         self._num_waiting = 0  # of these, drawn ahead and not handed out yet
         self._lock = ProcessLock()
-        self._workspace = Workspace()
 
     def sample_half_density(
         self, index: GridIndex, generator: torch.Generator | None = None, weights: Points | None = None
@@ -223,7 +243,8 @@ class GridAwareSampler:
         ends = None if offsets is None else fingerprint(host_array(offsets, call, "offsets"))
         lengths = tuple(tuple(np.ravel(each).tolist()) for each in (grid_size, origin))
         return self.cache.get(
-            (content, ends, lengths), lambda: GridIndex.from_coords(array, grid_size, offsets, origin=origin)
+            (content, ends, lengths),
+            lambda: GridIndex.from_coords(array, grid_size, offsets, origin=origin, backend=self._host_backend),
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -268,41 +289,62 @@ class GridAwareSampler:
         self, index: GridIndex, scenario: Scenario, key: tuple[int, ...], weights: Points | None = None
     ) -> GridSample:
         if scenario == "dense":
-            return _sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
+            return self._sample_of(index, scenario, index.counts.copy(), index.offsets.copy(), None)
         checked = None if weights is None else _checked_weights(weights, index.num_points)
         drawn, kept = [], []
         for place, scene in enumerate(index.scenes):
-            rows, counts = self._draw(scene, scenario, random_bits((*key, place, _CODES[scenario])), checked)
+            rows, counts = self._draw(index, place, scenario, draw_key((*key, place, _CODES[scenario])), checked)
             if scene.first_point:
                 rows += scene.first_point
             drawn.append(rows)
             kept.append(counts)
         ends = np.cumsum([len(rows) for rows in drawn], dtype=np.int64)
-        return _sample_of(index, scenario, _joined(kept), ends, _joined(drawn))
+        chosen = drawn[0] if len(drawn) == 1 else torch.cat([torch.arange(0, device=self.device), *drawn])
+        return self._sample_of(index, scenario, _joined(kept), ends, chosen)
 
     def _draw(
-        self, scene: Scene, scenario: Literal["half", "single"], bits: np.random.SFC64, weights: Floats | None
-    ) -> tuple[Ints, Ints]:
-        """Rows of the scene that are kept, and how many of each cell."""
+        self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key, weights: Floats | None
+    ) -> tuple[Tensor, Ints]:
+        """Rows of a scene that are kept, on the device, and how many of each cell."""
+        scene, bits = index.scenes[place], random_bits(key, Stream.CELLS)
         groups = scene.groups
         if scenario == "single":
-            return choose_one(groups, bits), np.ones(len(groups.counts), np.int64)
+            return brought(choose_one(groups, bits), self.device), np.ones(len(groups.counts), np.int64)
         kept = kept_counts(groups.counts, self.ratio, self.rounding, bits)
         if weights is None:
-            return choose(scene.layout, kept, bits, self._workspace), kept
+            needed = pieces_kept(scene.layout, kept, bits)
+            return self._draws.choose(index, place, needed, int(kept.sum()), key), kept
         own = weights[scene.first_point : scene.first_point + len(groups.order)]
-        return choose_weighted(groups, kept, own, bits), kept
+        return brought(choose_weighted(groups, kept, own, bits), self.device), kept
+
+    def _sample_of(
+        self, index: GridIndex, scenario: Scenario, counts: Ints, ends: Ints, chosen: Tensor | None
+    ) -> GridSample:
+        return GridSample(
+            scenario=scenario,
+            counts=torch.from_numpy(counts),
+            offsets=torch.from_numpy(ends),
+            cell_sizes=index.counts,
+            num_points=index.num_points,
+            chosen=chosen,
+            device=self.device,
+        )
 
 
-def _sample_of(index: GridIndex, scenario: Scenario, counts: Ints, ends: Ints, rows: Ints | None) -> GridSample:
-    return GridSample(
-        scenario=scenario,
-        counts=torch.from_numpy(counts),
-        offsets=torch.from_numpy(ends),
-        cell_sizes=index.counts,
-        num_points=index.num_points,
-        chosen=None if rows is None else torch.from_numpy(rows),
-    )
+class _HostDraws:
+    """Draws in the host's memory; the counterpart of `DeviceDraws`."""
+
+    def __init__(self, backend: HostBackend, call: str) -> None:
+        self._backend = backend
+        self._passes = host_passes(backend, call)
+        self._workspace = Workspace()
+
+    def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
+        layout = index.scenes[place].layout
+        return torch.from_numpy(choose(layout, needed, num_kept, key, self._passes, self._workspace))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HostDraws, (self._backend, "GridAwareSampler")  # a module does not travel
 
 
 def _joined(parts: list[Ints]) -> Ints:

@@ -81,6 +81,7 @@ def series() -> tuple[Tensor, Tensor]:
 
 
 STEPS["lstm"] = from_zoo(lambda: zoo.Recurrent(nn.LSTM), series, regress)
+STEPS["lstm_bfloat16"] = from_zoo(lambda: zoo.Recurrent(nn.LSTM), series, regress, precision="bf16-mixed")
 STEPS["gru"] = from_zoo(lambda: zoo.Recurrent(nn.GRU), series, regress)
 STEPS["rnn"] = from_zoo(lambda: zoo.Recurrent(nn.RNN), series, regress)
 

@@ -11,16 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._recorder import Recorder
-from memkit._recording import Recording
-from memkit._workspace import WorkspaceRecorder
-from memkit.planning.dryrun import DryRun, StepRecorder, summarise
+from memkit.planning.dryrun import StepRecorder
 from memkit.planning.predict import estimate_memory_usage
 from tests.allocations import trace_allocations
 from tests.planning.steps import STEPS, Step, classify, labels
+from tests.planning.truth import NUMBERS, assert_equals_the_real_step, dry_run, real_step
 
-# Python numbers that C++ wraps in tensors, inside of operators and for the backward.
-NUMBERS = 64
 # A view that was written in place: its backward frees two blocks of the same size in another order.
 OTHER_ORDER = {"unet3d", "unet3d_bfloat16"}
 
@@ -30,74 +26,9 @@ def build(name: str) -> Step:
     return STEPS[name]()
 
 
-def dry_run(step: Step) -> DryRun:
-    selected_fraction = None
-    return DryRun(
-        step.model, step.batch, step.loss_fn, step.optimizer, step.precision, step.accumulation_steps, selected_fraction
-    )
-
-
-def real_step(step: Step):
-    """The plain loop that the estimate is about, after its first step."""
-    named = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "nadam": torch.optim.NAdam,
-             "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax}  # fmt: skip
-    optimizer = step.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = named.get(optimizer, optimizer)(step.model.parameters())
-
-    def run():
-        for _ in range(step.accumulation_steps):
-            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision is not None):
-                loss = step.loss_fn(step.model, step.batch)
-            if isinstance(loss, tuple):
-                loss = loss[0] / loss[1]
-            if step.accumulation_steps > 1:
-                loss = loss / step.accumulation_steps
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    run()
-    return run
-
-
-def levels(recording: Recording) -> list[int]:
-    """Live bytes at each turning point: what dies together (autocast's copies) may die in any order."""
-    timeline = recording.timeline()
-    turns = np.flatnonzero(np.sign(recording.event_bytes[1:]) != np.sign(recording.event_bytes[:-1]))
-    return [*timeline[turns].tolist(), recording.live_bytes()]
-
-
-class Truth(WorkspaceRecorder):
-    """A real step with all that the allocator did, and what it starts with."""
-
-    hold = StepRecorder.hold
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_equals_the_real_step(name):
-    step = build(name)
-    run = real_step(step)
-    with Truth() as truth:
-        truth.hold(step.model, step.batch)
-        run()
-    real = Recorder.recording(truth)
-
-    step = build(name)
-    recorder, guesses = dry_run(step).record()
-    fake = recorder.recording()
-    if name not in OTHER_ORDER:
-        assert fake.peak_by("module") == real.peak_by("module")
-        if step.accumulation_steps <= 2:
-            assert levels(fake) == levels(real)
-    assert fake.peak_bytes() == real.peak_bytes()
-    assert fake.peak_by("category") == real.peak_by("category")
-
-    estimate = summarise(recorder, guesses)
-    assert estimate.guesses == ()
-    low, high = estimate.peak_interval
-    assert low == real.peak_bytes()
-    assert low <= truth.recording().peak_bytes() <= high + NUMBERS
+    assert_equals_the_real_step(functools.partial(build, name), is_other_order=name in OTHER_ORDER)
 
 
 @pytest.mark.slow  # the profiler prints; the test above reads the same events by another way

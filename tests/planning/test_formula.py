@@ -151,8 +151,8 @@ def test_fits_and_headroom():
     assert estimate.headroom_bytes(total - 1) == -1
     assert estimate.headroom_bytes("24GB") == 24 * 10**9 - total
     assert replace(estimate, context_bytes=0).headroom_bytes(total) == estimate.context_bytes
-    with pytest.raises(InputError, match=re.escape("capacity='RTX 4090'")):
-        estimate.fits("RTX 4090")
+    with pytest.raises(InputError, match=re.escape("capacity='RTX 4091'")):
+        estimate.fits("RTX 4091")
     with pytest.raises(InputTypeError, match=re.escape("capacity=24.0")):
         estimate.fits(24.0)
 

@@ -55,6 +55,9 @@ CALLS = {
     "conv2d, large kernel": conv(2, 3, 8, 7, length=32),
     "conv2d, depthwise": conv(2, 24, 24, 3, groups=24),
     "conv2d, groups": conv(2, 24, 48, 3, groups=3),
+    "conv2d, depthwise, large kernel, channels last": lambda: nn.Conv2d(16, 16, 7, groups=16)(
+        randn(2, 16, 12, 12).to(memory_format=torch.channels_last)
+    ),
     "conv2d, dilated": conv(2, 4, 8, 3, dilation=2, batch=1),
     "conv2d, strided": conv(2, 20, 40, 3, stride=2),
     "conv3d": conv(3, 4, 8, 3),
@@ -120,16 +123,17 @@ def test_a_bound_of_zero_says_that_a_kernel_hides_nothing():
     assert workspace_bound(aten.mul.Tensor, (x, y > 0), x) == 4 * 100 * 100  # the truths become numbers first
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "sizes", [(12, 4, 8, 16), (50, 32, 64, 128), (12, 4, 40, 16), (12, 4, 100, 256), (7, 8, 256, 64), (5, 3, 65, 65)]
 )
-def test_what_a_recurrent_layer_keeps_for_the_backward(sizes):
+def test_what_a_recurrent_layer_keeps_for_the_backward(sizes, dtype):
     num_steps, num_rows, width_in, width = sizes
 
     def kept():
-        layer = nn.LSTM(width_in, width)
-        x = torch.randn(num_steps, num_rows, width_in)
-        state = torch.zeros(num_rows, width)
+        layer = nn.LSTM(width_in, width, dtype=dtype)
+        x = torch.randn(num_steps, num_rows, width_in, dtype=dtype)
+        state = torch.zeros(num_rows, width, dtype=dtype)
         arguments = (x, *layer._flat_weights, state, state, False, [], 2, width, 1, True, False, False, True)
         return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)[3].untyped_storage().nbytes()
 
@@ -147,6 +151,23 @@ RESULTS = {
                      F.soft_margin_loss, F.binary_cross_entropy_with_logits)
         for reduction in ("none", "mean", "sum")
     },
+    **{
+        f"grouped product, {name}, {dtype}": functools.partial(
+            lambda x, y, offsets, dtype: torch.ops.aten._grouped_mm(
+                torch.randn(x, dtype=dtype), torch.randn(y, dtype=dtype).mT, offsets and torch.tensor(offsets).int()
+            ),
+            x, y, offsets, dtype,
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, (x, y, offsets) in {
+            "rows": ((20, 64), (3, 90, 64), [5, 5, 20]),
+            "both": ((4, 9, 64), (4, 90, 64), None),
+            "depth": ((40, 32), (64, 32), [8, 8, 32]),
+        }.items()
+    },
+    "ctc": lambda: torch.ops.aten._ctc_loss(
+        torch.randn(9, 2, 6), torch.ones(2, 7).long(), torch.tensor([9, 8]), torch.tensor([4, 7])
+    ),
     "embedding bag": lambda: torch.ops.aten._embedding_bag(
         torch.randn(9, 4), torch.arange(9), torch.arange(0, 9, 3), False, 1
     ),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from scipy.stats import chi2, kstest
 
-from memkit.points.draw import Block, _draw_below
 from memkit.points.grid import GridIndex
+from memkit.points.passes import Scratch, scale_bits
 from memkit.points.sampler import GridAwareSampler
 
 LEAST_P = 1e-5
@@ -191,26 +191,31 @@ def test_points_without_weight_come_last_and_in_random_order():
 
 
 class EveryWord:
-    """A source of random bits that gives each 16-bit number once, and then only the largest."""
+    """A source of random bits that gives each 16-bit number once, and where asked again only the largest number."""
 
     def __init__(self):
         self.rest = np.random.default_rng(0).permutation(2**16).astype(np.uint16)
 
-    def random_raw(self, num):
+    def random_raw(self, num=None):
+        if num is None:
+            return 2**64 - 1
         words, self.rest = self.rest[: 4 * num], self.rest[4 * num :]
-        return np.append(words, np.full(4 * num - len(words), 2**16 - 1, np.uint16)).view(np.uint64)
+        return words.view(np.uint64)
+
+    def advance(self, gap):
+        return self
 
 
-def test_numbers_below_left_are_exactly_equally_likely():
-    """Each is made of equally many of the 2^16 numbers. The others are drawn again: here they become ``left - 1``."""
-    block, below = Block(), np.empty(2**16, np.uint8)
+def test_numbers_below_left_are_equally_likely():
+    """Each is made of equally many of the 2^16 numbers. The others ask again: here they become ``left - 1``."""
+    below, scratch = np.empty(2**16, np.uint8), Scratch()
     num_unequal = 0
     for left in range(1, 256):
-        _draw_below(np.full(2**16, left, np.uint8), EveryWord(), below, block)
+        scale_bits(np.full(2**16, left, np.uint8), EveryWord(), EveryWord(), below, scratch)
         observed = np.bincount(below, minlength=left)
         assert len(observed) == left
         assert (observed[:-1] == 2**16 // left).all()
-        scaled = np.bincount((np.arange(2**16) * left) >> 16)  # without drawing again
+        scaled = np.bincount((np.arange(2**16) * left) >> 16)  # without asking again
         num_unequal += len(set(scaled.tolist())) > 1
     assert num_unequal == 255 - 8  # all that are no power of 2
 

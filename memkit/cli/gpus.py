@@ -1,0 +1,78 @@
+"""`memkit gpus`: the table of cards, one card in full, the cards that hold a size, and a measurement of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from memkit._units import GIB, parse_bytes
+from memkit.planning.gpus import GPU, all_gpus, find_gpu, write_gpus
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("gpus", help="show what torch can use of each card")
+    parser.add_argument("name", nargs="?", help='a card such as "RTX 4090", or cuda; without it, the table of all')
+    parser.add_argument("--need", metavar="SIZE", help="only cards that hold so much, smallest first, as in 14GiB")
+    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure the card NAME (cuda) and write it to this file")
+    parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate is not None:
+        from memkit.planning.calibration import calibrate_gpu  # imports torch
+
+        gpu = calibrate_gpu(arguments.name or "cuda")
+        write_gpus(arguments.calibrate, [gpu])
+        _show_one(gpu, as_json=arguments.json)
+        return 0
+    if arguments.name is not None:
+        if arguments.need is not None:
+            arguments.parser.error("--need looks at all cards: leave the name out")
+        _show_one(find_gpu(arguments.name, calibrated=arguments.calibrated), as_json=arguments.json)
+        return 0
+    gpus = list(all_gpus(arguments.calibrated))
+    if arguments.need is not None:
+        need_bytes = parse_bytes(arguments.need, name="--need")
+        gpus = sorted((gpu for gpu in gpus if gpu.usable_bytes >= need_bytes), key=lambda gpu: gpu.usable_bytes)
+    if not gpus:
+        print(f"memkit: no card of the table holds {arguments.need}", file=sys.stderr)
+    _show_table(gpus, as_json=arguments.json)
+    return 0 if gpus else 1
+
+
+def _show_one(gpu: GPU, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_record(gpu), indent=2))
+        return
+    (lowest, highest), (least, most) = gpu.total_interval, gpu.context_interval
+    lines = {
+        "name": gpu.name,
+        "vendor": f"{gpu.vendor}, architecture {gpu.architecture}",
+        "on the box": f"{gpu.box_bytes / GIB:.0f} GiB",
+        "torch sees": f"{lowest / GIB:.2f} to {highest / GIB:.2f} GiB",
+        "driver and libraries": f"{least / GIB:.2f} to {most / GIB:.2f} GiB",
+        "usable": f"{gpu.usable_bytes / GIB:.2f} GiB",
+        "confidence": gpu.confidence,
+        "source": f"{gpu.source} ({gpu.date})",
+    }
+    for name, text in lines.items():
+        print(f"{name:<21} {text}")
+
+
+def _show_table(gpus: list[GPU], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_record(gpu) for gpu in gpus], indent=2))
+        return
+    print(f"{'card (sizes in GiB)':<24} {'box':>5} {'torch sees':>10} {'context':>7} {'usable':>7}  confidence")
+    for gpu in gpus:
+        sizes = (gpu.total_bytes / GIB, gpu.context_bytes / GIB, gpu.usable_bytes / GIB)
+        total, context, usable = (f"{size:.2f}" for size in sizes)
+        print(f"{gpu.name:<24} {gpu.box_bytes / GIB:>5.0f} {total:>10} {context:>7} {usable:>7}  {gpu.confidence}")
+
+
+def _record(gpu: GPU) -> dict[str, object]:
+    return {**gpu.as_dict(), "usable": gpu.usable_bytes}

@@ -1,0 +1,143 @@
+"""The memory of a virtual card: every storage of its tensors as a block of the allocator model, from birth to death."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._C import _current_graph_task_id as current_backward
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+from memkit.planning.allocator import CachingAllocator
+from memkit.planning.allocator_blocks import Block
+from memkit.planning.cuda_workspace import MULTIPLYING, inside
+from memkit.planning.dryrun import StepRecorder
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.gpus import GPU
+
+_NO_BACKWARD = -1
+# What a card whose workspace is not known is taken to have: the default before compute capability 9.
+_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+class CardMemory:
+    """Feeds an allocator with what the tensors on one card do.
+
+    Attributes:
+        allocator: The model of the card's allocator.
+        workspace_bytes: What the libraries' handles hold.
+        timeline: Allocated bytes after each block that was taken or given back.
+    """
+
+    def __init__(self, gpu: GPU, allocator: CachingAllocator) -> None:
+        self.allocator = allocator
+        self.workspace_bytes = 0
+        self.timeline: list[int] = []
+        self._gpu = gpu
+        self._workspace_size = gpu.cublas_workspace_bytes or _WORKSPACE_BYTES
+        self._handles: set[bool] = set()
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Take a block for a storage, until it dies."""
+        if id(storage) not in self._blocks and storage.nbytes():
+            self._watch(storage, self._take(storage.nbytes()))
+
+    def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Let a storage have the block of another one, whose `id` is ``key``."""
+        if key in self._blocks:
+            self._watch(storage, self._blocks.pop(key)[1])
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take a block of a storage's new size and give its old one back."""
+        old = self._blocks.pop(id(storage), None)
+        self.hold(storage)
+        if old is not None:
+            self._give_back(old[1])
+
+    def run_inside(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Take and give back what an operator's kernels take inside."""
+        if func in MULTIPLYING:
+            self._take_handle()
+        blocks = [self._take(num_bytes) for num_bytes in inside(func, args, out) if num_bytes]
+        for block in blocks:
+            self._give_back(block)
+
+    def complete(self, estimate: MemoryEstimate) -> MemoryEstimate:
+        """What was seen of tensors, with what only the allocator knows: rounding, workspaces, reserve."""
+        unseen_bytes = self.allocator.peak_allocated_bytes - estimate.peak_bytes
+        return replace(
+            estimate,
+            other_bytes=estimate.other_bytes + unseen_bytes,
+            reserved_bytes=self.allocator.peak_reserved_bytes,
+            context_bytes=self._gpu.context_bytes,
+        )
+
+    def _take_handle(self) -> None:
+        """CuBLAS keeps a workspace for each handle; the thread that autograd runs in has a handle of its own."""
+        is_backward = current_backward() != _NO_BACKWARD
+        if is_backward not in self._handles:
+            self._handles.add(is_backward)
+            self.workspace_bytes += self._take(self._workspace_size).num_bytes
+
+    def _watch(self, storage: torch.UntypedStorage, block: Block) -> None:
+        key = id(storage)
+        self._blocks[key] = weakref.ref(storage, lambda _: self._died(key)), block
+
+    def _died(self, key: int) -> None:
+        self._give_back(self._blocks.pop(key)[1])
+
+    def _take(self, num_bytes: int) -> Block:
+        block = self.allocator.allocate(num_bytes)
+        self.timeline.append(self.allocator.allocated_bytes)
+        return block
+
+    def _give_back(self, block: Block) -> None:
+        self.allocator.free(block)
+        self.timeline.append(self.allocator.allocated_bytes)
+
+
+class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Records a step and lets the card's memory follow it."""
+
+    def __init__(self, memory: CardMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, then what it takes inside."""
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if is_on_card(out) or is_on_card(args):
+            self._memory.run_inside(func, args, out)
+        return out
+
+    def _bound(self, *_: Any) -> int:
+        return 0  # what kernels take inside is in the allocator
+
+    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
+        if tensor.device.type != "cuda":
+            return None
+        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass_type(type(tensor)):
+            storage = tensor.untyped_storage()
+            block = self._blocks.get(id(storage))
+            if block is None:
+                self._memory.hold(storage)  # first of all: what does not fit was never there
+            elif storage.nbytes() != self._bytes[block.number]:
+                self._memory.resize(storage)
+        return super()._note(tensor, operator)
+
+    def _reuse(self, block: Any, out: torch.Tensor) -> None:
+        self._memory.pass_on(block.key, out.untyped_storage())
+        super()._reuse(block, out)
+
+
+def is_on_card(value: Any) -> bool:
+    """Whether a tensor, or the first of several, is on the card."""
+    if isinstance(value, (tuple, list)):
+        return any(is_on_card(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"

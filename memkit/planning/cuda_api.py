@@ -1,0 +1,212 @@
+"""What `torch.cuda` answers about a card that is not there, as long as a virtual card is on stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import cuda
+
+from memkit.planning.allocator import CachingAllocator
+from memkit.planning.gpus import GPU
+from memkit.planning.virtual_card import CARD, patched
+
+
+@contextmanager
+def cuda_answers(gpu: GPU, allocator: CachingAllocator) -> Iterator[None]:
+    """Let `torch.cuda` and `torch.accelerator` speak of this card and this allocator."""
+    with ExitStack() as stack:
+        for name, answer in _answers(gpu, allocator).items():
+            stack.enter_context(patched(cuda, name, answer))
+            if name in vars(cuda.memory):
+                stack.enter_context(patched(cuda.memory, name, answer))
+        for name, answer in _accelerator(allocator).items():
+            if hasattr(torch.accelerator, name):
+                stack.enter_context(patched(torch.accelerator, name, answer))
+        for name, answer in _TORCH.items():
+            stack.enter_context(patched(torch, name, answer))
+        yield
+
+
+class _Generator(torch.Generator):
+    """Random numbers are drawn on the host alone."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:  # noqa: ARG004 - torch's own signature
+        return super().__new__(cls)
+
+
+def _set_default_tensor_type(kind: Any) -> None:
+    """``torch.set_default_tensor_type("torch.cuda.FloatTensor")`` makes the card everybody's device."""
+    name = kind if isinstance(kind, str) else torch.typename(kind)
+    torch.set_default_device("cuda" if ".cuda." in name else "cpu")
+    dtypes = {"HalfTensor": torch.float16, "BFloat16Tensor": torch.bfloat16, "DoubleTensor": torch.float64}
+    torch.set_default_dtype(dtypes.get(name.rpartition(".")[2], torch.float32))
+
+
+def _compile(model: Any = None, **_: Any) -> Any:
+    """Compiled code runs as written."""
+    return (lambda model: model) if model is None else model
+
+
+_TORCH = {"Generator": _Generator, "set_default_tensor_type": _set_default_tensor_type, "compile": _compile}
+
+
+def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
+    capability = gpu.compute_capability or (0, 0)
+    properties = SimpleNamespace(
+        name=_driver_name(gpu),
+        major=capability[0],
+        minor=capability[1],
+        total_memory=gpu.total_bytes,
+        multi_processor_count=gpu.num_multiprocessors or 1,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda call, **_: None,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        "_exchange_device": lambda device: 0,  # noqa: ARG005 - there is one card
+        "_maybe_exchange_device": lambda device: 0,  # noqa: ARG005
+        "synchronize": _nothing,
+        "ipc_collect": _nothing,
+        "get_device_name": lambda device=None: properties.name,  # noqa: ARG005
+        "get_device_properties": lambda device=None: properties,  # noqa: ARG005
+        "get_device_capability": lambda device=None: capability,  # noqa: ARG005
+        "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda device=None: state.clone(),  # noqa: ARG005
+        "get_rng_state_all": lambda: [state.clone()],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
+        "mem_get_info": lambda device=None: (  # noqa: ARG005
+            gpu.total_bytes - gpu.context_bytes - allocator.reserved_bytes,
+            gpu.total_bytes,
+        ),
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
+        "default_stream": lambda device=None: _Stream(),  # noqa: ARG005
+        "stream": lambda stream: nullcontext(stream),
+        "set_stream": _nothing,
+        "is_current_stream_capturing": lambda: False,
+        "utilization": lambda device=None: 0,  # noqa: ARG005
+        **_memory(allocator),
+        "_record_memory_history": _nothing,
+        "_snapshot": lambda device=None: {"segments": [], "device_traces": [[]]},  # noqa: ARG005
+    }
+
+
+def _memory(allocator: CachingAllocator) -> dict[str, Any]:
+    def statistics(device: Any = None) -> dict[str, int]:  # noqa: ARG001 - there is one card
+        return {
+            "allocated_bytes.all.current": allocator.allocated_bytes,
+            "allocated_bytes.all.peak": allocator.peak_allocated_bytes,
+            "reserved_bytes.all.current": allocator.reserved_bytes,
+            "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
+            "requested_bytes.all.current": allocator.requested_bytes,
+            "num_alloc_retries": allocator.num_retries,
+            "num_ooms": allocator.num_ooms,
+        }
+
+    def reset(device: Any = None) -> None:  # noqa: ARG001
+        allocator.reset_peaks()
+
+    def fraction(fraction: float, device: Any = None) -> None:  # noqa: ARG001
+        allocator.set_memory_fraction(fraction)
+
+    return {
+        "memory_allocated": lambda device=None: allocator.allocated_bytes,  # noqa: ARG005
+        "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,  # noqa: ARG005
+        "memory_reserved": lambda device=None: allocator.reserved_bytes,  # noqa: ARG005
+        "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
+        "memory_cached": lambda device=None: allocator.reserved_bytes,  # noqa: ARG005
+        "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
+        "memory_stats": statistics,
+        "memory_summary": lambda device=None, abbreviated=False: str(statistics()),  # noqa: ARG005
+        "empty_cache": allocator.empty_cache,
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_max_memory_cached": reset,
+        "reset_accumulated_memory_stats": _nothing,
+        "set_per_process_memory_fraction": fraction,
+    }
+
+
+def _accelerator(allocator: CachingAllocator) -> dict[str, Any]:
+    memory = _memory(allocator)
+    shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda check_available=False: CARD,  # noqa: ARG005
+        "current_device_index": lambda: 0,
+        "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
+        "synchronize": _nothing,
+        "memory_stats": memory["memory_stats"],
+        "reset_peak_memory_stats": memory["reset_peak_memory_stats"],
+        **{name: memory[name] for name in shared},
+    }
+
+
+def _driver_name(gpu: GPU) -> str:
+    return f"{gpu.vendor} {gpu.name}"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A card that is not there has nothing to do."""
+
+
+class _Stream:
+    """A stream: all work of a virtual card is done when its call returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+        self.device = CARD
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was changed."""
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    synchronize = wait_event = wait_stream = _nothing
+
+
+class _Event:
+    """An event that has always happened, and took no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Options of timing have no effect."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+    record = wait = synchronize = _nothing

@@ -1,0 +1,294 @@
+"""One rank of many: the step under torch's own DDP, FSDP2 and ZeRO code, in a process group that exchanges nothing."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal, Self, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping as composable_states
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit.planning.dryrun import DryRun, StepRecorder, summarise
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
+
+Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+_REPLICATED = ("ddp", "zero1")
+_UNSHARD = "fsdp.unshard"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a step is spread over ranks: the ``shard=`` of `memkit.estimate_memory_usage`.
+
+    Attributes:
+        kind: ``"ddp"``: DistributedDataParallel. ``"zero1"``: that with ZeroRedundancyOptimizer, which shares the
+            optimizer state out by whole parameters. ``"fsdp2"``: `fully_shard`. ``"zero2"`` and ``"zero3"``:
+            `fully_shard` with ``reshard_after_forward`` False and True, torch's forms of ZeRO 2 and 3.
+        ranks: Over how many ranks, 2 or more.
+        units: Names of the modules that are gathered and freed on their own, each as `fully_shard` is called on it:
+            ``"layers.*"`` is each child of ``layers``; a star stands for one part of a dotted name. The model itself is
+            always the last unit. Of "fsdp2", "zero2" and "zero3".
+        reshard_after_forward: As in `fully_shard`: True, False, or a divisor of ``ranks``. None: as the kind says,
+            for "fsdp2" torch's own default: True but for the last unit. Of "fsdp2".
+        param_dtype: `MixedPrecisionPolicy.param_dtype`. Of "fsdp2", "zero2" and "zero3".
+        reduce_dtype: `MixedPrecisionPolicy.reduce_dtype`. Of "fsdp2", "zero2" and "zero3".
+        gradient_as_bucket_view: As in DistributedDataParallel. Of "ddp" and "zero1".
+
+    Raises:
+        ConfigError: A value is not one of those, or belongs to another kind.
+
+    Source:
+        `docs/estimate-shards.md`; held against two gloo processes in ``tests/planning/test_shards.py``.
+
+    Example:
+        >>> import memkit as mk, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, device="meta") for _ in range(4)))
+        >>> batch, loss_fn = torch.empty(8, 1000), lambda model, x: model(x).square().mean()
+        >>> estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, shard=mk.Shard("fsdp2", 4, units=("*",)))
+        >>> estimate.parameters_bytes == 4 * 4 * (250 * 1000 + 250)
+        True
+    """
+
+    kind: Kind
+    ranks: int
+    units: tuple[str, ...] = ()
+    reshard_after_forward: bool | int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no kind knows, and what another kind knows."""
+        self._check("kind", self.kind in get_args(Kind), f"one of {', '.join(get_args(Kind))}")
+        self._check("ranks", self.ranks in range(2, 2**31), "an int, 2 or more")
+        self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')
+        every = self.reshard_after_forward
+        is_divisor = every is None or isinstance(every, bool) or (1 < every < self.ranks and self.ranks % every == 0)
+        self._check("reshard_after_forward", is_divisor, "None, True, False, or a divisor of ranks between 1 and ranks")
+        if self.kind in _REPLICATED:
+            for name in ("units", "param_dtype", "reduce_dtype"):
+                self._check(name, not getattr(self, name), "unset: it belongs to fsdp2, zero2 and zero3")
+        else:
+            self._check("gradient_as_bucket_view", not self.gradient_as_bucket_view, "unset: it belongs to ddp, zero1")
+        if self.kind != "fsdp2":
+            self._check("reshard_after_forward", every is None, "unset: it belongs to fsdp2")
+
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:  # noqa: FBT001
+        if not is_valid:
+            value = getattr(self, name)
+            raise ConfigError(
+                f"Shard({self.kind!r}, {self.ranks!r}, {name}={value!r})",
+                got=repr(value),
+                expected=expected,
+                fix="pass one of these, or leave it out.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRun(DryRun):
+    """A user's step on rank 0 of many."""
+
+    shard: Shard
+
+    def estimate(self) -> MemoryEstimate:
+        """As of the whole step, with gathered parameters apart from the rank's own."""
+        recorder, guesses = self.record()
+        estimate = summarise(recorder, guesses)
+        if self.shard.kind in _REPLICATED:
+            return estimate
+        unsharded_bytes = recorder.recording().peak_by("operator").get(_UNSHARD, 0)
+        parameters_bytes = estimate.parameters_bytes - unsharded_bytes
+        return replace(estimate, parameters_bytes=parameters_bytes, unsharded_bytes=unsharded_bytes)
+
+    @contextmanager
+    def prepared(self, model: nn.Module) -> Iterator[tuple[nn.Module, Optimizer, StepRecorder]]:
+        """Spread the model, which holds fake tensors, over ranks of which only the first is there."""
+        self._refuse_own_ranks(model)
+        make_optimizer = optimizer_maker(self.optimizer)
+        with _first_of(self.shard.ranks) as mesh:
+            if self.shard.kind in _REPLICATED:
+                buckets: list[Tensor] = []
+                replica = _replica(model, self.shard.gradient_as_bucket_view, buckets)
+                if self.shard.kind == "zero1":
+                    make_optimizer = _sharing(make_optimizer)
+                yield replica, make_optimizer(model.parameters()), RankRecorder(buckets)
+            else:
+                with _sharded(model, self.shard, mesh):
+                    yield model, make_optimizer(model.parameters()), RankRecorder([])
+
+    def _refuse_own_ranks(self, model: nn.Module) -> None:
+        call = f"estimate_memory_usage(model, sample_batch, shard={self.shard.kind!r})"
+        if dist.is_initialized():
+            raise StateError(
+                call,
+                got="a process that is in a process group already",
+                expected="none: the estimate makes one of its own, which exchanges nothing",
+                fix="estimate before init_process_group, or in a process of its own.",
+            )
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise InputError(
+                call,
+                got="a model that is sharded already",
+                expected="the whole model; it needs no memory on the meta device",
+                fix="estimate before fully_shard, or build the model again under torch.device('meta').",
+            )
+        if isinstance(self.optimizer, Optimizer):
+            raise InputTypeError(
+                call,
+                got=f"the {type(self.optimizer).__name__} of the whole model",
+                expected="an optimizer that can be made for a rank's own parameters",
+                fix="pass its name, class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
+            )
+
+
+class RankRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """A StepRecorder that sees what FSDP2 and DDP do past the operators.
+
+    Args:
+        buckets: DDP's flat gradients, which live on from step to step.
+    """
+
+    def __init__(self, buckets: list[Tensor]) -> None:
+        super().__init__()
+        self._buckets = buckets
+
+    def hold(self, model: nn.Module, batch: Any) -> None:
+        """Count the buckets too."""
+        super().hold(model, batch)
+        self._label(self._buckets, "gradient")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.fsdp.chunk_cat.default:  # a CPU pads copies of gradients that cannot be cut evenly
+            self._bounds.append((self.num_events(), (kwargs or {})["out"].nbytes))
+        return result
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        resize = torch.UntypedStorage.resize_
+
+        # FSDP2 gathers into storages that it empties afterwards. That is no operator.
+        def resize_(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
+            if self._is_active():
+                self._note_unsharded(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self._cleanup.callback(setattr, torch.UntypedStorage, "resize_", resize)
+        return self
+
+    def _note_unsharded(self, storage: torch.UntypedStorage) -> None:
+        with _disable_current_modes():
+            number = self._note(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), _UNSHARD)
+        if number is not None:
+            self._categories[number] = "parameter"
+
+
+@contextmanager
+def _first_of(ranks: int) -> Iterator[DeviceMesh]:
+    """Be the first rank in a process group whose collectives return at once."""
+    excepthook = sys.excepthook  # torch puts one around it that writes "[rank0]"
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        with _disable_current_modes():  # a mesh is a tensor with data
+            mesh = init_device_mesh("cpu", (ranks,))
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+@contextmanager
+def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]:
+    """Call `fully_shard` on the units, inner ones first; afterwards the modules have their own classes again."""
+    reshard: Any = {"zero2": False, "zero3": True}.get(shard.kind, shard.reshard_after_forward)
+    policy = MixedPrecisionPolicy(param_dtype=shard.param_dtype, reduce_dtype=shard.reduce_dtype)
+    with ExitStack() as cleanup:
+        for unit in (*_units(model, shard.units), model):
+            cleanup.callback(composable_states.pop, unit, None)
+            cleanup.callback(setattr, unit, "__class__", type(unit))
+            with _disable_current_modes():  # a divisor makes another mesh; fake parameters stay fake by themselves
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        yield
+
+
+def _units(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """The modules whose names match, children before their parents."""
+    named = {name: module for name, module in model.named_modules() if name}
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in named):
+            near = difflib.get_close_matches(pattern, named, n=1, cutoff=0.4)
+            raise ConfigError(
+                f"Shard(units={patterns!r})",
+                got=f"{pattern!r}, which is the name of no module",
+                expected="dotted names as in model.named_modules(), a star for one part of a name",
+                fix=f"did you mean {near[0]!r}?" if near else "read the names from model.named_modules().",
+            )
+    chosen = [module for name, module in named.items() if any(_matches(name, pattern) for pattern in patterns)]
+    return chosen[::-1]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _replica(model: nn.Module, as_view: bool, buckets: list[Tensor]) -> DistributedDataParallel:  # noqa: FBT001
+    """DDP around a model without data; `buckets` receives its flat gradients in the first backward."""
+    replica = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
+    replica.reducer = _FirstBuckets(replica.reducer)  # type: ignore[assignment]  # it has all that DDP calls
+    replica.register_comm_hook(buckets, _keep_bucket)
+    return replica
+
+
+def _keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - DDP refuses text annotations
+    """Stand in for the all-reduce, which works in place."""
+    state.append(bucket.buffer())
+    reduced: torch.futures.Future[Tensor] = torch.futures.Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+def _sharing(make_optimizer: MakeOptimizer) -> MakeOptimizer:
+    """Torch's ZeRO 1, which calls what it is given for a class with parameters only: a function will do."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return partial(ZeroRedundancyOptimizer, optimizer_class=make_optimizer)  # type: ignore[arg-type]
+
+
+class _FirstBuckets:
+    """DDP's reducer, but for one thing: it does not cut its buckets anew after the first step.
+
+    The ranks agree on the new cut by reading numbers from a tensor, and fake ones have none. All buckets together are
+    as large as before: it is the sum of the gradients.
+    """
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False

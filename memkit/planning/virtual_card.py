@@ -1,0 +1,313 @@
+"""A card that is not there: tensors that say they are on ``cuda`` and hold no data, beside host tensors that do.
+
+PyTorch's CPU build knows the name of the device, but neither its autograd nor its streams. So these tensors are fake
+ones whose Python side says ``cuda``; towards autograd, whose C++ asks for the device, they are on ``lazy``, a device of
+PyTorch's own that needs no driver and whose backward runs in the calling thread; and their dispatch keys are those for
+private use, which nobody else's tensors carry. All of it ends with the context.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _get_privateuse1_backend_name as private_name
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim
+from torch.utils import _foreach_utils as foreach
+
+from memkit._errors import StateError
+from memkit.planning.cuda_operators import CastCache, cuda_operators
+from memkit.planning.cuda_workspace import RESULTS
+from memkit.planning.fakes import DryMode
+from memkit.planning.kernels import Kernels
+
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+CARD = torch.device("cuda", 0)
+# Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
+_MOST_HOST_BYTES = 2**20
+# GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
+_SCALING = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
+_RESCALING = {_aten._amp_update_scale_.default}
+
+
+class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Fake tensors for the card; operators on host tensors alone run as they are, with data.
+
+    Args:
+        selected_fraction: As for `DryMode`.
+    """
+
+    results = RESULTS
+    instead: Kernels = MappingProxyType({})
+    # Whatever torch.cuda.is_available() is made to say: nothing may be initialised.
+    avoid_device_init = True
+
+    def __init__(self, selected_fraction: float | None = None) -> None:
+        super().__init__(selected_fraction)
+        self.is_open = True
+
+    def dispatch(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator: on the host with data, on the card without."""
+        if not self.is_open and func is not _DEVICE:
+            raise StateError(
+                f"{func} on a tensor of a virtual GPU",
+                got="a tensor without data, made inside of a context that is over",
+                expected="use inside of `with VirtualGPU(...)`",
+                fix="build the model again outside of it.",
+            )
+        args = tuple(map(_as_cuda, args))
+        kwargs = {name: _as_cuda(value) for name, value in (kwargs or {}).items()}
+        device = kwargs.get("device")
+        if func in _SCALING:
+            args[1].constant = torch.zeros(())  # no infinity was found
+            return None
+        if func in _RESCALING:
+            return args[0]
+        is_on_host = device is None or device.type == "cpu"
+        if not any(issubclass(kind, FakeTensor) for kind in types):
+            if is_on_host and not _is_large_filling(args, kwargs):
+                return func(*args, **kwargs)
+            if device is not None and device.type == "cuda" and args and isinstance(args[0], Tensor):
+                return self._transferred(func, args[0], kwargs)
+        names_card = any(
+            isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values())
+        )
+        with _without_values(args if names_card else ()):
+            out = super().dispatch(func, types, args, kwargs)
+        is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
+        return self._where_its_arguments_are(out, args) if is_known and device is None else out
+
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        return FakeTensor(self, self._copy(tensor, "meta"), CARD)
+
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:  # an optimizer's step count stays on the host
+            return super()._with_values(tensor)
+        return self._on_card(self._copy(tensor, "cpu"), CARD)
+
+    def _transferred(self, func: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A host tensor's copy on the card; a few whole numbers keep their values."""
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        elem = func(empty, **{**kwargs, "device": torch.device("meta")})
+        fake = FakeTensor(self, elem, kwargs["device"])
+        if self._has_values(tensor):
+            fake.constant = func(tensor, **{**kwargs, "device": torch.device("cpu")})
+            self.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
+    def _where_its_arguments_are(self, out: Any, args: Any) -> Tensor:
+        """PyTorch puts what it computes from known values on the CPU."""
+        on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
+        return self._on_card(out.constant, on_card[0].fake_device) if on_card else out
+
+    def _on_card(self, constant: Tensor, device: torch.device) -> Tensor:
+        elem = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device="meta")
+        fake = FakeTensor(self, elem, device, constant=constant)
+        self.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
+
+
+@contextmanager
+def _without_values(tensors: Sequence[Any]) -> Iterator[None]:
+    """PyTorch computes with known values for real: it must not try to do so on the card."""
+    known = [
+        (tensor, tensor.constant)
+        for tensor in tensors
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None
+    ]
+    for tensor, _ in known:
+        tensor.constant = None
+    yield
+    for tensor, constant in known:
+        tensor.constant = constant
+
+
+def _as_cuda(value: Any) -> Any:
+    """What C++ made of a card's tensor's device, as Python knows it."""
+    is_named = isinstance(value, torch.device) and value.type in ("lazy", "cuda")
+    return torch.device("cuda", value.index or 0) if is_named else value
+
+
+def _for_autograd(device: torch.device) -> torch.device:
+    return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
+
+
+def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this makes a large host tensor of floating point numbers out of nothing but its size."""
+    size = args[0] if args else kwargs.get("size")
+    if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
+        return False
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return bool(dtype.is_floating_point and math.prod(size) * dtype.itemsize > _MOST_HOST_BYTES)
+
+
+# ----------------------------------------------------------------------------------------------------- the stage
+
+
+@contextmanager
+def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
+    """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside."""
+    if hasattr(Tensor.to, "of_virtual_card"):
+        raise StateError(
+            "with VirtualGPU(...)",
+            got="a virtual GPU inside of another, or in another thread meanwhile",
+            expected="one at a time in a process",
+            fix="leave the first block before the next one begins.",
+        )
+    casts = CastCache()
+    with ExitStack() as stack:
+        stack.callback(setattr, mode, "is_open", False)  # noqa: FBT003 - setattr's own form
+        stack.enter_context(_keeping_defaults())
+        stack.enter_context(_moving_modules())
+        stack.enter_context(cuda_operators(casts, capability))
+        for owner, name, replacement in (*_tensor_patches(), *_autocast_patches(casts)):
+            stack.enter_context(patched(owner, name, replacement))
+        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+            devices = [*getattr(foreach, name)(), "lazy"]
+            stack.enter_context(patched(foreach, name, lambda devices=devices: devices))
+        for types in (foreach._foreach_supported_types, optim._foreach_supported_types):
+            if FakeTensor not in types:
+                types.append(FakeTensor)
+                stack.callback(types.remove, FakeTensor)
+        yield
+
+
+@contextmanager
+def _keeping_defaults() -> Iterator[None]:
+    """``torch.set_default_device("cuda")`` inside is over outside."""
+    dtype, context = torch.get_default_dtype(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+            torch.set_default_device(None if context is None else context.device)
+
+
+@contextmanager
+def _moving_modules() -> Iterator[None]:
+    """Let parameters stay the same objects when their module moves to the card, and give them their data back."""
+    swap, apply = torch.utils.swap_tensors, nn.Module._apply
+    swapped: list[tuple[Tensor, Tensor]] = []
+    buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
+
+    def noted(tensor: Tensor, other: Tensor) -> None:
+        if isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor):
+            swapped.append((tensor, other))
+        swap(tensor, other)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    @wraps(apply)
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if not any(isinstance(buffer, FakeTensor) for buffer in module._buffers.values()):
+            buffers.setdefault(module, module._buffers.copy())
+        return apply(module, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it untyped
+
+    swapped_before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with patched(torch.utils, "swap_tensors", noted), patched(nn.Module, "_apply", applied):
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped_before)
+        for tensor, data in swapped:
+            tensor.grad = None
+            swap(tensor, data)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        for module, content in buffers.items():
+            module._buffers.update(content)
+
+
+@contextmanager
+def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Give an attribute another value for a while; one that was inherited is inherited again afterwards."""
+    had = vars(owner).get(name, patched)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if had is patched:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, had)
+
+
+def _tensor_patches() -> list[tuple[Any, str, Any]]:
+    make_subclass, to = Tensor._make_subclass, Tensor.to
+    normalize, device_of = FakeTensor._normalize_fake_device, FakeTensor.device
+
+    @wraps(normalize)
+    def normalized(device: torch.device) -> torch.device:
+        return _for_autograd(device) if device.type in ("cuda", "lazy") else normalize(device)
+
+    def named(self: FakeTensor) -> torch.device:
+        device: torch.device = _as_cuda(device_of.__get__(self))
+        return device
+
+    @wraps(make_subclass)
+    def private(cls: type, data: Tensor, requires_grad: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        device = kwargs.get("device_for_backend_keys")
+        if device is not None and device.type == "lazy":
+            kwargs["device_for_backend_keys"] = torch.device(private_name(), device.index or 0)
+        return make_subclass(cls, data, requires_grad, **kwargs)
+
+    @wraps(to)
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(_as_lazy(arg) if isinstance(arg, (str, torch.device)) else arg for arg in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _as_lazy(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
+        return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
+
+    moved.of_virtual_card = True  # type: ignore[attr-defined]  # how a second card knows of the first
+    return [
+        (Tensor, "_make_subclass", staticmethod(private)),
+        (FakeTensor, "_normalize_fake_device", staticmethod(normalized)),
+        (FakeTensor, "device", property(named)),
+        (Tensor, "to", moved),
+        (Tensor, "cuda", cuda),
+        (Tensor, "is_cuda", property(lambda self: self.device.type == "cuda")),
+    ]
+
+
+def _as_lazy(device: Any) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("lazy", device)
+    return _for_autograd(torch.device(device))
+
+
+def _autocast_patches(casts: CastCache) -> list[tuple[Any, str, Any]]:
+    """``cuda`` means the private key, whose kernels do as CUDA's."""
+
+    def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(private_name() if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args)
+            return function(*args, **kwargs)
+
+        return call
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return renamed(was_enabled)(device_type)  # type: ignore[no-any-return]  # a bool
+
+    def clear() -> None:
+        casts.clear()
+        clear_cache()
+
+    was_enabled, clear_cache = torch.is_autocast_enabled, torch.clear_autocast_cache
+    return [
+        (torch, "is_autocast_enabled", is_enabled),
+        (torch, "clear_autocast_cache", clear),
+        *(
+            (torch, name, renamed(getattr(torch, name)))
+            for name in ("get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+        ),
+    ]

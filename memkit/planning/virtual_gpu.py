@@ -1,0 +1,141 @@
+"""`VirtualGPU`: the user's own code on a card that is not there."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.compiler import set_stance
+
+from memkit._errors import StateError
+from memkit.planning.allocator import CachingAllocator
+from memkit.planning.allocator_settings import AllocatorSettings
+from memkit.planning.card_memory import CardMemory, CardRecorder
+from memkit.planning.cuda_api import cuda_answers
+from memkit.planning.dryrun import summarise
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.gpus import GPU, capability_of, find_gpu
+from memkit.planning.libraries import told_that_tensors_are_real
+from memkit.planning.virtual_card import CardMode, on_stage
+
+
+class VirtualGPU:
+    """A context in which ``cuda`` is a card that is not there.
+
+    Code inside builds models, moves them with ``.cuda()`` or ``.to("cuda")`` and runs training steps as it would on the
+    card: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the card have sizes but no data;
+    host tensors have data, but for floating point numbers of more than 1 MiB that are filled by PyTorch (the weights of
+    a new model). Memory is handed out by a model of PyTorch's allocator, and where the card would run out,
+    `torch.OutOfMemoryError` is raised at the same line with the same figures.
+
+    Where code reads a number from the card (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
+    counts them. Nothing that the block did to PyTorch remains; tensors on the card are useless after it. Modules built
+    outside that were moved inside have their data back afterwards.
+
+    One at a time in a process: it changes what ``cuda`` means for all threads.
+
+    Args:
+        gpu: The name of a card as for `memkit.find_gpu`, or a `GPU`. ``"cuda"`` is the card of this machine.
+        selected_fraction: As for `memkit.estimate_memory_usage`.
+        allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``.
+
+    Raises:
+        InputError: No card has this name.
+        ConfigError: What operators take on this card is not known: it is not one of NVIDIA; or
+            ``allocator_settings`` holds an unknown option.
+
+    Attributes:
+        gpu: The card.
+        guesses: How often each ``"operator at line"`` was answered without data.
+
+    Memory cost:
+        Host tensors; about 1 kB for each operator.
+
+    Source:
+        `docs/virtual-gpu.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> with mk.VirtualGPU("RTX 4090") as gpu:
+        ...     model = torch.nn.Linear(4096, 4096).cuda()
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     for _ in range(2):
+        ...         loss = model(torch.randn(64, 4096, device="cuda")).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> gpu.peak_bytes // 2**20, gpu.reserved_peak_bytes // 2**20
+        (483, 518)
+    """
+
+    def __init__(self, gpu: str | GPU, *, selected_fraction: float | None = None, allocator_settings: str = "") -> None:
+        self.gpu = gpu if isinstance(gpu, GPU) else find_gpu(gpu)
+        capability_of(self.gpu)
+        self._mode = CardMode(selected_fraction)
+        self.guesses = self._mode.guesses
+        self._memory = CardMemory(
+            self.gpu,
+            CachingAllocator(
+                self.gpu.total_bytes,
+                other_bytes=self.gpu.context_bytes,
+                settings=AllocatorSettings.parse(allocator_settings),
+            ),
+        )
+        self._recorder = CardRecorder(self._memory)
+        self._stack = ExitStack()
+        self._was_entered = False
+
+    def __enter__(self) -> Self:
+        if self._was_entered:
+            raise StateError(
+                "with VirtualGPU(...)",
+                got="a VirtualGPU that was entered before",
+                expected="one block for each VirtualGPU",
+                fix="make a new VirtualGPU(...).",
+            )
+        self._was_entered = True
+        with ExitStack() as stack:
+            stack.enter_context(on_stage(self._mode, capability_of(self.gpu)))
+            stack.enter_context(cuda_answers(self.gpu, self._memory.allocator))
+            stack.enter_context(set_stance("force_eager"))
+            stack.enter_context(told_that_tensors_are_real())
+            stack.enter_context(self._mode)
+            stack.enter_context(self._recorder)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in tensors on the card and in its libraries' workspaces now."""
+        return self._memory.allocator.allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their largest number: what ``torch.cuda.max_memory_allocated`` would say."""
+        return self._memory.allocator.peak_allocated_bytes
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_reserved`` would say."""
+        return self._memory.allocator.peak_reserved_bytes
+
+    @property
+    def timeline(self) -> NDArray[np.int64]:
+        """Allocated bytes after each block that was taken or given back, (num_events,)."""
+        return np.asarray(self._memory.timeline, dtype=np.int64)
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what the card held at the peak, taken apart by category, module and line.
+
+        Returns:
+            As of `memkit.estimate_memory_usage`, of everything so far.
+        """
+        return self._memory.complete(summarise(self._recorder, self.guesses))

@@ -1,0 +1,65 @@
+"""Which code makes the passes over the points: NumPy, numba, torch's operators, or a Triton kernel."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Literal, cast, get_args
+
+import torch
+
+from memkit._errors import ConfigError
+from memkit.points import passes
+from memkit.points.passes import Passes
+
+HostBackend = Literal["numpy", "numba"]
+Backend = Literal["auto", "numpy", "numba", "torch", "triton"]
+
+
+def host_passes(backend: HostBackend, call: str) -> Passes:
+    """The passes in the host's memory.
+
+    Raises:
+        ConfigError: There is no such back end, or numba is not installed.
+    """
+    if backend not in get_args(HostBackend):
+        _refuse(backend, call, get_args(HostBackend))
+    if backend == "numpy":
+        return passes
+    _check_installed(backend, call)
+    return cast("Passes", importlib.import_module("memkit.points.compiled"))  # only here: numba takes a second
+
+
+def resolved(backend: Backend, device: torch.device, call: str) -> Backend:
+    """The back end for a device.
+
+    Raises:
+        ConfigError: It does not run there, or is not installed.
+    """
+    fitting: tuple[Backend, ...] = ("torch", "triton") if device.type != "cpu" else get_args(Backend)
+    if backend == "auto":
+        with_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return "numpy" if device.type == "cpu" else "triton" if with_triton else "torch"
+    if backend not in fitting:
+        _refuse(backend, call, ("auto", *fitting))
+    _check_installed(backend, call)
+    return backend
+
+
+def _check_installed(backend: Backend, call: str) -> None:
+    if backend in ("numba", "triton") and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            call,
+            got=f"backend={backend!r}, and {backend} is not installed",
+            expected=f"{backend}",
+            fix=f"run `pip install {'memkit[numba]' if backend == 'numba' else 'triton'}`, or leave backend out.",
+        )
+
+
+def _refuse(backend: str, call: str, known: tuple[str, ...]) -> None:
+    raise ConfigError(
+        call,
+        got=f"backend={backend!r}",
+        expected=", ".join(map(repr, dict.fromkeys(known))),
+        fix="leave it out: all give the same samples.",
+    )

@@ -1,0 +1,63 @@
+"""The draw of a scene in two Triton kernels: a random number for each slot; then the steps, a lane for each piece."""
+
+from __future__ import annotations
+
+import torch
+import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from torch import Tensor
+
+from memkit.points.philox import Key, Stream, signed
+
+_BLOCKS = 32  # of 16 numbers each, for a program: so few that most need no block again
+_PIECES = 128
+
+
+def choose(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
+    """`draw_below` and `keep` of `passes`: (N,) uint8, 1 in the slots that are kept."""
+    num, num_pieces = len(left) - 1, len(needed)
+    below = torch.empty(num, dtype=torch.uint8, device=left.device)
+    chosen = torch.empty_like(below)
+    if num:
+        grid = (triton.cdiv(num, 16 * _BLOCKS),)
+        words = signed(key.key), signed(key.tag)
+        _draw_below[grid](left, below, num, *words, int(Stream.POINTS), int(Stream.AGAIN), _BLOCKS)
+        _keep[(triton.cdiv(num_pieces, _PIECES),)](below, steps, needed, chosen, len(steps) - 1, num_pieces, _PIECES)
+    return chosen
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _draw_below(left, below, num, key, tag, points, again, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    zero = number * 0
+    first, second, third, fourth = tl.philox(key, number + 1, zero, zero + tag, zero + points)
+    lane = tl.arange(0, 16)[None, :]
+    word = tl.where(lane < 4, first[:, None], second[:, None])
+    word = tl.where(lane < 8, word, tl.where(lane < 12, third[:, None], fourth[:, None]))
+    drawn = ((word >> (16 * (lane % 4)).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
+    slot = 16 * number[:, None] + lane
+    here = tl.load(left + slot, mask=slot < num, other=1).to(tl.uint32)
+    product = drawn * here
+    chosen = product >> 16
+    refused = (product & 0xFFFF) < 65536 % here
+    if tl.max(refused.to(tl.int32)) > 0:  # rare
+        nothing = slot * 0
+        more, _, _, _ = tl.philox(key, slot + 1, nothing, nothing + tag, nothing + again)
+        chosen = tl.where(refused, (((more >> 9) * here.to(tl.uint64)) >> 55).to(tl.uint32), chosen)
+    tl.store(below + slot, chosen.to(tl.uint8), mask=slot < num)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _keep(below, steps, needed, chosen, num_steps, num_pieces, PIECES: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
+    first = tl.program_id(0) * PIECES
+    piece = first + tl.arange(0, PIECES)
+    still = tl.load(needed + piece, mask=piece < num_pieces, other=0)
+    step = tl.arange(0, 256)  # there are at most 255
+    start = tl.load(steps + step, mask=step < num_steps, other=0)
+    stop = tl.load(steps + step + 1, mask=step < num_steps, other=0)
+    for number in range(tl.sum((stop - start > first).to(tl.int32))):  # pieces come in descending size
+        start_here, stop_here = tl.load(steps + number), tl.load(steps + number + 1)
+        live = start_here + piece < stop_here
+        keep = live & (tl.load(below + start_here + piece, mask=live, other=255) < still)
+        tl.store(chosen + start_here + piece, keep.to(tl.uint8), mask=live)
+        still -= keep.to(tl.uint8)

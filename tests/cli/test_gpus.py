@@ -1,0 +1,79 @@
+"""The `memkit gpus` command, as typed in a shell."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memkit.cli import main
+from memkit.planning.gpus import all_gpus, find_gpu, write_gpus
+
+
+def test_the_table(capsys):
+    assert main(["gpus"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[-5:] == ["torch", "sees", "context", "usable", "confidence"]
+    assert [row[:24].rstrip() for row in rows] == [gpu.name for gpu in all_gpus()]
+    row = next(row for row in rows if row.startswith("RTX 4090 "))
+    assert row[24:].split() == ["24", "23.53", "0.50", "23.03", "observed"]
+
+
+def test_the_table_as_json(capsys):
+    assert main(["gpus", "--json"]) == 0
+    records = json.loads(capsys.readouterr().out)
+    assert records == [{**gpu.as_dict(), "usable": gpu.usable_bytes} for gpu in all_gpus()]
+
+
+def test_one_card(capsys):
+    assert main(["gpus", "nvidia rtx4090"]) == 0
+    out = capsys.readouterr().out
+    assert "23.53 to 23.99 GiB" in out
+    assert "Comfy-Org/ComfyUI#7063" in out
+    assert main(["gpus", "4090", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["usable"] == find_gpu("4090").usable_bytes
+
+
+def test_the_cards_that_hold_a_size_smallest_first(capsys):
+    assert main(["gpus", "--need", "23.1GiB", "--json"]) == 0
+    usable = [record["usable"] for record in json.loads(capsys.readouterr().out)]
+    assert usable == sorted(usable)
+    assert len(usable) == sum(gpu.usable_bytes >= 23.1 * 2**30 for gpu in all_gpus())
+    assert main(["gpus", "--need", "2TiB"]) == 1
+    assert capsys.readouterr().err == "memkit: no card of the table holds 2TiB\n"
+
+
+def test_a_file_of_own_cards(capsys, tmp_path):
+    write_gpus(tmp_path / "own.json", [find_gpu("RTX 4090")])
+    assert main(["gpus", "4090", "--calibrated", str(tmp_path / "own.json")]) == 0
+    assert main(["gpus", "--calibrated", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["A100"], ["--need", "14"], ["--need", "much"]])
+def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
+    assert main(["gpus", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("memkit: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
+def test_calibration_without_a_card(capsys, tmp_path):
+    assert main(["gpus", "--calibrate", str(tmp_path / "own.json")]) == 2
+    assert capsys.readouterr().err.startswith("memkit: error: device='cuda'")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_with_need_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["gpus", "RTX 4090", "--need", "14GiB"])
+    assert caught.value.code == 2
+    assert "leave the name out" in capsys.readouterr().err
+
+
+def test_without_torch():
+    script = "import sys; from memkit.cli import main; main(['gpus', '4090']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -1,0 +1,129 @@
+"""PYTORCH_ALLOC_CONF is read as torch reads it; torch's own parser, which the CPU wheel has, is the truth."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memkit._errors import ConfigError
+from memkit._units import GIB, KIB, MIB
+from memkit.planning.allocator_settings import AllocatorSettings
+
+parse = AllocatorSettings.parse
+
+megabytes = st.sampled_from([5, 10, 11, 19, 20, 21, 30, 50, 128])
+powers = st.sampled_from([0, 1, 2, 3, 4, 8, 32])
+intervals = st.tuples(st.sampled_from(["1", "3", "16", "64", "256", "1024", "65536", ">"]), powers)
+values = {
+    "expandable_segments": st.sampled_from(["True", "False", "true", "1"]),
+    "max_split_size_mb": megabytes,
+    "max_non_split_rounding_mb": megabytes,
+    "large_segment_size_mb": megabytes,
+    "garbage_collection_threshold": st.sampled_from(["0", "0.5", "0.99", "1", "1.0"]),
+    "roundup_power2_divisions": st.one_of(
+        powers, st.lists(intervals, max_size=4).map(lambda rows: f"[{','.join(f'{a}:{b}' for a, b in rows)}]")
+    ),
+    "pinned_use_background_threads": st.sampled_from(["True", "no"]),
+}
+texts = st.lists(st.sampled_from(sorted(values)), unique=True).flatmap(
+    lambda names: st.tuples(*[values[name].map(f"{name}:{{}}".format) for name in names]).map(",".join)
+)
+
+
+@pytest.fixture(scope="module")
+def torch_divisions():
+    """Torch's own table of divisions, which no Python name reaches."""
+    if sys.platform != "linux":
+        pytest.skip("the symbol is that of the Linux wheel")
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    divisions = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
+    divisions.argtypes, divisions.restype = [ctypes.c_size_t], ctypes.c_size_t
+    yield divisions
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,expandable_segments:False")
+
+
+@given(text=texts)
+def test_as_torch_reads_it(torch_divisions, text):
+    torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20")  # torch keeps it from call to call
+    try:
+        torch._C._accelerator_setAllocatorSettings(text)
+    except (ValueError, RuntimeError):
+        with pytest.raises(ConfigError):
+            parse(text)
+        return
+    settings = parse(text)
+    assert settings.roundup_power2_divisions == tuple(torch_divisions(MIB << index) for index in range(16))
+
+
+def test_defaults_are_torchs():
+    assert parse("") == AllocatorSettings()
+    assert AllocatorSettings().max_split_bytes is None
+    assert AllocatorSettings().max_non_split_rounding_bytes == AllocatorSettings().large_segment_bytes == 20 * MIB
+
+
+def test_all_options_together():
+    settings = parse(
+        " expandable_segments:True, max_split_size_mb: 128,large_segment_size_mb:32,garbage_collection_threshold:0.8,"
+        "roundup_power2_divisions:[256:1,512:2,>:4],per_process_memory_fraction:0.5,backend:native,"
+        "pinned_num_register_threads:8,release_lock_on_cudamalloc:True,"
+    )
+    assert settings == AllocatorSettings(
+        expandable_segments=True,
+        max_split_bytes=128 * MIB,
+        max_non_split_rounding_bytes=32 * MIB,
+        large_segment_bytes=32 * MIB,
+        garbage_collection_threshold=0.8,
+        memory_fraction=0.5,
+        roundup_power2_divisions=(1,) * 9 + (2,) + (4,) * 6,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("expandable_segment:True", "'expandable_segment', which torch does not know"),
+        ("expandable_segments:true", "expandable_segments.*True or False"),
+        ("max_split_size_mb=128", "max_split_size_mb=128"),
+        ("max_split_size_mb:128;expandable_segments:True", "whole number|128;"),
+        ("max_split_size_mb:64.5", "64.5"),
+        ("max_split_size_mb:10", "at least the large segment: 20"),
+        ("max_split_size_mb:50,large_segment_size_mb:100", "at least the large segment: 100"),
+        ("max_split_size_mb:50,max_split_size_mb:60", "the option twice"),
+        ("large_segment_size_mb:10", "at least 11"),
+        ("garbage_collection_threshold:1.0", "between 0 and 1"),
+        ("roundup_power2_divisions:[256:3]", "power of two or 0"),
+        ("roundup_power2_divisions:[256:4", "256:4"),
+        ("per_process_memory_fraction:2", "from 0 to 1"),
+        ("backend:cudaMallocAsync", "memkit models nothing else"),
+        ("throw_on_cudamalloc_oom:True", "memkit models nothing else"),
+    ],
+)
+def test_a_wrong_option_is_named(text, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "requested", "size"),
+    [
+        ("", 1, 512),
+        ("", 512, 512),
+        ("", 513, 1024),
+        ("", 3 * GIB + 1, 3 * GIB + 512),
+        ("roundup_power2_divisions:4", 1200 * KIB, 1280 * KIB),  # 1, 1.25, 1.5, 1.75 MiB
+        ("roundup_power2_divisions:4", 1024 * KIB, 1024 * KIB),
+        ("roundup_power2_divisions:4", 2048, 2048),
+        ("roundup_power2_divisions:4", 2049, 2560),
+        ("roundup_power2_divisions:4", 1100, 1536),  # too small to be divided
+        ("roundup_power2_divisions:1", 1200 * KIB + 1, 1200 * KIB + 512),  # 1 is off
+        ("roundup_power2_divisions:[256:1,512:2,>:8]", 600 * MIB, 768 * MIB),
+        ("roundup_power2_divisions:[256:1,512:2,>:8]", 100 * MIB + 1, 100 * MIB + 512),
+        ("roundup_power2_divisions:[256:1,512:2,>:8]", 70 * GIB, 72 * GIB),  # the last interval has no end
+    ],
+)
+def test_rounding(text, requested, size):
+    assert parse(text).round_up(requested) == size

@@ -1,0 +1,346 @@
+"""Users' code on a card that is not there: what it sees, what it takes, and what is left of it afterwards."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
+
+from memkit._errors import ConfigError, InputError, StateError
+from memkit._oom import is_out_of_memory, recover_from_oom
+from memkit.planning.predict import estimate_memory_usage
+from memkit.planning.virtual_gpu import VirtualGPU
+
+KIB, MIB = 2**10, 2**20
+WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
+
+
+@pytest.fixture
+def card():
+    with VirtualGPU("RTX 4090") as gpu:
+        yield gpu
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+
+
+def operators(card):
+    recording = card._recorder.recording()
+    return {name.removeprefix("aten.").split(".")[0] for name in recording.names["operator"]}
+
+
+# ---------------------------------------------------------------------------------------------- what code sees
+
+
+def test_cuda_is_there_inside_and_gone_outside():
+    torch.ones(2, requires_grad=True).sum().backward()  # autograd's threads are counted at the first backward
+    owners = torch.Tensor, FakeTensor, torch.cuda, torch.cuda.memory, torch.accelerator, torch.utils, nn.Module
+    before = [dict(vars(owner)) for owner in owners]
+    functions = torch.compile, torch.Generator, torch.is_autocast_enabled, torch.clear_autocast_cache
+    with VirtualGPU("RTX 4090"):
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 1
+        assert "4090" in torch.cuda.get_device_name(0)
+        assert torch.cuda.get_device_capability() == (8, 9)
+        assert torch.cuda.get_device_properties(0).total_memory > 23 * 2**30
+        x = torch.ones(4, 4, device="cuda")
+        assert x.device == torch.device("cuda:0")
+        assert x.is_cuda
+        assert x.get_device() == 0
+        torch.set_default_device("cuda")
+        assert torch.ones(2).is_cuda
+    for owner, had in zip(owners, before, strict=True):  # submodules may have been loaded
+        assert {name: value for name, value in vars(owner).items() if name in had} == had
+        assert not any(callable(vars(owner)[name]) for name in vars(owner).keys() - had.keys())
+    assert functions == (torch.compile, torch.Generator, torch.is_autocast_enabled, torch.clear_autocast_cache)
+    assert torch.ones(2).device.type == "cpu"
+    assert not torch.cuda.is_available() or torch.version.cuda
+
+
+@pytest.mark.usefixtures("card")
+def test_the_host_holds_data_and_the_card_does_not():
+    x = torch.arange(5)
+    assert x.sum().item() == 10
+    assert type(torch.randn(10, 10)) is torch.Tensor
+    assert (x + 1).tolist() == [1, 2, 3, 4, 5]
+    y = x.cuda()
+    assert y.to("cuda") is y
+    assert y.cpu().device.type == "cpu"
+    assert (y * 2).device.type == "cuda"
+    with pytest.raises(RuntimeError, match="device"):
+        torch.ones(3) + torch.ones(3, device="cuda")
+
+
+def test_weights_of_a_large_model_take_no_memory(card):
+    model = nn.Linear(100_000, 100_000, bias=False)  # 37 GiB
+    with pytest.raises(torch.OutOfMemoryError):
+        model.cuda()
+    assert card.allocated_bytes == 0
+
+
+@pytest.mark.usefixtures("card")
+def test_parameters_stay_the_same_objects_and_tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model[1].weight = model[0].weight
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.to("cuda")
+    assert model[1].weight is model[0].weight
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert optimizer.param_groups[0]["params"][0].is_cuda
+    assert model[2].running_mean.is_cuda
+
+
+def test_a_module_from_outside_has_its_data_back():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    expected = copy.deepcopy(model.state_dict())
+    with VirtualGPU("RTX 4090"):
+        model.cuda()
+        model(torch.randn(2, 3, device="cuda")).sum().backward()
+        assert model[0].weight.grad.is_cuda
+    torch.testing.assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    model(torch.randn(2, 3)).sum().backward()  # and it works
+
+
+def test_numbers_from_the_card_are_guessed_and_counted(card):
+    loss = torch.randn(3, device="cuda").square().mean()
+    assert loss.item() == 1.0
+    assert not bool((loss > 0).any())
+    lengths = torch.tensor([2, 3]).cuda()
+    assert lengths.tolist() == [2, 3]
+    assert lengths.sum().item() == 5
+    assert sum(card.guesses.values()) == 2
+    assert all("test_virtual_gpu.py" in guess for guess in card.guesses)
+
+
+@pytest.mark.usefixtures("card")
+def test_random_state_and_streams_answer():
+    generator = torch.Generator(device="cuda").manual_seed(3)
+    assert torch.randn(3, generator=generator, device="cuda").is_cuda
+    torch.cuda.manual_seed_all(0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+    start = torch.cuda.Event(enable_timing=True)
+    start.record()
+    assert start.elapsed_time(start) == 0
+    assert torch.compile(torch.sin)(torch.ones(2, device="cuda")).is_cuda
+
+
+# ---------------------------------------------------------------------------------------------- what it takes
+
+
+def test_allocated_bytes_are_rounded_storages_and_workspaces(card):
+    x = torch.empty(1000, device="cuda")  # 4000 B
+    assert torch.cuda.memory_allocated() == card.allocated_bytes == 4096
+    assert torch.cuda.memory_reserved() == 2 * MIB
+    y = x.view(10, 100)[2:]
+    assert card.allocated_bytes == 4096
+    del x, y
+    assert card.allocated_bytes == 0
+    a = torch.empty(64, 64, device="cuda", requires_grad=True)
+    b = a @ a
+    assert card.allocated_bytes == 2 * 64 * 64 * 4 + WORKSPACE
+    b.sum().backward()
+    assert card.allocated_bytes == 3 * 64 * 64 * 4 + 2 * WORKSPACE  # autograd's thread has a handle of its own
+    assert torch.cuda.max_memory_allocated() == card.peak_bytes >= card.allocated_bytes
+    assert card.timeline.max() == card.peak_bytes
+    torch.cuda.reset_peak_memory_stats()
+    assert card.peak_bytes == card.allocated_bytes
+
+
+def test_the_estimate_is_the_second_step(card):
+    def loss_fn(model, x):
+        return F.mse_loss(model(x), x)
+
+    model, x = perceptron().cuda(), torch.randn(512, 64).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        loss_fn(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    peak_bytes = card.peak_bytes
+    seen = card.estimate()
+    assert seen.peak_bytes == peak_bytes
+    card._stack.close()
+    estimate = estimate_memory_usage(perceptron(), torch.randn(512, 64), loss_fn=loss_fn, target="RTX 4090")
+    assert estimate.peak_bytes == peak_bytes
+    assert estimate.reserved_bytes >= peak_bytes
+    assert estimate.total_bytes == estimate.reserved_bytes + estimate.context_bytes
+    assert estimate.fits("RTX 4090")
+    assert not estimate.fits("100MiB")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_cudas(card, dtype):
+    x = torch.randn(16, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(64, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=dtype):
+        assert torch.is_autocast_enabled()
+        assert (x @ weight).dtype is dtype
+        allocated = card.allocated_bytes
+        assert F.linear(x, weight).dtype is dtype
+        assert card.allocated_bytes == allocated  # both casts were kept
+        low = x @ weight
+        # Float32 on CUDA, but not on a CPU.
+        assert {low.exp().dtype, low.softmax(-1).dtype, F.layer_norm(low, (64,)).dtype, low.sum().dtype} == {
+            torch.float32
+        }
+        assert torch.cat([low, low]).dtype is dtype
+    with torch.autocast("cuda", dtype=dtype), torch.no_grad():
+        allocated = card.allocated_bytes
+        torch.mm(x, weight)
+        assert card.allocated_bytes == allocated  # without gradients no cast is kept
+    assert (x @ weight).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "width", "dropout", "expected"),
+    [
+        ("RTX 4090", torch.bfloat16, 64, 0.0, "_scaled_dot_product_flash_attention"),
+        ("RTX 4090", torch.float32, 64, 0.0, "_scaled_dot_product_efficient_attention"),
+        ("RTX 4090", torch.float32, 63, 0.0, "bmm"),
+        ("RTX 4090", torch.bfloat16, 200, 0.1, "_scaled_dot_product_efficient_attention"),
+        ("T4", torch.float16, 64, 0.0, "_scaled_dot_product_efficient_attention"),
+        ("H100", torch.bfloat16, 64, 0.0, "_scaled_dot_product_cudnn_attention"),
+    ],
+)
+def test_attention_is_the_cards(gpu, dtype, width, dropout, expected):
+    with VirtualGPU(gpu) as card:
+        q = torch.randn(2, 4, 32, width, device="cuda", dtype=dtype, requires_grad=True)
+        F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
+        assert expected in operators(card)
+
+
+def test_a_step_takes_cudas_operators(card):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    out = model(torch.randn(8, 64, device="cuda"))
+    mask_bytes = {s.nbytes for s in card._recorder.recording().top(20) if "native_dropout" in s.operator}
+    assert mask_bytes == {8 * 64 * 4, 8 * 64}  # the mask is of bytes
+    out.sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert {"_foreach_norm", "_foreach_sqrt"} <= operators(card)
+    state = optimizer.state[model[0].weight]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == ("cpu", "cuda")
+
+
+@pytest.mark.usefixtures("card")
+def test_a_gradient_scaler_steps():
+    model = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cuda")
+    with torch.autocast("cuda"):
+        loss = model(torch.randn(4, 8, device="cuda")).sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_saves(use_reentrant):
+    def peak(wrap):
+        with VirtualGPU("RTX 4090") as card:
+            blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64)) for _ in range(4))
+            blocks.cuda()
+            x = torch.randn(4096, 64, device="cuda", requires_grad=True)
+            for block in blocks:
+                x = wrap(block, x)
+            x.sum().backward()
+            return card.peak_bytes
+
+    plain = peak(lambda block, x: block(x))
+    less = peak(lambda block, x: checkpoint(block, x, use_reentrant=use_reentrant))
+    assert less < 0.7 * plain
+
+
+# ---------------------------------------------------------------------------------------------- where it runs out
+
+
+def test_out_of_memory_at_the_line_of_the_card(card):
+    x = torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 10\.00 GiB. GPU 0 has a total capacity"
+    ) as caught:
+        torch.empty(10 * 2**30, dtype=torch.uint8, device="cuda")
+    assert is_out_of_memory(caught.value)
+    assert card.allocated_bytes == x.numel()
+    assert card.estimate().temporaries_bytes == x.numel()  # what did not fit was never there
+
+
+@pytest.mark.usefixtures("card")
+def test_recovery_finds_what_fits():
+    tried = []
+
+    def step(size):
+        tried.append(size)
+        return torch.empty(size, 2**30, dtype=torch.uint8, device="cuda").shape
+
+    assert recover_from_oom(step, [64, 32, 16]) == (16, 2**30)
+    assert tried == [64, 32, 16]
+
+
+def test_settings_of_the_allocator_count():
+    def reserved(settings):
+        with VirtualGPU("RTX 4090", allocator_settings=settings) as card:
+            blocks = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(20)]
+            del blocks[::2]
+            large = torch.empty(25 * MIB, dtype=torch.uint8, device="cuda")
+            del blocks, large
+            return card.reserved_peak_bytes
+
+    assert reserved("expandable_segments:True") != reserved("")
+    with pytest.raises(ConfigError):
+        VirtualGPU("RTX 4090", allocator_settings="no_such_option:1")
+
+
+# ---------------------------------------------------------------------------------------------- errors and ends
+
+
+def test_one_at_a_time(card):
+    with pytest.raises(StateError, match="one at a time"), VirtualGPU("RTX 3090"):
+        pass
+    with pytest.raises(StateError, match="entered before"):
+        card.__enter__()
+    assert torch.cuda.is_available()
+
+
+def test_tensors_of_the_card_end_with_it():
+    with VirtualGPU("RTX 4090"):
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        y = x * 2
+    with pytest.raises(StateError, match="virtual GPU"):
+        y.sum()
+
+
+def test_all_is_undone_after_an_error():
+    to = torch.Tensor.to
+    with pytest.raises(ZeroDivisionError), VirtualGPU("RTX 4090"):
+        _ = 1 / 0
+    assert torch.Tensor.to is to
+    assert (torch.ones(2) * 2).sum() == 4
+    with torch.autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
+
+
+def test_unknown_cards_are_refused():
+    with pytest.raises(InputError, match="RTX"):
+        VirtualGPU("RTX 4091")
+    with pytest.raises(ConfigError, match="NVIDIA"):
+        VirtualGPU("MI300X")
+
+
+@pytest.mark.usefixtures("card")
+def test_other_threads_of_the_host_go_on():
+    results = []
+    thread = threading.Thread(target=lambda: results.append((torch.ones(3) * 2).sum().item()))
+    thread.start()
+    thread.join()
+    assert results == [6]

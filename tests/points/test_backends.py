@@ -1,0 +1,170 @@
+"""Every back end gives NumPy's indexes and samples, bit for bit; torch's never waits for its device."""
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit._errors import ConfigError, InputError, MemkitWarning
+from memkit.points.backends import resolved
+from memkit.points.grid import GridIndex
+from memkit.points.nested import single_within
+from memkit.points.philox import Key, Stream, blocks, blocks_at, draw_key, random_bits
+from memkit.points.sampler import GridAwareSampler
+from tests.points.backends import are_identical, indexes
+from tests.points.scenes import in_cube, on_mesh
+
+needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+
+
+def test_blocks_are_those_of_numpy():
+    """Everywhere in a stream, with keys whose words have the highest bit."""
+    for key in (draw_key((1, 2)), Key(2**64 - 1, 2**63), Key(0, 0)):
+        for stream in Stream:
+            expected = random_bits(key, stream).random_raw(4 * 500).reshape(500, 4)
+            words = torch.stack(blocks(torch.arange(500), key, stream), 1)
+            assert (words.numpy().view(np.uint64) == expected).all()
+            numbers = [0, 1, 7, 8, 499]
+            assert (blocks_at(numbers, random_bits(key, stream)) == expected[numbers, 0]).all()
+
+
+def test_streams_and_keys_differ():
+    words = {
+        random_bits(key, stream).random_raw()
+        for key in (Key(1, 0), Key(0, 1), draw_key((0,)), draw_key((0, 0)))
+        for stream in Stream
+    }
+    assert len(words) == 4 * len(Stream)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba), "torch"])
+def test_samples_are_those_of_numpy(backend):
+    assert are_identical(backend)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_samples_of_the_kernels_are_those_of_numpy():
+    """In Triton's interpreter, which a process must ask for before it imports Triton."""
+    code = "from tests.points.backends import are_identical; assert are_identical('triton')"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+
+
+def test_some_numbers_are_drawn_again():
+    """Or the comparisons above would not see whether back ends agree on these."""
+    layout = next(indexes()).scenes[0].layout
+    drawn = random_bits(draw_key((1,)), Stream.POINTS).random_raw(-(-len(layout.left) // 4)).view(np.uint16)
+    left = layout.left.astype(np.uint32)
+    assert ((drawn[: len(left)] * left) % 2**16 < 2**16 % left).sum() > 20
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what needs a number from the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        assert name not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2"), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_torch_operators_do_not_wait_for_the_device():
+    index = GridIndex.from_coords(on_mesh(3000), 8.0, [1000, 3000])
+    sampler = GridAwareSampler(backend="torch")
+    sampler.sample_half_density(index)  # brings the layout
+    with NoWaiting():
+        sampler.sample_half_density(index)
+        with pytest.raises(AssertionError, match="nonzero"):
+            torch.ones(3).nonzero()
+
+
+@needs_numba
+@pytest.mark.parametrize(
+    "dtype",
+    ["float32", *(pytest.param(each, marks=pytest.mark.slow) for each in ("float16", "float64", "int64", "uint8"))],
+)  # each is compiled on its own
+def test_numba_makes_the_index_that_numpy_makes(dtype):
+    points = (in_cube(20_000) * 2 - 100).clip(0 if dtype == "uint8" else -100).astype(dtype)
+    cases = [((points, 7.0), {}), ((points[:, :1], 0.5, [0, 5000, 20_000]), {"origin": 0.25})]
+    cases += [((points[:, :2], (3.0, 1e-3)), {"origin": (5.0, -2.0)}), ((points[:0],), {}), ((points[:1], 1.0), {})]
+    if dtype == "float64":
+        cases += [((points * 1e9, 1e-3), {}), ((points * 1e4, 1.0), {})]  # too many cells to number; to count
+        cases += [((np.asfortranarray(points), 7.0), {}), ((points[::-3], 7.0), {})]
+    for given, settings in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemkitWarning)  # float16, and 10^11 cells away
+            assert_equal_indexes(*(GridIndex.from_coords(*given, **settings, backend=b) for b in ("numpy", "numba")))
+
+
+@needs_numba
+def test_numba_groups_any_ids():
+    rng = np.random.default_rng(0)
+    for ids in (rng.integers(-5, 5, 1000), rng.integers(-(2**63), 2**63 - 1, 1000), np.zeros(0, np.int64), [7]):
+        assert_equal_indexes(*(GridIndex.from_cells(ids, backend=each) for each in ("numpy", "numba")))
+    with pytest.raises(InputError, match="nan"):
+        GridIndex.from_coords([[0.0, 1.0], [np.nan, 2.0]], backend="numba")
+    with pytest.raises(InputError, match="inf"):
+        GridIndex.from_coords([[0.0, 1.0], [0.0, np.inf]], backend="numba")
+
+
+def assert_equal_indexes(a, b):
+    for name in ("cells", "counts", "offsets", "cell_offsets"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+    for here, there in zip(a.scenes, b.scenes, strict=True):
+        for mine, others in zip((*here.groups, *here.layout[:4]), (*there.groups, *there.layout[:4]), strict=True):
+            np.testing.assert_array_equal(mine, others, strict=True)
+
+
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba), "torch"])
+def test_samplers_travel_and_draw_ahead(backend):
+    index, plain = GridIndex.from_coords(on_mesh(3000), 8.0), GridAwareSampler(seed=8)
+    sampler = GridAwareSampler(seed=8, backend=backend)
+    sampler.sample_half_density(index)
+    plain.sample_half_density(index)
+    arrived = pickle.loads(pickle.dumps(sampler))
+    for drawn in arrived.draw_ahead([index] * 2):
+        expected = plain.sample_scenarios(index)
+        assert all(torch.equal(drawn[each].indices, expected[each].indices) for each in expected)
+    sample = arrived.sample_half_density(index, weights=torch.ones(3000))
+    assert torch.equal(sample.indices, plain.sample_half_density(index, weights=torch.ones(3000)).indices)
+    assert torch.equal(single_within(arrived, index, sample), single_within(plain, index, sample))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "message"),
+    [
+        ("cupy", "cpu", "got backend='cupy'; expected 'auto', 'numpy', 'numba', 'torch', 'triton'"),
+        ("numpy", "cuda", "got backend='numpy'; expected 'auto', 'torch', 'triton'"),
+        ("numba", "mps", "got backend='numba'; expected 'auto', 'torch', 'triton'"),
+    ],
+)
+def test_back_ends_that_do_not_fit_are_named(backend, device, message):
+    with pytest.raises(ConfigError, match=message):
+        GridAwareSampler(backend=backend, device=device)
+    with pytest.raises(ConfigError, match="got backend='torch'; expected 'numpy', 'numba'"):
+        GridIndex.from_cells([1], backend="torch")
+
+
+def test_a_device_has_its_back_end(monkeypatch):
+    installed = {"numba", "triton"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    chosen = [resolved("auto", torch.device(each), "call") for each in ("cpu", "mps", "cuda")]
+    assert chosen == ["numpy", "torch", "triton"]
+    installed.clear()
+    assert resolved("auto", torch.device("cuda"), "call") == "torch"
+    with pytest.raises(ConfigError, match=r"numba is not installed.*pip install memkit\[numba\]"):
+        resolved("numba", torch.device("cpu"), "call")
+
+
+def test_neither_extra_is_imported_unless_it_is_chosen():
+    code = (
+        "import sys, memkit; memkit.GridAwareSampler().sample_half_density(memkit.GridIndex.from_cells([1])); "
+        "assert not {'numba', 'triton'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
