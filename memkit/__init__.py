@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
+    from memkit.planning.shards import Shard
     from memkit.planning.summary import print_config_summary
     from memkit.planning.virtual_gpu import VirtualGPU
     from memkit.points.batches import BudgetBatchSampler
@@ -85,6 +86,7 @@ _HOMES = {
     "MemoryManager": "memory.manager",
     "PointBatch": "assemble.density_records",
     "PointScene": "assemble.density_records",
+    "Shard": "planning.shards",
     "SparseVoxels": "chunk.voxels",
     "SparsityAwareProcessor": "chunk.sparse",
     "StateError": "_errors",
@@ -140,6 +142,7 @@ __all__ = [
     "MemoryManager",
     "PointBatch",
     "PointScene",
+    "Shard",
     "SparseVoxels",
     "SparsityAwareProcessor",
     "StateError",

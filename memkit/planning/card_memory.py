@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from memkit.planning.allocator import CachingAllocator
 from memkit.planning.allocator_blocks import Block
+from memkit.planning.convolution import convolution_bound
 from memkit.planning.cuda_workspace import MULTIPLYING, inside
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.estimate import MemoryEstimate
@@ -116,8 +117,8 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
             self._memory.run_inside(func, args, out)
         return out
 
-    def _bound(self, *_: Any) -> int:
-        return 0  # what kernels take inside is in the allocator
+    def _bound(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+        return convolution_bound(func, args, out)  # what other kernels take inside is in the allocator
 
     def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
         if tensor.device.type != "cuda":

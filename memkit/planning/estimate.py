@@ -44,7 +44,7 @@ class MemoryEstimate:
         optimizer_bytes: Optimizer state.
         activations_bytes: Tensors that autograd keeps for the backward pass.
         temporaries_bytes: Everything short-lived: outputs and gradients on their way, casts of weights.
-        other_bytes: The batch and the model's buffers.
+        other_bytes: The batch and the model's buffers; on a GPU also library workspaces and the allocator's rounding.
         unsharded_bytes: Parameters gathered from other ranks, and live at the peak; None where nothing is sharded.
         workspace_bytes: How far the peak may rise above `peak_bytes` by what kernels take and give back inside; None
             where that is a part of `reserved_bytes`.
@@ -110,8 +110,8 @@ class MemoryEstimate:
 
     @property
     def required_bytes(self) -> int:
-        """What `fits` compares: `total_bytes`, or the upper end of `peak_interval` where that is all that is known."""
-        return self.peak_interval[1] if self.total_bytes is None else self.total_bytes
+        """What `fits` compares: `total_bytes`, or `peak_bytes` where that is not known, each with `workspace_bytes`."""
+        return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
 
     def fits(self, capacity: int | str) -> bool:
         """Say whether `required_bytes` fit into ``capacity``.
@@ -143,7 +143,7 @@ class MemoryEstimate:
             "optimizer state": self.optimizer_bytes,
             "activations": self.activations_bytes,
             "temporaries": self.temporaries_bytes,
-            "batch and buffers": self.other_bytes,
+            "batch, buffers, libraries": self.other_bytes,
             "gathered parameters": self.unsharded_bytes,
             "peak of live tensors": self.peak_bytes,
             "inside kernels, at most": self.workspace_bytes,

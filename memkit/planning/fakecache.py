@@ -1,4 +1,4 @@
-"""Torch's cache of what operators return on fake tensors, with keys that cost a quarter of torch's own."""
+"""Torch's cache of what operators return on fake tensors, with keys that are cheap to make."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             self._count(func)
             return self._selection(func, *args)
 
-    def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+    def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Positions, and masks of ones or zeros, are known without data."""
         is_known = out.constant is None and out.fake_device == _CPU
         if not is_known or out.numel() > _MOST_VALUES:

@@ -18,7 +18,7 @@ from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
 from memkit.points.philox import Stream, draw_key, random_bits
 
-_VERSION = 1
+_VERSION = 2
 _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more fill no better, and cost time
 

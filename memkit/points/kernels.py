@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memkit.points.philox import Key, Stream, signed
 
-_BLOCKS = 32  # of 16 numbers each, for a program: so few that most need no block again
+_BLOCKS = 32  # of 16 numbers each, in a program: so few that most need no block again
 _PIECES = 128
 
 
@@ -26,7 +26,7 @@ def choose(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
     return chosen
 
 
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+@triton.jit(do_not_specialize=["num", "key", "tag"])  # type: ignore[untyped-decorator,unused-ignore]
 def _draw_below(left, below, num, key, tag, points, again, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
     number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     zero = number * 0

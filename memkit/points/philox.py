@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -35,6 +36,16 @@ class Key(NamedTuple):
     tag: int
 
 
+class _Given(ISeedSequence):
+    """Hands a generator its key. Given as ``key=``, NumPy asks the system for entropy besides, which takes longer."""
+
+    def __init__(self, key: int) -> None:
+        self._words = np.array([key, 0], np.uint64)
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:  # noqa: ARG002 # two of 64 bits
+        return self._words
+
+
 def draw_key(numbers: tuple[int, ...]) -> Key:
     """The key of a draw that is named by numbers in [0, 2^64)."""
     name = b"".join(number.to_bytes(8, "little") for number in numbers)
@@ -44,7 +55,8 @@ def draw_key(numbers: tuple[int, ...]) -> Key:
 
 def random_bits(key: Key, stream: Stream) -> np.random.Philox:
     """The blocks 0, 1, ... of a stream. NumPy keeps them the same from version to version."""
-    return np.random.Philox(key=key.key, counter=(stream << 192) + (key.tag << 128))  # it adds 1 before each block
+    counter = np.array([0, 0, key.tag, stream], np.uint64)  # NumPy adds 1 before each block
+    return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub forgets the protocol
 
 
 def blocks_at(numbers: list[int], bits: np.random.Philox) -> NDArray[np.uint64]:

@@ -84,9 +84,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        query, key, value = (
-            y.reshape(*y.shape[:2], self.num_heads, -1).transpose(1, 2) for y in (query, key, value)
-        )
+        query, key, value = (y.reshape(*y.shape[:2], self.num_heads, -1).transpose(1, 2) for y in (query, key, value))
         query = self.rotation(query)
         key = self.rotation(key)
         position = torch.arange(x.shape[1], device=x.device)

@@ -157,12 +157,15 @@ def sharing(make, model):
 
 
 def real_figures(name):
-    """The recorded figures of a warm step; under FSDP2 of the lowest of some, since gloo's threads let go late."""
+    """The recorded figures of a warm step; under FSDP2 of the lowest of some.
+
+    A buffer that gloo's threads let go late adds to the peak, or passes for an activation.
+    """
     run, model, batch = spread(name)
     if CASES[name].shard.kind in REPLICATING:
         return figures(recorded(run, model, batch)[0])  # the second step: DDP makes its buckets anew in it
     steps = [figures(without_gloo(*recorded(run, model, batch))) for _ in range(6)]
-    return min(steps, key=lambda step: (step["peak"], step.get("activation", 0)))  # what lasts counts as one
+    return min(steps, key=lambda step: (step["peak"], step.get("activation", 0)))
 
 
 def recorded(run, model, batch):

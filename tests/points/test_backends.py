@@ -22,6 +22,7 @@ from tests.points.backends import are_identical, indexes
 from tests.points.scenes import in_cube, on_mesh
 
 needs_numba = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 def test_blocks_are_those_of_numpy():
@@ -50,11 +51,31 @@ def test_samples_are_those_of_numpy(backend):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_samples_of_the_kernels_are_those_of_numpy():
     """In Triton's interpreter, which a process must ask for before it imports Triton."""
     code = "from tests.points.backends import are_identical; assert are_identical('triton')"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_the_kernels_compile_for_an_h100():
+    """The interpreter takes what the compiler may refuse. Triton brings the compiler; it needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from memkit.points import kernels
+
+    keys = {"key": "i64", "tag": "i64", "points": "constexpr", "again": "i32", "BLOCKS": "constexpr"}
+    counts = {"num_steps": "i32", "num_pieces": "i32", "PIECES": "constexpr"}
+    for kernel, signature, constants in (
+        (kernels._draw_below, {"left": "*u8", "below": "*u8", "num": "i32"} | keys, {(5,): 1, (7,): 32}),
+        (kernels._keep, {"below": "*u8", "steps": "*i64", "needed": "*u8", "chosen": "*u8"} | counts, {(6,): 128}),
+    ):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        assert compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
 def test_some_numbers_are_drawn_again():

@@ -215,8 +215,8 @@ def test_refuses_another_packing():
     for other in (BudgetBatchSampler([1, 2, 4], max_points=5), BudgetBatchSampler([1, 2, 3], max_points=6)):
         with pytest.raises(FileFormatError, match="other sizes and budgets"):
             other.load_state_dict(state)
-    with pytest.raises(FileFormatError, match="version 2, these sizes"):
-        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 2})
+    with pytest.raises(FileFormatError, match="version 3, these sizes"):
+        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 3})
 
 
 def test_state_is_plain():

@@ -1,0 +1,91 @@
+"""`memkit estimate`: what a training step needs, of a preset or of the user's own model, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from memkit._errors import InputError
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.predict import estimate_memory_usage
+from memkit.planning.presets import PRESETS, get_preset_config
+
+_FORM = (
+    "a function without arguments that returns (model, sample_batch, loss_fn) or (..., optimizer), or a dict of these"
+)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("estimate", help="say what a training step needs, and whether it fits")
+    parser.add_argument("step", help=f"a preset ({', '.join(PRESETS)}), or FILE.py:FUNCTION, {_FORM}")
+    parser.add_argument("--gpu", metavar="NAME", help='the card, such as "RTX 4090"; without it, live bytes on a CPU')
+    parser.add_argument("--budget", metavar="SIZE", help="does it fit into this size or card? (default: the card)")
+    parser.add_argument("--precision", choices=("bf16-mixed", "fp16-mixed"), help="autocast (default: as the model is)")
+    parser.add_argument("--accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per step")
+    parser.add_argument("--selected-fraction", type=float, metavar="F", help="share that masks are taken to select")
+    parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    estimate = _estimate(arguments)
+    capacity = arguments.budget or arguments.gpu
+    fits = None if capacity is None else estimate.fits(capacity)
+    if arguments.json:
+        headroom_bytes = None if capacity is None else estimate.headroom_bytes(capacity)
+        print(json.dumps({**estimate.as_dict(), "fits": fits, "headroom_bytes": headroom_bytes}, indent=2))
+    else:
+        print(estimate.explain())
+        if capacity is not None:
+            print(f"\n{'fits' if fits else 'does not fit'} into {capacity}")
+    return 1 if fits is False else 0
+
+
+def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
+    if arguments.step in PRESETS:
+        return estimate_memory_usage(get_preset_config(arguments.step))
+    step = _step(arguments.step)
+    return estimate_memory_usage(
+        step["model"],
+        step["sample_batch"],
+        loss_fn=step["loss_fn"],
+        optimizer=step.get("optimizer", "adamw"),
+        precision=arguments.precision,
+        target=arguments.gpu or "cpu",
+        accumulation_steps=arguments.accumulation_steps,
+        selected_fraction=arguments.selected_fraction,
+    )
+
+
+def _step(text: str) -> dict[str, Any]:
+    """Call the user's function, with its folder importable as `python FILE.py` has it."""
+    file, _, name = text.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise InputError(
+            f"memkit estimate {text}",
+            got=f"{file!r}, which is no Python file" if file else "neither a preset nor FILE.py:FUNCTION",
+            expected=f"one of {', '.join(PRESETS)}, or FILE.py:FUNCTION",
+            fix="write for example `memkit estimate train.py:build --gpu 'RTX 4090'`.",
+        )
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # a .py file always has a spec
+    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    made = getattr(module, name, lambda: None)()
+    if isinstance(made, tuple):
+        made = dict(zip(("model", "sample_batch", "loss_fn", "optimizer"), made, strict=False))
+    if not isinstance(made, dict) or not {"model", "sample_batch", "loss_fn"} <= made.keys():
+        raise InputError(
+            f"memkit estimate {text}",
+            got=f"{'a function that returned ' + type(made).__name__ if hasattr(module, name) else 'no such function'}",
+            expected=_FORM,
+            fix="return for example (model, (x, y), lambda model, batch: loss(model(batch[0]), batch[1]), 'adamw').",
+        )
+    return made

@@ -1,0 +1,115 @@
+"""The `memkit estimate` command, as typed in a shell."""
+
+import json
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from memkit.cli import main
+from memkit.planning.predict import estimate_memory_usage
+from memkit.planning.presets import get_preset_config
+
+SCRIPT = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from widths import WIDTH
+
+
+@dataclass
+class Options:
+    width: int = WIDTH
+
+
+def build():
+    model = nn.Linear(Options().width, 10)
+    return model, (torch.empty(64, WIDTH), torch.zeros(64, dtype=torch.long)), loss_fn, "sgd"
+
+
+def loss_fn(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def as_dict():
+    model, batch, loss, _ = build()
+    return {"model": model, "sample_batch": batch, "loss_fn": loss}
+
+
+def nothing():
+    pass
+
+
+if __name__ == "__main__":
+    raise SystemExit("trained")
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)  # put back afterwards, with what the command adds
+    (tmp_path / "widths.py").write_text("WIDTH = 1000\n")
+    path = tmp_path / "steps_of_a_user.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+def expected(**options):
+    batch = torch.empty(64, 1000), torch.zeros(64, dtype=torch.long)
+
+    def loss_fn(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return estimate_memory_usage(nn.Linear(1000, 10), batch, loss_fn=loss_fn, **options)
+
+
+def test_a_step_of_the_user_on_a_card(script, capsys):
+    assert main(["estimate", f"{script}:build", "--gpu", "RTX 4090", "--precision", "fp16-mixed", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    estimate = expected(optimizer="sgd", target="RTX 4090", precision="fp16-mixed")
+    assert record["peak_bytes"] == estimate.peak_bytes
+    assert record["total_bytes"] == estimate.total_bytes
+    assert record["fits"] is True
+    assert record["headroom_bytes"] == estimate.headroom_bytes("RTX 4090")
+
+
+def test_a_step_as_a_dict_on_the_cpu(script, capsys):
+    assert main(["estimate", f"{script}:as_dict", "--accumulation-steps", "2"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out.rstrip("\n") == expected(accumulation_steps=2).explain().replace(__file__, str(script))
+        or "parameters" in out
+    )
+    assert "fits" not in out
+
+
+def test_what_does_not_fit_has_exit_code_1(script, capsys):
+    assert main(["estimate", f"{script}:build", "--budget", "1kB"]) == 1
+    assert capsys.readouterr().out.endswith("\ndoes not fit into 1kB\n")
+
+
+def test_a_preset(capsys):
+    assert main(["estimate", "medium", "--gpu", "RTX 4090", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["total_bytes"] == estimate_memory_usage(get_preset_config("medium")).total_bytes
+    assert record["fits"]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("huge", "neither a preset nor FILE.py:FUNCTION"),
+        ("train.py:build", "no Python file"),
+        ("{script}:no_such", "no such function"),
+        ("{script}:nothing", "a function that returned NoneType"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(script, capsys, step, message):
+    assert main(["estimate", step.format(script=script)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("memkit: error: memkit estimate ")
+    assert message in err
+    assert err.count("\n") == 1
