@@ -28,11 +28,13 @@ from torch.utils._pytree import tree_leaves
 from memkit._errors import StateError
 from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
+from memkit._resizing import telling
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
 _DEVICE = torch.ops.prim.device.default
+UNSHARD = "fsdp.unshard"  # who made a storage that FSDP gathers into
 # Existing storages of these categories were there before the block; others only since the current step began.
 _LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
 _Holders = tuple[int, int, int]
@@ -117,6 +119,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 register_optimizer_step_post_hook(self._after_optimizer),
             ):
                 cleanup.callback(handle.remove)
+            cleanup.enter_context(telling(self._note_resized))
             self._cleanup = cleanup.pop_all()
         return self
 
@@ -198,17 +201,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 if part is not tensor:
                     self._note(part, operator)
             return None
+        return None if tensor._is_zerotensor() else self._book(storage, tensor.device, operator)
+
+    def _note_resized(self, storage: torch.UntypedStorage) -> None:
+        number = self._book(storage, storage.device, UNSHARD) if self._is_active() else None
+        if number is not None:
+            self._categories[number] = "parameter"
+
+    def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
         block = self._blocks.get(id(storage))
-        if block is not None:
-            resized_by = storage.nbytes() - self._bytes[block.number]
-            if resized_by:
-                self._change(block.number, resized_by)
-            return block.number
         nbytes = storage.nbytes()
-        if nbytes == 0 or tensor._is_zerotensor():
+        if block is not None:
+            if nbytes != self._bytes[block.number]:
+                self._change(block.number, nbytes - self._bytes[block.number])
+            return block.number
+        if nbytes == 0:
             return None
         number = len(self._bytes)
-        device = tensor.device
         self._bytes.append(nbytes)
         self._devices.append(device)
         if operator is None:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from memkit._errors import MemkitError
 from memkit._version import __version__
-from memkit.cli import demo, estimate, gpus, presets
+from memkit.cli import demo, dryrun, estimate, gpus, presets
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
-_COMMANDS = (demo, estimate, gpus, presets)
+_COMMANDS = (demo, dryrun, estimate, gpus, presets)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id as current_backward
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wrapper_subclass_type
 
 from memkit.planning.allocator import CachingAllocator
 from memkit.planning.allocator_blocks import Block
 from memkit.planning.convolution import convolution_bound
+from memkit.planning.cuda_operators import is_undivided, run_divided
+from memkit.planning.cuda_reductions import Processors
 from memkit.planning.cuda_workspace import MULTIPLYING, inside
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.estimate import MemoryEstimate
@@ -38,6 +40,7 @@ class CardMemory:
         self.workspace_bytes = 0
         self.timeline: list[int] = []
         self._gpu = gpu
+        self._processors = Processors.of(gpu.compute_capability or (0, 0), gpu.num_multiprocessors)
         self._workspace_size = gpu.cublas_workspace_bytes or _WORKSPACE_BYTES
         self._handles: set[bool] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
@@ -63,7 +66,7 @@ class CardMemory:
         """Take and give back what an operator's kernels take inside."""
         if func in MULTIPLYING:
             self._take_handle()
-        blocks = [self._take(num_bytes) for num_bytes in inside(func, args, out) if num_bytes]
+        blocks = [self._take(num_bytes) for num_bytes in inside(func, args, out, self._processors) if num_bytes]
         for block in blocks:
             self._give_back(block)
 
@@ -112,6 +115,12 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, then what it takes inside."""
+        if is_undivided(func):
+            _push_mode(self)
+            try:
+                return run_divided(func, args, kwargs or {})
+            finally:
+                _pop_mode()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if is_on_card(out) or is_on_card(args):
             self._memory.run_inside(func, args, out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
@@ -69,10 +69,29 @@ def cuda_operators(casts: CastCache, capability: tuple[int, int]) -> Iterator[No
             ("log_softmax.int", _softmax(_aten.log_softmax.int, _aten._log_softmax.default)),
         ):
             library.impl(name, kernel, "AutogradPrivateUse1")
+            library.impl(name, kernel, "PrivateUse1")  # without autograd: inference_mode
         yield
     finally:
         library._destroy()
         fallthrough._destroy()
+
+
+def is_undivided(func: Any) -> bool:
+    """Whether a mode is asked for an operator made of others, which only inference_mode leaves undivided."""
+    return torch.is_inference_mode_enabled() and _has_parts(func)
+
+
+def run_divided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the operators that it is made of on the card."""
+    is_own = func.has_kernel_for_dispatch_key(DispatchKey.PrivateUse1)
+    return func._op_dk(DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@cache
+def _has_parts(func: Any) -> bool:
+    return func is not torch.ops.prim.device.default and func.has_kernel_for_dispatch_key(
+        DispatchKey.CompositeImplicitAutograd
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- autocast

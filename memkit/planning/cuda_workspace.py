@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit.planning.cuda_reductions import Processors, reduction
 from memkit.planning.kernels import RESULTS as CPU_RESULTS
 
 _aten = torch.ops.aten
@@ -40,15 +41,15 @@ RESULTS = {
 """Results that are as on a CPU, since their code is the same: see `memkit.planning.kernels.RESULTS`."""
 
 
-def inside(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]:
+def inside(func: Any, args: Sequence[Any], out: Any, processors: Processors) -> tuple[int, ...]:
     """Bytes of each block that a kernel takes and gives back before it returns, in the order in which it takes them."""
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         return _flash_backward(args[1])
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:
         return _efficient_backward(args[1], args[5])
     if func in _LOSSES:
-        reduction = next((arg for arg in reversed(args) if isinstance(arg, int)), 1)
-        return (args[0].numel() * args[0].element_size(),) if reduction != _NONE else ()
+        reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
+        return (args[0].numel() * args[0].element_size(),) if reduced else ()
     if func is _aten.native_layer_norm_backward.default:
         width = math.prod(args[2])
         return (_LAYER_NORM_PARTS * width * _FLOAT,) * 2 if any(args[7]) else ()
@@ -60,7 +61,7 @@ def inside(func: Any, args: Sequence[Any], out: Any) -> tuple[int, ...]:
     if func in _INDEX_WRITES and len(args) > 3 and args[3]:
         first = next(index for index in args[1] if index is not None)
         return (first.numel() * _INDEX, *_sorting(first.numel()))
-    return ()
+    return reduction(func, args, processors)
 
 
 def _flash_backward(query: Tensor) -> tuple[int, ...]:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_TRANSFORMERS = "transformers.utils.import_utils"  # asks; for a fake tensor it builds masks that it would leave out
+TRANSFORMERS_UTILS = "transformers.utils.import_utils"  # asks; for a fake tensor it builds masks that it would leave out
 
 
 @contextmanager
 def told_that_tensors_are_real() -> Iterator[None]:
     """Transformers, where it is loaded, takes the path that it takes with data."""
-    utils: Any = sys.modules.get(_TRANSFORMERS)
+    utils: Any = sys.modules.get(TRANSFORMERS_UTILS)
     if not hasattr(utils, "is_fake_tensor"):
         yield
         return

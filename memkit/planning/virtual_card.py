@@ -267,11 +267,23 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
         return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
 
+    def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+        """``copy.deepcopy``, which for other tensors looks at their data."""
+        if id(self) not in memo:
+            copy = self.detach().clone()
+            memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
+            memo[id(self)].requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                memo[id(self)].grad = copied(self.grad, memo)
+        new: Tensor = memo[id(self)]
+        return new
+
     moved.of_virtual_card = True  # type: ignore[attr-defined]  # how a second card knows of the first
     return [
         (Tensor, "_make_subclass", staticmethod(private)),
         (FakeTensor, "_normalize_fake_device", staticmethod(normalized)),
         (FakeTensor, "device", property(named)),
+        (FakeTensor, "__deepcopy__", copied),
         (Tensor, "to", moved),
         (Tensor, "cuda", cuda),
         (Tensor, "is_cuda", property(lambda self: self.device.type == "cuda")),

@@ -134,7 +134,8 @@ class CourseModel(nn.Module):
         self.head = Projection(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
+        embedded = self.table(tokens)
+        x = embedded  # the first one lives until the end, without autograd too
         for layer in self.layers:
             x = layer(x)
         x = self.norm(x)

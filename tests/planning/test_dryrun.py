@@ -261,7 +261,8 @@ def test_sizes_that_depend_on_data_need_a_bound():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target": "RTX 4090"}, "target='RTX 4090'"),
+        ({"precision": "fp16-mixed"}, "precision='fp16-mixed'"),
+        ({"target": "RTX 4090", "precision": "fp8"}, "precision='fp8'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"accumulation_steps": 0}, "accumulation_steps=0"),
         ({"selected_fraction": 1.5}, "selected_fraction=1.5"),

@@ -96,6 +96,19 @@ def test_parameters_stay_the_same_objects_and_tied():
     assert model[2].running_mean.is_cuda
 
 
+@pytest.mark.usefixtures("card")
+def test_copies_are_copies():
+    model = nn.Linear(1000, 1000).cuda()  # made without data
+    model(torch.ones(2, 1000, device="cuda")).sum().backward()
+    twin = copy.deepcopy(model)
+    assert isinstance(twin.weight, nn.Parameter)
+    assert twin.weight.is_cuda
+    assert twin.weight is not model.weight
+    assert twin.weight.grad is not model.weight.grad
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+
+
 def test_a_module_from_outside_has_its_data_back():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     expected = copy.deepcopy(model.state_dict())

@@ -185,5 +185,16 @@ def predicted(model: nn.Module, batch: Batch) -> str:
         model, batch, loss_fn=loss_fn, optimizer="adamw", precision="bf16-mixed", target="cpu"
     )
     by_formula = mk.estimate_memory_usage(mk.get_preset_config("medium", 24))
-    num_bytes: int = est.peak_bytes + est.headroom_bytes("24GB") + by_formula.peak_bytes
+    on_card = mk.estimate_memory_usage(
+        model,
+        batch,
+        loss_fn=loss_fn,
+        precision="fp16-mixed",
+        target="RTX 4090",
+        shard=mk.Shard("fsdp2", 8, units=("*",)),
+    )
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        model.cuda()
+    num_bytes: int = est.peak_bytes + est.headroom_bytes("24GB") + by_formula.peak_bytes + on_card.peak_bytes
+    num_bytes += gpu.peak_bytes + gpu.reserved_peak_bytes + int(gpu.timeline.max()) + mk.find_gpu("4090").usable_bytes
     return f"{num_bytes} {est.fits('24GiB')} {est.explain()}"

@@ -1,0 +1,109 @@
+"""What a dry run changes in other people's packages at the moment when a script imports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from memkit.planning.libraries import TRANSFORMERS_UTILS
+
+# The operators of torchvision 0.28 for which it registers shape functions when it is imported.
+_TORCHVISION = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
+    " int sampling_ratio, bool aligned) -> Tensor",
+    "qroi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width,"
+    " int sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
+    " SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned) -> Tensor",
+    "ps_roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
+    " int sampling_ratio) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale,"
+    " SymInt pooled_height, SymInt pooled_width, int sampling_ratio, SymInt batch_size, SymInt channels,"
+    " SymInt height, SymInt width) -> Tensor",
+    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width)"
+    " -> (Tensor, Tensor)",
+    "_roi_pool_backward(Tensor grad, Tensor rois, Tensor argmax, float spatial_scale, SymInt pooled_height,"
+    " SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) -> Tensor",
+    "ps_roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width)"
+    " -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale,"
+    " SymInt pooled_height, SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width)"
+    " -> Tensor",
+    "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h,"
+    " SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups,"
+    " SymInt offset_groups, bool use_mask) -> Tensor",
+    "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias,"
+    " SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w,"
+    " SymInt groups, SymInt offset_groups, bool use_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+class AtImport(MetaPathFinder):
+    """A finder that changes packages when they are found; enter it into ``sys.meta_path`` as the first.
+
+    Args:
+        to_read: Where a path is to be read that was written to another place.
+    """
+
+    def __init__(self, to_read: Callable[[Any], Any]) -> None:
+        self._to_read = to_read
+        self._changes: dict[str, Callable[[ModuleType], None]] = {
+            TRANSFORMERS_UTILS: _believe_in_data,
+            "pyarrow": self._read_redirected,
+        }
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        """Let the others find a module, and change it once it has run."""
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in {*self._changes, "torchvision"} else None
+        if spec is None or spec.loader is None:
+            return None
+        if fullname == "torchvision":
+            _declare_operators(spec)
+            return None
+        run, change = spec.loader.exec_module, self._changes.pop(fullname)
+
+        def run_and_change(module: ModuleType) -> None:
+            run(module)
+            change(module)
+
+        spec.loader.exec_module = run_and_change  # type: ignore[method-assign]
+        return spec
+
+    def _read_redirected(self, pyarrow: ModuleType) -> None:
+        """Its files are opened in C++; `datasets` reads what it has just written."""
+        memory_map = pyarrow.memory_map
+        pyarrow.memory_map = lambda path, *args: memory_map(self._to_read(path), *args)  # type: ignore[attr-defined]
+
+
+def _believe_in_data(utils: ModuleType) -> None:
+    """See `memkit.planning.libraries`."""
+    utils.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]
+
+
+def _declare_operators(spec: ModuleSpec) -> None:
+    """Declare torchvision's operators where its compiled part was made for another PyTorch (a wheel for CUDA).
+
+    Without them `import torchvision` fails; data sets, transforms and models need none of them.
+    """
+    for compiled in Path(str(spec.origin)).parent.glob("_C.*"):
+        try:
+            torch.ops.load_library(compiled)
+        except OSError:
+            library = torch.library.Library("torchvision", "FRAGMENT")
+            sys.modules["torchvision._declared"] = library  # type: ignore[assignment]
+            for schema in _TORCHVISION:
+                library.define(schema)

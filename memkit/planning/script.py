@@ -1,0 +1,249 @@
+"""The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
+
+`memkit.cli.dryrun` starts it as ``python -m memkit.planning.script ORDER``, where ORDER is a JSON object: folder (of
+this run alone), cwd, script, arguments, gpu, steps, selected_fraction. What is found goes to
+``folder/report.json``; the script's own output goes where this process's goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from sysconfig import get_paths
+from types import ModuleType, TracebackType
+from typing import Any
+from urllib.error import URLError
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from memkit._errors import MemkitError
+from memkit._whereabouts import Place
+from memkit.planning.card_memory import CardRecorder
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.imports import AtImport
+from memkit.planning.redirected import Redirection
+from memkit.planning.virtual_card import patched
+from memkit.planning.virtual_gpu import VirtualGPU
+
+_NO_NETWORK = (URLError, ConnectionError, TimeoutError)
+# Code in these folders is nobody's own.
+_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+
+
+class _EndOfStepsError(BaseException):
+    """Ends a script after its last step, past its own ``except Exception``."""
+
+
+class ScriptRecorder(CardRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Notes where memory ran out, each time."""
+
+    places: list[Place]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError:
+            self.places.append(self._where.place())
+            raise
+
+
+class ScriptGPU(VirtualGPU):
+    """A virtual card that notes what a whole script did to it.
+
+    Attributes:
+        places: Where memory ran out, each time.
+    """
+
+    def __init__(self, gpu: str, **options: Any) -> None:
+        super().__init__(gpu, **options)
+        self._recorder = ScriptRecorder(self._memory)
+        self.places = self._recorder.places = []
+        self._earlier_peaks: list[tuple[int, int]] = []
+
+    def __enter__(self) -> ScriptGPU:
+        super().__enter__()
+        self._stack.enter_context(patched(self._memory.allocator, "reset_peaks", self._reset_peaks))
+        return self
+
+    def _reset_peaks(self) -> None:
+        allocator = self._memory.allocator
+        self._earlier_peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
+        type(allocator).reset_peaks(allocator)
+
+    def estimate(self) -> MemoryEstimate:
+        """As of a `VirtualGPU`, whatever peaks the script has reset."""
+        allocator = self._memory.allocator
+        peaks = (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes), *self._earlier_peaks
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
+        return super().estimate()
+
+
+class Steps:
+    """Counts a script's steps and ends it after the last one.
+
+    A step is one of an optimizer; where there are several, each counts for itself, and the script ends when all that
+    step at all have done theirs. Where a script has none, a step is a backward pass with what follows.
+
+    Args:
+        most: How many steps there are to be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_done: Counter[int] = Counter()
+        self._num_backwards = 0
+        self._has_optimizer = False
+
+    @property
+    def num_done(self) -> int:
+        """Steps so far: of the optimizer that did most, or else backward passes."""
+        return max(self._num_done.values(), default=self._num_backwards)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count inside the block."""
+        backward, initialise = torch.autograd.backward, Optimizer.__init__
+
+        @wraps(backward)
+        def counting(*args: Any, **kwargs: Any) -> None:
+            if not self._has_optimizer and self._num_backwards == self._most:
+                raise _EndOfStepsError
+            backward(*args, **kwargs)
+            self._num_backwards += 1
+
+        @wraps(initialise)
+        def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            initialise(optimizer, *args, **kwargs)
+
+        handle = register_optimizer_step_post_hook(self._after_step)
+        try:
+            with patched(torch.autograd, "backward", counting), patched(Optimizer, "__init__", noting):
+                yield
+        finally:
+            handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_done[id(optimizer)] += 1
+        if min(self._num_done.values()) >= self._most:
+            raise _EndOfStepsError
+
+
+def main() -> None:
+    """Do what the order on the command line says."""
+    order = json.loads(sys.argv[1])
+    folder = Path(order["folder"])
+    mirror = folder / "written"
+    mirror.mkdir()
+    script = order["script"]
+    os.chdir(order["cwd"])
+    sys.argv = [script, *order["arguments"]]
+    sys.path[0] = str(Path(script).resolve().parent)
+    redirection = Redirection(mirror)
+    redirection.install()
+    sys.meta_path.insert(0, AtImport(redirection.to_read))
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")  # noqa: TID251
+    gpu = ScriptGPU(order["gpu"], selected_fraction=order["selected_fraction"], allocator_settings=settings)
+    steps = Steps(order["steps"])
+    start = time.perf_counter()
+    ended, problem, is_compiled = _run(script, gpu, steps)
+    report = {
+        "ended": ended,
+        "num_steps": steps.num_done,
+        "seconds": time.perf_counter() - start,
+        "problem": problem,
+        "out_of_memory": [
+            {"line": str(place.line or ""), "module": place.module, "phase": place.phase} for place in gpu.places
+        ],
+        "is_compiled": is_compiled,
+        "written": redirection.written(),
+        "estimate": gpu.estimate().as_dict(),
+    }
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str] | None, bool]:
+    """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
+    module = ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module
+    compiled: list[bool] = []
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec")
+        with gpu, _noting_compile(compiled), steps.counted():
+            exec(code, vars(module))  # the user's own code
+    except _EndOfStepsError:
+        return "after its steps", None, bool(compiled)
+    except torch.OutOfMemoryError as error:
+        return "out of memory", _problem(error, "the card is full: see docs/out-of-memory.md."), bool(compiled)
+    except SystemExit as error:
+        if error.code not in {None, 0}:
+            return "error", _problem(error, "its own output above says why."), bool(compiled)
+    except Exception as error:  # noqa: BLE001 - whatever a script raises is its error
+        traceback.print_exception(error.with_traceback(_own(error)))
+        return "error", _problem(error, _way_out(error)), bool(compiled)
+    return "by itself", None, bool(compiled)
+
+
+@contextmanager
+def _noting_compile(compiled: list[bool]) -> Iterator[None]:
+    compile_ = torch.compile
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(True)
+        return compile_(*args, **kwargs)
+
+    with patched(torch, "compile", noted):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ what went wrong
+
+
+def _problem(error: BaseException, fix: str) -> dict[str, str]:
+    """What went wrong, at the innermost line that is the user's own."""
+    frames = [
+        frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))
+    ]
+    line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    return {"error": type(error).__name__, "message": str(error), "line": line, "fix": fix}
+
+
+def _own(error: BaseException) -> TracebackType | None:
+    """The traceback without this file."""
+    rest = error.__traceback__
+    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+        rest = rest.tb_next
+    return rest
+
+
+def _way_out(error: BaseException | None) -> str:
+    """The way out of a script's error, as far as its kind says."""
+    if isinstance(error, MemkitError):
+        return error.fix.replace("selected_fraction=", "--selected-fraction ")
+    if isinstance(error, ModuleNotFoundError):
+        return f"install {error.name} into the Python environment that memkit runs in."
+    chain = error
+    while chain is not None:
+        if isinstance(chain, _NO_NETWORK) or "download" in str(chain).lower():
+            return "the script asks the network for data that is not here: run it once without memkit to fetch it."
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, FileNotFoundError):
+        return f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
+    return "see whether `python SCRIPT` fails as well; if not, the virtual card lacks something: docs/dryrun.md."
+
+
+if __name__ == "__main__":
+    main()
