@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -52,3 +53,30 @@ class MemoryWatch(Protocol):
 
     def mark(self, name: str, *, note: dict[str, Any] | None = None) -> None:
         """Note an event."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that can be saved, and gone on with."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Put a state back."""
+
+
+@runtime_checkable
+class ResumableOrder(Protocol):
+    """A batch sampler whose batches follow from seed and epoch, such as `memkit.BudgetBatchSampler`."""
+
+    epoch: int
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch; the one that a state was loaded into goes on where it stood."""
+
+    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
+        """Return seed, epoch, and ``num_done``, batches of the epoch that were trained on."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Go on in the middle of an epoch."""

@@ -28,13 +28,12 @@ from torch.utils._pytree import tree_leaves
 from memkit._errors import StateError
 from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
-from memkit._resizing import telling
+from memkit._resizing import UNSHARD, telling
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
 _LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
 _DEVICE = torch.ops.prim.device.default
-UNSHARD = "fsdp.unshard"  # who made a storage that FSDP gathers into
 # Existing storages of these categories were there before the block; others only since the current step began.
 _LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
 _Holders = tuple[int, int, int]
@@ -168,8 +167,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if not self._phases or where.phase != self._phases[-1][1]:
             self._phases.append((len(self._event_storage), where.phase))
         if func is not _LIFT:
-            for argument in (args, *kwargs.values()):
-                self._note_all(argument, None)
+            self._note_all((args, kwargs), None)
         if reused is not None:
             self._reuse(reused, out)
         self._note_all(out, func)
@@ -182,11 +180,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _note_all(self, value: Any, operator: Any) -> None:
         if isinstance(value, torch.Tensor):
             self._note(value, operator)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
+        elif isinstance(value, (list, tuple, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
                 self._note_all(item, operator)
-        elif isinstance(value, dict):
-            self._note_all(tuple(value.values()), operator)
 
     def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
         """Book a tensor's storage: a birth where `operator` made it, an adoption where it was there already.
@@ -342,20 +338,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._where.leave_module()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_active():
-            return
-        self._where.outside_backward = "optimizer"
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._label(parameters, "parameter")
-        self._label([p.grad for p in parameters], "gradient")
-        self._label(list(optimizer.state.values()), "optimizer")
+        if self._is_active():
+            self._where.outside_backward = "optimizer"
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._label(parameters, "parameter")
+            self._label([p.grad for p in parameters], "gradient")
+            self._label(list(optimizer.state.values()), "optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._is_active():
-            return
-        self._label(list(optimizer.state.values()), "optimizer")
-        self._where.outside_backward = "other"
-        self._step_start = len(self._event_storage)
+        if self._is_active():
+            self._label(list(optimizer.state.values()), "optimizer")
+            self._where.outside_backward = "other"
+            self._step_start = len(self._event_storage)
 
     def _label(self, value: Any, category: Category, module: str = "") -> None:
         """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""

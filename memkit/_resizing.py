@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+UNSHARD = "fsdp.unshard"  # who made such a storage
 _resize = torch.UntypedStorage.resize_
 # Blocks may end in another order than they began, in several threads: each leaves by itself.
 _listeners: list[Callable[[torch.UntypedStorage], None]] = []

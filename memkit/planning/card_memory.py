@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._C import _current_graph_task_id as current_backward
-from torch.utils._python_dispatch import _pop_mode, _push_mode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from memkit._resizing import UNSHARD
 from memkit.planning.allocator import CachingAllocator
 from memkit.planning.allocator_blocks import Block
 from memkit.planning.convolution import convolution_bound
@@ -20,6 +21,7 @@ from memkit.planning.cuda_workspace import MULTIPLYING, inside
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU
+from memkit.planning.virtual_card import CARD
 
 _NO_BACKWARD = -1
 # What a card whose workspace is not known is taken to have: the default before compute capability 9.
@@ -66,9 +68,10 @@ class CardMemory:
         """Take and give back what an operator's kernels take inside."""
         if func in MULTIPLYING:
             self._take_handle()
-        blocks = [self._take(num_bytes) for num_bytes in inside(func, args, out, self._processors) if num_bytes]
-        for block in blocks:
-            self._give_back(block)
+        for phase in inside(func, args, self._processors):
+            blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
+            for block in blocks:
+                self._give_back(block)
 
     def complete(self, estimate: MemoryEstimate) -> MemoryEstimate:
         """What was seen of tensors, with what only the allocator knows: rounding, workspaces, reserve."""
@@ -126,20 +129,24 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
             self._memory.run_inside(func, args, out)
         return out
 
-    def _bound(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+    def _bound(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:  # noqa: ARG002
         return convolution_bound(func, args, out)  # what other kernels take inside is in the allocator
 
-    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
-        if tensor.device.type != "cuda":
+    def complete(self, estimate: MemoryEstimate) -> MemoryEstimate:
+        """Add what only the allocator knows."""
+        return self._memory.complete(estimate)
+
+    def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
+        if operator == UNSHARD:
+            device = CARD  # a storage without data does not say so
+        if device.type != "cuda":
             return None
-        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass_type(type(tensor)):
-            storage = tensor.untyped_storage()
-            block = self._blocks.get(id(storage))
-            if block is None:
-                self._memory.hold(storage)  # first of all: what does not fit was never there
-            elif storage.nbytes() != self._bytes[block.number]:
-                self._memory.resize(storage)
-        return super()._note(tensor, operator)
+        block = self._blocks.get(id(storage))
+        if block is None:
+            self._memory.hold(storage)  # first of all: what does not fit was never there
+        elif storage.nbytes() != self._bytes[block.number]:
+            self._memory.resize(storage)
+        return super()._book(storage, device, operator)
 
     def _reuse(self, block: Any, out: torch.Tensor) -> None:
         self._memory.pass_on(block.key, out.untyped_storage())

@@ -23,7 +23,7 @@ def cuda_answers(gpu: GPU, allocator: CachingAllocator) -> Iterator[None]:
             stack.enter_context(patched(cuda, name, answer))
             if name in vars(cuda.memory):
                 stack.enter_context(patched(cuda.memory, name, answer))
-        for name, answer in _accelerator(allocator).items():
+        for name, answer in _accelerator(gpu, allocator).items():
             if hasattr(torch.accelerator, name):
                 stack.enter_context(patched(torch.accelerator, name, answer))
         for name, answer in _TORCH.items():
@@ -94,10 +94,6 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "get_rng_state_all": lambda: [state.clone()],
         "set_rng_state": _nothing,
         "set_rng_state_all": _nothing,
-        "mem_get_info": lambda device=None: (  # noqa: ARG005
-            gpu.total_bytes - gpu.context_bytes - allocator.reserved_bytes,
-            gpu.total_bytes,
-        ),
         "Stream": _Stream,
         "Event": _Event,
         "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
@@ -106,13 +102,13 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "set_stream": _nothing,
         "is_current_stream_capturing": lambda: False,
         "utilization": lambda device=None: 0,  # noqa: ARG005
-        **_memory(allocator),
+        **_memory(gpu, allocator),
         "_record_memory_history": _nothing,
         "_snapshot": lambda device=None: {"segments": [], "device_traces": [[]]},  # noqa: ARG005
     }
 
 
-def _memory(allocator: CachingAllocator) -> dict[str, Any]:
+def _memory(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
     def statistics(device: Any = None) -> dict[str, int]:  # noqa: ARG001 - there is one card
         return {
             "allocated_bytes.all.current": allocator.allocated_bytes,
@@ -123,6 +119,16 @@ def _memory(allocator: CachingAllocator) -> dict[str, Any]:
             "num_alloc_retries": allocator.num_retries,
             "num_ooms": allocator.num_ooms,
         }
+
+    def nested(device: Any = None) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name, number in statistics(device).items():
+            *path, last = name.split(".")
+            node = tree
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = number
+        return tree
 
     def reset(device: Any = None) -> None:  # noqa: ARG001
         allocator.reset_peaks()
@@ -137,7 +143,12 @@ def _memory(allocator: CachingAllocator) -> dict[str, Any]:
         "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
         "memory_cached": lambda device=None: allocator.reserved_bytes,  # noqa: ARG005
         "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
+        "mem_get_info": lambda device=None: (  # noqa: ARG005
+            gpu.total_bytes - gpu.context_bytes - allocator.reserved_bytes,
+            gpu.total_bytes,
+        ),
         "memory_stats": statistics,
+        "memory_stats_as_nested_dict": nested,
         "memory_summary": lambda device=None, abbreviated=False: str(statistics()),  # noqa: ARG005
         "empty_cache": allocator.empty_cache,
         "reset_peak_memory_stats": reset,
@@ -148,8 +159,8 @@ def _memory(allocator: CachingAllocator) -> dict[str, Any]:
     }
 
 
-def _accelerator(allocator: CachingAllocator) -> dict[str, Any]:
-    memory = _memory(allocator)
+def _accelerator(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
+    memory = _memory(gpu, allocator)
     shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return {
         "is_available": lambda: True,
@@ -158,6 +169,7 @@ def _accelerator(allocator: CachingAllocator) -> dict[str, Any]:
         "current_device_index": lambda: 0,
         "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
         "synchronize": _nothing,
+        "get_memory_info": memory["mem_get_info"],
         "memory_stats": memory["memory_stats"],
         "reset_peak_memory_stats": memory["reset_peak_memory_stats"],
         **{name: memory[name] for name in shared},

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from memkit.planning.cuda_reductions import Processors, reduction
 from memkit.planning.kernels import RESULTS as CPU_RESULTS
@@ -16,7 +15,7 @@ _aten = torch.ops.aten
 _NONE = 0  # at::Reduction
 _SORTED_AT_ONCE = 3072  # rows that embedding's backward adds up without sorting them
 _FLOAT, _INDEX = 4, 8  # bytes
-_LAYER_NORM_PARTS = 64  # rows of partial sums
+Phases: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def _overloads(*names: str) -> frozenset[Any]:
@@ -26,7 +25,6 @@ def _overloads(*names: str) -> frozenset[Any]:
 
 
 _LOSSES = _overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
-_INDEX_WRITES = _overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 MULTIPLYING = _overloads(
     "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "einsum", "linear", "matmul", "mm", "mv", "vdot",
     "_scaled_mm", "linalg_vecdot",
@@ -41,46 +39,112 @@ RESULTS = {
 """Results that are as on a CPU, since their code is the same: see `memkit.planning.kernels.RESULTS`."""
 
 
-def inside(func: Any, args: Sequence[Any], out: Any, processors: Processors) -> tuple[int, ...]:
-    """Bytes of each block that a kernel takes and gives back before it returns, in the order in which it takes them."""
-    if func is _aten._scaled_dot_product_flash_attention_backward.default:
-        return _flash_backward(args[1])
-    if func is _aten._scaled_dot_product_efficient_attention_backward.default:
-        return _efficient_backward(args[1], args[5])
-    if func in _LOSSES:
-        reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
-        return (args[0].numel() * args[0].element_size(),) if reduced else ()
-    if func is _aten.native_layer_norm_backward.default:
-        width = math.prod(args[2])
-        return (_LAYER_NORM_PARTS * width * _FLOAT,) * 2 if any(args[7]) else ()
-    if func is _aten.native_group_norm_backward.default:
-        rows, channels = args[5], args[6]
-        return (rows * channels * _FLOAT,) * 2
-    if func is _aten.embedding_dense_backward.default:
-        return _sorting(args[1].numel()) if args[1].numel() > _SORTED_AT_ONCE else ()
-    if func in _INDEX_WRITES and len(args) > 3 and args[3]:
-        first = next(index for index in args[1] if index is not None)
-        return (first.numel() * _INDEX, *_sorting(first.numel()))
-    return reduction(func, args, processors)
+def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
+    """Bytes of the blocks that a kernel takes and gives back before it returns.
+
+    Returns:
+        Phases, one after the other: blocks that are there at the same time, in the order in which they are taken.
+    """
+    kernel = _KERNELS.get(func)
+    if kernel is not None:
+        return kernel(args, processors)
+    return (reduction(func, args, processors),)
 
 
-def _flash_backward(query: Tensor) -> tuple[int, ...]:
+def _loss(args: Sequence[Any], _: Processors) -> Phases:
+    """The losses that are reduced."""
+    reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
+    return ((args[0].numel() * args[0].element_size(),),) if reduced else ()
+
+
+def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
     """`mha_bwd` in flash_api.cpp: sums of the rows, and the gradient of the queries in float32."""
-    batch, heads, rows, width = query.shape
+    batch, heads, rows, width = args[1].shape
     rows = math.ceil(rows / 128) * 128
     width = math.ceil(width / 32) * 32 if width <= 192 else 256
-    return batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT
+    return ((batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT),)
 
 
-def _efficient_backward(query: Tensor, out: Tensor) -> tuple[int, ...]:
+def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
     """`_efficient_attention_backward`: float32 multiplies output and gradient beforehand; half precision accumulates."""
-    batch, heads, rows, _ = query.shape
+    query, out = args[1], args[5]
+    batch, heads, rows, _width = query.shape
     delta = batch * heads * rows * _FLOAT
     if query.dtype is torch.float32:
-        return out.numel() * _FLOAT, delta
-    return delta, out.numel() * _FLOAT
+        return ((out.numel() * _FLOAT, delta),)
+    return ((delta, out.numel() * _FLOAT),)
 
 
-def _sorting(num_rows: int) -> tuple[int, ...]:
-    """Positions before and after sorting, the sorted keys, and CUB's second buffers."""
-    return (num_rows * _INDEX,) * 4
+def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
+    """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are summed up in groups first."""
+    width = math.prod(args[2])
+    rows, columns = args[1].numel() // width, math.ceil(width / 32)
+    if rows <= 64 * 1024 or width // 32 >= processors.count // 2:
+        return ()
+    groups = min(32 * 1024 // columns, math.ceil(rows / 32))
+    return ((groups * width * args[1].element_size(),) * sum(args[7][1:]),)
+
+
+def _group_norm(args: Sequence[Any], _: Processors) -> Phases:
+    """Factor and shift of each channel."""
+    rows, channels, size = args[3:6]
+    has_weights = args[1] is not None or args[2] is not None
+    return ((rows * channels * _FLOAT,) * 2,) if size > 1 and has_weights else ()
+
+
+def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """Two sums of each channel; for the input's gradient two factors of each group, and one of each channel."""
+    rows, channels, size, groups = args[5:9]
+    if size == 1:
+        return ()
+    per_channel, per_group = rows * channels * _FLOAT, rows * groups * _FLOAT
+    factors = (per_group, per_group, per_channel if args[4] is not None else 0) if args[9][0] else ()
+    return ((per_channel, per_channel, *factors),)
+
+
+def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """`embedding_dense_backward_cuda`: few rows are added as they come; else sorted, then summed in tens."""
+    grad, indices, num_weights = args[:3]
+    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    if num_rows <= _SORTED_AT_ONCE and not args[4]:
+        return ()
+    order = (num_rows * size,) * 2
+    num_segments = min(num_rows, num_weights)
+    num_parts = num_rows // 10 + num_segments
+    return (
+        (*order, num_rows * size, _radix_sort(num_rows, num_weights, size)),
+        (*order, num_rows * size, 8, *(num_segments * size,) * 2, 8, num_parts * size, num_parts * width * _FLOAT),
+    )
+
+
+def _index_put(args: Sequence[Any], _: Processors) -> Phases:
+    """`index_put_with_sort_kernel`, where values are added: positions, and their order."""
+    if len(args) < 4 or not args[3]:
+        return ()
+    given = [index for index in args[1] if index is not None]
+    num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
+    num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
+    positions = num_rows * _INDEX
+    return ((positions,), (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),))
+
+
+def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
+    """What CUB's `DeviceRadixSort::SortPairs` asks for: with one block of threads nothing, which it calls 1 byte."""
+    if num_rows <= 256 * (19 * 4 // size):
+        return 1
+    num_passes = math.ceil(num_keys.bit_length() / 8)
+    num_blocks = math.ceil(num_rows / (384 * (17 if size == 4 else 10)))
+    second = math.ceil(num_rows * size / 256) * 256 if num_passes > 1 else 0
+    return num_passes * 256 * 8 + num_blocks * 256 * 4 + 2 * second + 256 + 255
+
+
+_KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(_overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memkit import _rng
 from memkit._errors import InputTypeError
 from memkit._recorder import Recorder
+from memkit._resizing import UNSHARD
 from memkit._whereabouts import Whereabouts
 from memkit.planning.estimate import Holder, MemoryEstimate
 from memkit.planning.fakes import DryMode
@@ -25,11 +26,45 @@ from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 
 LossFn: TypeAlias = Callable[[Any, Any], Any]
 _NUM_HOLDERS = 8
+_CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be cut evenly
+_PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+class Stage(NamedTuple):
+    """Where a step runs: its device, tensors without data on it, and a recorder for each of the step's turns."""
+
+    device_type: str
+    mode: DryMode
+    make_recorder: Callable[[], StepRecorder]
+
+
+class Part(NamedTuple):
+    """What one rank runs: its model, its optimizer, and flat gradients that live on from step to step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    buckets: Sequence[Tensor]
+
+
+@contextmanager
+def on_cpu(selected_fraction: float | None) -> Iterator[Stage]:
+    """Stand-ins on the CPU."""
+    yield Stage("cpu", DryMode(selected_fraction), StepRecorder)
+
+
+@contextmanager
+def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[Part]:  # noqa: ARG001 - as all that spread
+    """One process has all."""
+    yield Part(model, optimizer_maker(optimizer)(model.parameters()), ())
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """A user's step; the fields are the arguments of `memkit.estimate_memory_usage`."""
+    """A user's step; the fields are the arguments of `memkit.estimate_memory_usage`.
+
+    Where it runs and how it is spread are two choices: `on_cpu` or `memkit.planning.card_run.on_card`, `alone` or
+    `memkit.planning.shards.as_first_rank`.
+    """
 
     model: nn.Module
     batch: Any
@@ -38,6 +73,8 @@ class DryRun:
     precision: str | None
     accumulation_steps: int
     selected_fraction: float | None
+    stage: Callable[[float | None], AbstractContextManager[Stage]] = on_cpu
+    spread: Callable[[nn.Module, str | MakeOptimizer | Optimizer, str], AbstractContextManager[Part]] = alone
 
     def estimate(self) -> MemoryEstimate:
         """Run two steps, and take the second one's peak apart."""
@@ -52,28 +89,24 @@ class DryRun:
                 expected="a torch.nn.Module",
                 fix="pass the model; put several models into torch.nn.ModuleList([...]).",
             )
-        mode = DryMode(self.selected_fraction)
-        stand_ins = mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch)
         with (
             as_by_itself(),
-            stand_ins as (whole, _, loss_fn, batch),
+            self.stage(self.selected_fraction) as (device_type, mode, make_recorder),
+            mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch) as (whole, _, loss_fn, batch),
             mode,
-            self.prepared(whole) as (model, optimizer, recorder),
+            self.spread(whole, self.optimizer, device_type) as (model, optimizer, buckets),
         ):
-            self._step(model, batch, loss_fn, optimizer)
-            with recorder:
-                recorder.hold(model, batch)
-                self._step(model, batch, loss_fn, optimizer)
+            for _ in range(2):
+                recorder = make_recorder()
+                with recorder:
+                    recorder.hold(model, batch, buckets)
+                    self._step(model, batch, loss_fn, optimizer, device_type)
         return recorder, mode.guesses
 
-    @contextmanager
-    def prepared(self, model: nn.Module) -> Iterator[tuple[nn.Module, Optimizer, StepRecorder]]:
-        """What the steps run with, made from a model without data: that model, its optimizer, and a recorder."""
-        yield model, optimizer_maker(self.optimizer)(model.parameters()), StepRecorder()
-
-    def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer) -> None:
+    def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer, device_type: str) -> None:
+        dtype = None if self.precision is None else _PRECISIONS[self.precision]
         for _ in range(min(2, self.accumulation_steps)):  # a third micro-batch finds what the second finds
-            with self._autocast():
+            with torch.autocast(device_type, dtype) if dtype else nullcontext():
                 loss = loss_fn(model, batch)
             if isinstance(loss, tuple):
                 loss = loss[0] / loss[1]
@@ -89,9 +122,6 @@ class DryRun:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.precision is None else torch.autocast("cpu", torch.bfloat16)
 
 
 @contextmanager
@@ -114,22 +144,29 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own cl
         super().__init__()
         self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
 
-    def hold(self, model: nn.Module, batch: Any) -> None:
-        """Count the model and the batch, whether an operator touches them or not."""
+    def hold(self, model: nn.Module, batch: Any, buckets: Sequence[Tensor] = ()) -> None:
+        """Count the model, the batch and DDP's flat gradients, whether an operator touches them or not."""
         self._label(list(model.parameters()), "parameter")
         self._label(list(model.buffers()), "buffer")
         self._label(batch, "input")
+        self._label(buckets, "gradient")
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        bound = self._bound(func, args, out)
+        bound = self._bound(func, args, kwargs or {}, out)
         if bound:
             self._bounds.append((self.num_events(), bound))
         return out
 
-    def _bound(self, func: Any, args: tuple[Any, ...], out: Any) -> int:
+    def complete(self, estimate: MemoryEstimate) -> MemoryEstimate:
+        """Add what is known of the device alone: of a CPU nothing."""
+        return estimate
+
+    def _bound(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
+        if func.name() == _CHUNK_CAT:
+            return int(kwargs["out"].nbytes)
         return workspace_bound(func, args, out)
 
     def highest_peak_bytes(self) -> int:
@@ -147,13 +184,15 @@ def summarise(recorder: StepRecorder, guesses: Mapping[str, int]) -> MemoryEstim
     peak = recording.peak_storage()
     where = (peak.module, peak.operator, peak.phase, peak.source.replace(caller, "")) if peak else ()
     workspace_bytes = max(0, recorder.highest_peak_bytes() - recording.peak_bytes())
-    return MemoryEstimate(
-        parameters_bytes=parts.get("parameter", 0),
+    unsharded_bytes = recording.peak_by("operator").get(UNSHARD, 0)
+    estimate = MemoryEstimate(
+        parameters_bytes=parts.get("parameter", 0) - unsharded_bytes,
         gradients_bytes=parts.get("gradient", 0),
         optimizer_bytes=parts.get("optimizer", 0),
         activations_bytes=parts.get("activation", 0),
         temporaries_bytes=parts.get("temporary", 0),
         other_bytes=parts.get("input", 0) + parts.get("buffer", 0),
+        unsharded_bytes=unsharded_bytes if UNSHARD in recording.names["operator"] else None,
         workspace_bytes=workspace_bytes,
         peak_where=", ".join(part for part in where if part),
         confidence="guessed" if guesses else "workspace" if workspace_bytes else "exact",
@@ -169,3 +208,4 @@ def summarise(recorder: StepRecorder, guesses: Mapping[str, int]) -> MemoryEstim
             for storage in recording.top(_NUM_HOLDERS)
         ),
     )
+    return recorder.complete(estimate)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memkit._errors import ConfigError, InputTypeError
@@ -105,7 +106,7 @@ def estimate_memory_usage(
     """
     if isinstance(model, TrainingConfig) or (sample_batch is None and loss_fn is None):
         return estimate_by_formula(model)  # type: ignore[arg-type]  # of anything else it says what is expected
-    from memkit.planning.dryrun import DryRun
+    from memkit.planning.dryrun import DryRun, alone, on_cpu
 
     if loss_fn is None:
         raise InputTypeError(
@@ -119,19 +120,19 @@ def estimate_memory_usage(
     _check("accumulation_steps", accumulation_steps, accumulation_steps in range(1, 2**31), "an int, 1 or more")
     is_share = selected_fraction is None or 0 < selected_fraction <= 1
     _check("selected_fraction", selected_fraction, is_share, "None, or a share in (0, 1]")
-    step = model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction
+    stage, spread = on_cpu, alone
     if target != "cpu":
-        from memkit.planning.card_run import CardRun
+        from memkit.planning.card_run import on_card
         from memkit.planning.gpus import find_gpu
 
-        _check("shard", shard, shard is None, "None where target is a GPU")
-        return CardRun(*step, gpu=find_gpu(target)).estimate()
-    if shard is None:
-        return DryRun(*step).estimate()
-    from memkit.planning.shards import RankRun, Shard
+        stage = partial(on_card, find_gpu(target))
+    if shard is not None:
+        from memkit.planning.shards import Shard, as_first_rank
 
-    _check("shard", shard, isinstance(shard, Shard), "None, or a Shard such as Shard('fsdp2', 8)")
-    return RankRun(*step, shard=shard).estimate()
+        _check("shard", shard, isinstance(shard, Shard), "None, or a Shard such as Shard('fsdp2', 8)")
+        spread = partial(as_first_rank, shard)
+    step = model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction
+    return DryRun(*step, stage, spread).estimate()
 
 
 def _check(name: str, value: object, is_valid: bool, expected: str) -> None:  # noqa: FBT001

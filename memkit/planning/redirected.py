@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 import torch
@@ -65,9 +66,9 @@ class Redirection:
         replacements = {id(self._real[name]): function for name, function in by_name.items() if name in self._real}
         replacements |= {id(self._open): self._opened, id(self._save): self._saved, id(self._load): self._loaded}
         for module in list(sys.modules.values()):  # also names that modules have taken: from os import makedirs
-            if getattr(module, "__name__", None) not in (*_ORIGINALS, None):
+            if isinstance(module, ModuleType) and module.__name__ not in _ORIGINALS:
                 names = vars(module)
-                names.update({name: replacements[id(value)] for name, value in names.items() if id(value) in replacements})
+                names.update({name: replacements[id(old)] for name, old in names.items() if id(old) in replacements})
         shutil._use_fd_functions = False  # type: ignore[attr-defined]  # rmtree goes by paths
 
     def written(self) -> tuple[str, ...]:

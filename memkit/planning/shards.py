@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit.planning.dryrun import DryRun, StepRecorder, summarise
-from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.dryrun import Part
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 
 Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 _REPLICATED = ("ddp", "zero1")
-_UNSHARD = "fsdp.unshard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,117 +99,58 @@ class Shard:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankRun(DryRun):
-    """A user's step on rank 0 of many."""
-
-    shard: Shard
-
-    def estimate(self) -> MemoryEstimate:
-        """As of the whole step, with gathered parameters apart from the rank's own."""
-        recorder, guesses = self.record()
-        estimate = summarise(recorder, guesses)
-        if self.shard.kind in _REPLICATED:
-            return estimate
-        unsharded_bytes = recorder.recording().peak_by("operator").get(_UNSHARD, 0)
-        parameters_bytes = estimate.parameters_bytes - unsharded_bytes
-        return replace(estimate, parameters_bytes=parameters_bytes, unsharded_bytes=unsharded_bytes)
-
-    @contextmanager
-    def prepared(self, model: nn.Module) -> Iterator[tuple[nn.Module, Optimizer, StepRecorder]]:
-        """Spread the model, which holds fake tensors, over ranks of which only the first is there."""
-        self._refuse_own_ranks(model)
-        make_optimizer = optimizer_maker(self.optimizer)
-        with _first_of(self.shard.ranks) as mesh:
-            if self.shard.kind in _REPLICATED:
-                buckets: list[Tensor] = []
-                replica = _replica(model, self.shard.gradient_as_bucket_view, buckets)
-                if self.shard.kind == "zero1":
-                    make_optimizer = _sharing(make_optimizer)
-                yield replica, make_optimizer(model.parameters()), RankRecorder(buckets)
-            else:
-                with _sharded(model, self.shard, mesh):
-                    yield model, make_optimizer(model.parameters()), RankRecorder([])
-
-    def _refuse_own_ranks(self, model: nn.Module) -> None:
-        call = f"estimate_memory_usage(model, sample_batch, shard={self.shard.kind!r})"
-        if dist.is_initialized():
-            raise StateError(
-                call,
-                got="a process that is in a process group already",
-                expected="none: the estimate makes one of its own, which exchanges nothing",
-                fix="estimate before init_process_group, or in a process of its own.",
-            )
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise InputError(
-                call,
-                got="a model that is sharded already",
-                expected="the whole model; it needs no memory on the meta device",
-                fix="estimate before fully_shard, or build the model again under torch.device('meta').",
-            )
-        if isinstance(self.optimizer, Optimizer):
-            raise InputTypeError(
-                call,
-                got=f"the {type(self.optimizer).__name__} of the whole model",
-                expected="an optimizer that can be made for a rank's own parameters",
-                fix="pass its name, class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
-            )
+@contextmanager
+def as_first_rank(
+    shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str
+) -> Iterator[Part]:
+    """Spread a model, which holds fake tensors, over ranks of which only the first is there."""
+    _refuse_own_ranks(shard.kind, model, optimizer)
+    make_optimizer = optimizer_maker(optimizer)
+    with _first_of(shard.ranks, device_type) as mesh:
+        if shard.kind in _REPLICATED:
+            buckets: list[Tensor] = []
+            replica = _replica(model, shard.gradient_as_bucket_view, buckets)
+            if shard.kind == "zero1":
+                make_optimizer = _sharing(make_optimizer)
+            yield Part(replica, make_optimizer(model.parameters()), buckets)
+        else:
+            with _sharded(model, shard, mesh):
+                yield Part(model, make_optimizer(model.parameters()), ())
 
 
-class RankRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """A StepRecorder that sees what FSDP2 and DDP do past the operators.
-
-    Args:
-        buckets: DDP's flat gradients, which live on from step to step.
-    """
-
-    def __init__(self, buckets: list[Tensor]) -> None:
-        super().__init__()
-        self._buckets = buckets
-
-    def hold(self, model: nn.Module, batch: Any) -> None:
-        """Count the buckets too."""
-        super().hold(model, batch)
-        self._label(self._buckets, "gradient")
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if func is torch.ops.fsdp.chunk_cat.default:  # a CPU pads copies of gradients that cannot be cut evenly
-            self._bounds.append((self.num_events(), (kwargs or {})["out"].nbytes))
-        return result
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        resize = torch.UntypedStorage.resize_
-
-        # FSDP2 gathers into storages that it empties afterwards. That is no operator.
-        def resize_(storage: Any, size: int) -> Any:
-            result = resize(storage, size)
-            if self._is_active():
-                self._note_unsharded(storage)
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
-        self._cleanup.callback(setattr, torch.UntypedStorage, "resize_", resize)
-        return self
-
-    def _note_unsharded(self, storage: torch.UntypedStorage) -> None:
-        with _disable_current_modes():
-            number = self._note(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), _UNSHARD)
-        if number is not None:
-            self._categories[number] = "parameter"
+def _refuse_own_ranks(kind: Kind, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer) -> None:
+    call = f"estimate_memory_usage(model, sample_batch, shard={kind!r})"
+    if dist.is_initialized():
+        raise StateError(
+            call,
+            got="a process that is in a process group already",
+            expected="none: the estimate makes one of its own, which exchanges nothing",
+            fix="estimate before init_process_group, or in a process of its own.",
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise InputError(
+            call,
+            got="a model that is sharded already",
+            expected="the whole model; it needs no memory on the meta device",
+            fix="estimate before fully_shard, or build the model again under torch.device('meta').",
+        )
+    if isinstance(optimizer, Optimizer):
+        raise InputTypeError(
+            call,
+            got=f"the {type(optimizer).__name__} of the whole model",
+            expected="an optimizer that can be made for a rank's own parameters",
+            fix="pass its name, class, or a function: lambda params: torch.optim.AdamW(params, lr=1e-3).",
+        )
 
 
 @contextmanager
-def _first_of(ranks: int) -> Iterator[DeviceMesh]:
+def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
     """Be the first rank in a process group whose collectives return at once."""
     excepthook = sys.excepthook  # torch puts one around it that writes "[rank0]"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with _disable_current_modes():  # a mesh is a tensor with data
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = init_device_mesh(device_type, (ranks,))
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -138,4 +138,4 @@ class VirtualGPU:
         Returns:
             As of `memkit.estimate_memory_usage`, of everything so far.
         """
-        return self._memory.complete(summarise(self._recorder, self.guesses))
+        return summarise(self._recorder, self.guesses)

@@ -14,6 +14,7 @@ from memkit._errors import ConfigError, InputError, StateError
 from memkit._oom import is_out_of_memory, recover_from_oom
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.virtual_gpu import VirtualGPU
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
@@ -298,6 +299,24 @@ def test_recovery_finds_what_fits():
 
     assert recover_from_oom(step, [64, 32, 16]) == (16, 2**30)
     assert tried == [64, 32, 16]
+
+
+def test_the_wrapper_splits_until_the_batch_fits():
+    with VirtualGPU("RTX 3060") as card:
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(6))
+        )
+        model.cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trainer = MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16-mixed", max_grad_norm=1.0)
+        x = torch.randn(50_000, 2048, device="cuda")
+        results = [trainer.train_step(x, lambda model, x: model(x).float().square().mean()) for _ in range(2)]
+        assert [result.stepped for result in results] == [True, True]
+        assert results[0].num_ooms >= 1
+        assert results[1].num_microbatches >= 2
+        assert results[1].num_ooms == 0
+        assert results[1].peak_bytes == card.peak_bytes < card.gpu.usable_bytes
+        assert not card.guesses  # no number was read from the card
 
 
 def test_settings_of_the_allocator_count():

@@ -1,0 +1,180 @@
+"""Validation beside a training: whether it gets better, and figures that need no more memory than one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from memkit import _rng
+from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit.train.evaluation import Evaluation
+from memkit.train.loader import to_device
+from memkit.train.reducers import Mean, Reducer, WeightedMean
+from memkit.train.split import count_rows
+
+_VERSION = 1
+ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
+
+
+@final
+class ValidationMonitor:
+    """Says after each validation whether it is the best so far, and whether to stop.
+
+    Args:
+        patience: Validations without a new best after which `should_stop` is true; None never stops.
+        mode: ``"min"`` for a loss, ``"max"`` for an accuracy.
+        metric: Which figure of a validation a loop hands over.
+        min_delta: By how much a value must beat the best one to count as better.
+
+    Attributes:
+        best: The best value; None before there is one.
+        plateau: Validations since the best one. A NaN is never the best, and counts as one without.
+
+    Raises:
+        ConfigError: A setting is wrong.
+
+    Example:
+        >>> import memkit as mk
+        >>> monitor = mk.ValidationMonitor(patience=2)
+        >>> [monitor.update(value) for value in (0.9, 0.7, float("nan"), 0.8)], monitor.should_stop
+        ([True, True, False, False], True)
+    """
+
+    def __init__(
+        self,
+        patience: int | None = 5,
+        mode: Literal["min", "max"] = "min",
+        *,
+        metric: str = "loss",
+        min_delta: float = 0.0,
+    ) -> None:
+        if mode not in {"min", "max"}:
+            _refuse("mode", mode, "'min' or 'max'")
+        if patience is not None and patience < 1:
+            _refuse("patience", patience, "1 or more validations, or None")
+        if not min_delta >= 0:
+            _refuse("min_delta", min_delta, "0 or more")
+        self.patience, self.mode, self.metric, self.min_delta = patience, mode, metric, min_delta
+        self.best: float | None = None
+        self.plateau = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether there was no new best for ``patience`` validations."""
+        return self.patience is not None and self.plateau >= self.patience
+
+    def update(self, value: float | Tensor) -> bool:
+        """Take the value of a validation.
+
+        Args:
+            value: A number, or a tensor of one element, which is read.
+
+        Returns:
+            True when it is the best so far.
+        """
+        number = float(value)
+        is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
+        if is_best:
+            self.best, self.plateau = number, 0
+        else:
+            self.plateau += 1
+        return is_best
+
+    def _gain(self, value: float, best: float) -> float:
+        return 0.0 if value == best else best - value if self.mode == "min" else value - best  # inf - inf is NaN
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {"version": _VERSION, "mode": self.mode, "best": self.best, "plateau": self.plateau}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`.
+
+        Raises:
+            FileFormatError: Another version, or the other mode.
+        """
+        if (state.get("version"), state.get("mode")) != (_VERSION, self.mode):
+            raise FileFormatError(
+                "ValidationMonitor.load_state_dict(state)",
+                got=f"version {state.get('version')!r}, mode {state.get('mode')!r}",
+                expected=f"version {_VERSION}, mode {self.mode!r}",
+                fix="make the monitor as it was, or start with a new one.",
+            )
+        self.best, self.plateau = state["best"], state["plateau"]
+
+
+def validate(
+    evaluate: Evaluation,
+    loader: Iterable[Any],
+    fn: ValidationFn,
+    *,
+    device: torch.device,
+    reducers: Mapping[str, Reducer] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Run a validation; what a batch gives leaves the device at once, and only figures are kept.
+
+    The random state is afterwards as it was, so a training goes on as without the validation.
+
+    Args:
+        evaluate: What ``with trainer.evaluation() as evaluate`` gives.
+        loader: The batches.
+        fn: ``fn(model, batch)`` returns a mapping: for each figure what its reducer takes, one row for each row of the
+            batch, a tensor or a tuple of them.
+        device: Where the model is.
+        reducers: By name. A figure without one is a `Mean`, or of a tuple ``(values, weights)`` a `WeightedMean`.
+        should_stop: Asked before each batch.
+
+    Returns:
+        The figures; None where it was stopped.
+
+    Raises:
+        InputError: There was no batch.
+        MemkitOutOfMemoryError: Even one row does not fit.
+
+    Memory cost: the outputs of one batch on the host, and on the device what one part of it takes.
+    """
+    given = {} if reducers is None else dict(reducers)
+    for reducer in given.values():
+        reducer.reset()
+    with _rng.preserved():
+        for batch in loader:
+            if should_stop():
+                return None
+            rows = evaluate(to_device(batch, device), lambda model, part: to_device(dict(fn(model, part)), "cpu"))
+            for name, values in rows.items():
+                is_several = isinstance(values, tuple)
+                reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
+                reducer.update(*(values if is_several else (values,)))
+    if not given:
+        raise InputError(
+            "a validation",
+            got="no batch, or no figure",
+            expected="at least one batch, and a function that returns figures by name",
+            fix="look at the validation loader; one that is an iterator is used up after the first time.",
+        )
+    return {name: reducer.result() for name, reducer in given.items()}
+
+
+def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
+    """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``."""
+
+    def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        loss = loss_fn(model, batch)
+        try:
+            num_rows = count_rows(batch)
+        except InputError:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
+            num_rows = 1
+        total, count = loss if isinstance(loss, tuple) else (loss * num_rows, num_rows)
+        weight = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+        return {"loss": ((total / weight).expand(num_rows), (weight / num_rows).expand(num_rows))}
+
+    return rows_fn
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise ConfigError(f"ValidationMonitor({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")
