@@ -117,8 +117,7 @@ _HOMES = {
     "voxel_mean": "points.voxels",
 }
 
-__all__ = [
-    "GPU",
+__all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "AllocatorSettings",
     "BudgetBatchSampler",
     "CachingAllocator",
@@ -127,6 +126,7 @@ __all__ = [
     "DensityInvariantTrainer",
     "DynamicResolutionProcessor",
     "FileFormatError",
+    "GPU",
     "GradientAccumulator",
     "GridAwareSampler",
     "GridIndex",

@@ -23,7 +23,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min([cores, *(math.ceil(quota) for quota in quotas)]))
 
 
-def shared_memory_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:  # noqa: S108 - where the system keeps it
+def shared_memory_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:
     """Return the free bytes of the shared memory that DataLoader workers hand batches over in; None where unknown."""
     try:
         return shutil.disk_usage(folder).free
@@ -49,7 +49,7 @@ def _quota(folder: Path) -> float | None:
     words = _read(folder / "cpu.max").split()
     if not words:
         words = [_read(folder / "cpu.cfs_quota_us").strip(), _read(folder / "cpu.cfs_period_us").strip()]
-    if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):  # noqa: PLR2004 - quota, period
+    if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
         return int(words[0]) / int(words[1])
     return None
 

@@ -33,6 +33,11 @@ class AllocatorSettings:
         memory_fraction: The part of the card that the process is allowed. 1.0: no limit but the card.
         roundup_power2_divisions: For requests from 1 MiB, 2 MiB, ... 32 GiB on: into how many steps the way to the
             next power of two is divided. 0: round to 512 bytes.
+
+    Example:
+        >>> import memkit as mk
+        >>> mk.AllocatorSettings.parse("expandable_segments:True").expandable_segments
+        True
     """
 
     expandable_segments: bool = False

@@ -35,12 +35,14 @@ class CardMemory:
         allocator: The model of the card's allocator.
         workspace_bytes: What the libraries' handles hold.
         timeline: Allocated bytes after each block that was taken or given back.
+        stream: Number of the current stream, which blocks are taken for.
     """
 
     def __init__(self, gpu: GPU, allocator: CachingAllocator) -> None:
         self.allocator = allocator
         self.workspace_bytes = 0
         self.timeline: list[int] = []
+        self.stream = 0
         self._gpu = gpu
         self._processors = Processors.of(gpu.compute_capability or (0, 0), gpu.num_multiprocessors)
         self._workspace_size = gpu.cublas_workspace_bytes or _WORKSPACE_BYTES
@@ -64,13 +66,13 @@ class CardMemory:
         if old is not None:
             self._give_back(old[1])
 
-    def run_inside(self, func: Any, args: Sequence[Any], out: Any) -> None:
+    def run_inside(self, func: Any, args: Sequence[Any]) -> None:
         """Take and give back what an operator's kernels take inside."""
         if func in MULTIPLYING:
             self._take_handle()
         for phase in inside(func, args, self._processors):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
-            for block in blocks:
+            for block in reversed(blocks):  # as C++ destroys what a function holds
                 self._give_back(block)
 
     def complete(self, estimate: MemoryEstimate) -> MemoryEstimate:
@@ -98,7 +100,7 @@ class CardMemory:
         self._give_back(self._blocks.pop(key)[1])
 
     def _take(self, num_bytes: int) -> Block:
-        block = self.allocator.allocate(num_bytes)
+        block = self.allocator.allocate(num_bytes, self.stream)
         self.timeline.append(self.allocator.allocated_bytes)
         return block
 
@@ -126,7 +128,7 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
                 _pop_mode()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if is_on_card(out) or is_on_card(args):
-            self._memory.run_inside(func, args, out)
+            self._memory.run_inside(func, args)
         return out
 
     def _bound(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:  # noqa: ARG002

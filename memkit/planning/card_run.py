@@ -24,5 +24,5 @@ def on_card(gpu: GPU, selected_fraction: float | None) -> Iterator[Stage]:
         memory.allocator.reset_peaks()
         return CardRecorder(memory)
 
-    with on_stage(mode, capability_of(gpu)), cuda_answers(gpu, memory.allocator):
+    with on_stage(mode, capability_of(gpu)), cuda_answers(gpu, memory):
         yield Stage(CARD.type, mode, make_recorder)

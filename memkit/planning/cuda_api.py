@@ -11,6 +11,7 @@ import torch
 from torch import cuda
 
 from memkit.planning.allocator import CachingAllocator
+from memkit.planning.card_tensors import card_methods
 from memkit.planning.gpus import GPU
 from memkit.planning.virtual_card import CARD, patched
 
@@ -26,6 +27,7 @@ def cuda_answers(gpu: GPU, allocator: CachingAllocator) -> Iterator[None]:
         for name, answer in _accelerator(gpu, allocator).items():
             if hasattr(torch.accelerator, name):
                 stack.enter_context(patched(torch.accelerator, name, answer))
+        stack.enter_context(card_methods())
         for name, answer in _TORCH.items():
             stack.enter_context(patched(torch, name, answer))
         yield
@@ -100,6 +102,8 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "default_stream": lambda device=None: _Stream(),  # noqa: ARG005
         "stream": lambda stream: nullcontext(stream),
         "set_stream": _nothing,
+        "can_device_access_peer": lambda *_: False,
+        "memory_snapshot": list,
         "is_current_stream_capturing": lambda: False,
         "utilization": lambda device=None: 0,  # noqa: ARG005
         **_memory(gpu, allocator),
@@ -167,6 +171,7 @@ def _accelerator(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_accelerator": lambda check_available=False: CARD,  # noqa: ARG005
         "current_device_index": lambda: 0,
+        "set_device_index": _nothing,
         "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
         "synchronize": _nothing,
         "get_memory_info": memory["mem_get_info"],

@@ -124,7 +124,7 @@ def autocast_kernels(casts: CastCache) -> dict[str, Kernel]:
             operator, casts, lambda _: torch.get_autocast_dtype(private_name())
         ),
         "FP32": lambda operator: _casting(operator, casts, lambda _: torch.float32),
-        "FP32_SET_OPT_DTYPE": lambda operator: _setting_dtype(operator),
+        "FP32_SET_OPT_DTYPE": _setting_dtype,
         "PROMOTE": lambda operator: _casting(operator, casts, _widest),
     }
     kernels = {
@@ -229,6 +229,7 @@ class Attention(NamedTuple):
 
     @property
     def needs_gradient(self) -> bool:
+        """Whether the kernel keeps what its backward needs."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
 
 

@@ -18,7 +18,8 @@ _WARP = 32
 _VECTOR = 4  # numbers that a thread loads at a time
 _FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread adds up
 _COUNTER = 4  # bytes
-_FLOAT, _WITH_INDEX, _MOMENTS = 4, 16, 16  # bytes of what is carried along: a sum, a value and its index, mean and square
+# Bytes of what is carried along: a sum; a value and its index; mean and squares.
+_FLOAT, _WITH_INDEX, _MOMENTS = 4, 16, 16
 
 
 class Processors(NamedTuple):

@@ -1,4 +1,4 @@
-"""What CUDA kernels take from the allocator inside of themselves, beyond their results: by operator, from their source."""
+"""What CUDA kernels take from the allocator inside, beyond their results: by operator, from their source."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """`_efficient_attention_backward`: float32 multiplies output and gradient beforehand; half precision accumulates."""
+    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in it too."""
     query, out = args[1], args[5]
     batch, heads, rows, _width = query.shape
     delta = batch * heads * rows * _FLOAT

@@ -19,6 +19,15 @@ class Holder:
         module: Dotted name of the module whose forward or backward made it.
         operator: The operator that made it.
         source: The line of your code that made it, as ``"file:line in function"``.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> estimate = mk.estimate_memory_usage(
+        ...     torch.nn.Linear(100, 100), torch.ones(10, 100), loss_fn=lambda model, x: model(x).sum()
+        ... )
+        >>> print(estimate.holders[0].category, estimate.holders[0].nbytes)
+        parameter 40000
     """
 
     nbytes: int

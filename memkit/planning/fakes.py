@@ -196,10 +196,10 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             out = self.instead[func](*args) if func in self.instead else super().dispatch(func, types, args, kwargs)
             return self._counted(out, func, args, kwargs) if func in _COUNTING else out
         except DataDependentOutputException:
-            self._count(func)
+            self.count(func)
             return _scalar(*args)
         except DynamicOutputShapeException:
-            self._count(func)
+            self.count(func)
             return self._selection(func, *args)
 
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -211,7 +211,8 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             values = func(*args, **(kwargs or {}))
         return self._converter.from_real_tensor(self, values, make_constant=True)
 
-    def _count(self, func: Any) -> None:
+    def count(self, func: Any) -> None:
+        """Note that something was answered without data."""
         self.guesses[f"{func} at {Whereabouts().place().line}"] += 1
 
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -149,12 +149,17 @@ def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
     excepthook = sys.excepthook  # torch puts one around it that writes "[rank0]"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        with _disable_current_modes():  # a mesh is a tensor with data
+        with _with_data(device_type):
             mesh = init_device_mesh(device_type, (ranks,))
         yield mesh
     finally:
         dist.destroy_process_group()
         sys.excepthook = excepthook
+
+
+def _with_data(device_type: str) -> AbstractContextManager[object]:
+    """For meshes, which are tensors with data. A virtual card's host tensors have data anyway."""
+    return _disable_current_modes() if device_type == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -166,7 +171,7 @@ def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]
         for unit in (*_units(model, shard.units), model):
             cleanup.callback(composable_states.pop, unit, None)
             cleanup.callback(setattr, unit, "__class__", type(unit))
-            with _disable_current_modes():  # a divisor makes another mesh; fake parameters stay fake by themselves
+            with _with_data(mesh.device_type):  # a divisor makes another mesh
                 fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         yield
 

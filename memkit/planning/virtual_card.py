@@ -64,7 +64,7 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
                 fix="build the model again outside of it.",
             )
         args = tuple(map(_as_cuda, args))
-        kwargs = {name: _as_cuda(value) for name, value in (kwargs or {}).items()}
+        kwargs = {name: _as_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         device = kwargs.get("device")
         if func in _SCALING:
             args[1].constant = torch.zeros(())  # no infinity was found
@@ -259,7 +259,7 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
 
     @wraps(to)
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(_as_lazy(arg) if isinstance(arg, (str, torch.device)) else arg for arg in args)
+        args = tuple(_as_lazy(arg) if isinstance(arg, (str, torch.device)) or type(arg) is int else arg for arg in args)
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_lazy(kwargs["device"])
         return to(self, *args, **kwargs)

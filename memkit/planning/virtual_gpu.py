@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.compiler import set_stance
 
@@ -19,7 +20,7 @@ from memkit.planning.dryrun import summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
 from memkit.planning.libraries import told_that_tensors_are_real
-from memkit.planning.virtual_card import CardMode, on_stage
+from memkit.planning.virtual_card import CARD, CardMode, on_stage
 
 
 class VirtualGPU:
@@ -68,7 +69,7 @@ class VirtualGPU:
         ...         loss.backward()
         ...         optimizer.step()
         >>> gpu.peak_bytes // 2**20, gpu.reserved_peak_bytes // 2**20
-        (483, 518)
+        (338, 348)
     """
 
     def __init__(self, gpu: str | GPU, *, selected_fraction: float | None = None, allocator_settings: str = "") -> None:
@@ -99,7 +100,7 @@ class VirtualGPU:
         self._was_entered = True
         with ExitStack() as stack:
             stack.enter_context(on_stage(self._mode, capability_of(self.gpu)))
-            stack.enter_context(cuda_answers(self.gpu, self._memory.allocator))
+            stack.enter_context(cuda_answers(self.gpu, self._memory))
             stack.enter_context(set_stance("force_eager"))
             stack.enter_context(told_that_tensors_are_real())
             stack.enter_context(self._mode)
@@ -111,6 +112,11 @@ class VirtualGPU:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    @property
+    def device(self) -> torch.device:
+        """``cuda:0``, for code that is handed its device."""
+        return CARD
 
     @property
     def allocated_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from typing import Any, final
 
 import numpy as np
@@ -140,7 +139,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             raise FileFormatError(
                 "ResumableBatchSampler.load_state_dict(state)",
                 got=f"version {found[0]!r}, made of {found[1]!r}",
-                expected=f"version {_VERSION}, made of {self._made_of!r} (samples, batch size, shuffle, drop_last, ranks)",
+                expected=f"version {_VERSION}, made of {self._made_of!r}: samples, batch size, shuffle, drop_last, ranks",
                 fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
@@ -187,7 +186,7 @@ class ResumableLoader:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        order = loader.batch_sampler
+        order: Any = loader.batch_sampler
         if not isinstance(order, ResumableOrder):
             raise InputTypeError(
                 "ResumableLoader(loader)",
@@ -195,7 +194,8 @@ class ResumableLoader:
                 expected="a batch sampler whose order follows from seed and epoch",
                 fix="make it with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), 32)).",
             )
-        self.loader, self._order = loader, order
+        self.loader = loader
+        self._order: ResumableOrder = order
         self._start = self._num_done = 0
 
     @property

@@ -84,7 +84,7 @@ class WeightedMean:
             InputError: Not two tensors, or of different shapes.
         """
         shapes = [tuple(each.shape) for each in values]
-        if len(values) != 2 or shapes[0] != shapes[1]:  # noqa: PLR2004 - values and weights
+        if len(values) != 2 or shapes[0] != shapes[1]:
             _refuse("WeightedMean.update(values, weights)", f"shapes {shapes}", "two tensors of the same shape")
         value, weight = (each.double() for each in values)
         self._total += torch.where(weight == 0, 0.0, value * weight).sum().item()
@@ -128,7 +128,7 @@ class Accuracy:
             InputError: The shapes do not go together.
         """
         shapes = [tuple(each.shape) for each in values]
-        if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:  # noqa: PLR2004 - (N, C) and (N,)
+        if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
             _refuse("Accuracy.update(scores, targets)", f"shapes {shapes}", "scores (N, C) and targets (N,)")
         scores, targets = values
         best = scores.topk(min(self._top, scores.shape[1]), dim=1).indices
@@ -178,7 +178,7 @@ class ConfusionCounts:
             InputError: Different shapes, or a class outside of 0 to C - 1.
         """
         shapes = [tuple(each.shape) for each in values]
-        if len(values) != 2 or shapes[0] != shapes[1]:  # noqa: PLR2004 - predictions and targets
+        if len(values) != 2 or shapes[0] != shapes[1]:
             _refuse("ConfusionCounts.update(predictions, targets)", f"shapes {shapes}", "two tensors of one shape")
         predictions, targets = (each.flatten() for each in values)
         if self._ignored is not None:

@@ -77,12 +77,10 @@ class SavedState:
 
 def list_states(directory: Path) -> list[SavedState]:
     """Return the states in a directory, the newest first; none where there is no directory."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for path in directory.iterdir():
-            if match := _NAME.fullmatch(path.name):
-                found.append(SavedState(path, int(match[1]), int(match[2])))
-    return sorted(found, key=lambda state: state.serial, reverse=True)
+    paths = directory.iterdir() if directory.exists() else ()
+    matches = [(path, match) for path in paths if (match := _NAME.fullmatch(path.name))]
+    states = [SavedState(path, int(match[1]), int(match[2])) for path, match in matches]
+    return sorted(states, key=lambda state: state.serial, reverse=True)
 
 
 @contextlib.contextmanager
@@ -109,9 +107,30 @@ def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def drafting(directory: Path) -> Iterator[Draft]:
+    """Write a state in the block, alone in the directory; without `Draft.commit` nothing of it stays.
+
+    Args:
+        directory: Where the states are; made if it is not there.
+
+    Raises:
+        OSError: The directory cannot be written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory, alone=True) as flush:
+        for stale in directory.glob(f"{_HIDDEN}*"):
+            shutil.rmtree(stale)
+        draft = Draft(directory, flush)
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+
+
 @final
 class Draft:
-    """A state that is being written, in a hidden folder; call it with the directory locked.
+    """A state that is being written.
 
     Args:
         directory: Where the states are.
@@ -123,8 +142,6 @@ class Draft:
 
     def __init__(self, directory: Path, flush: Callable[[], None]) -> None:
         self._directory, self._flush = directory, flush
-        for stale in directory.glob(f"{_HIDDEN}*"):
-            shutil.rmtree(stale)
         self.path = directory / f"{_HIDDEN}new"
         self.path.mkdir()
 
@@ -142,10 +159,6 @@ class Draft:
         serial = max((state.serial for state in list_states(self._directory)), default=0) + 1
         self.path.rename(self._directory / f"{serial:08d}-step-{step}")
         self._flush()
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def remove_states(states: Iterable[SavedState]) -> None:

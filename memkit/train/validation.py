@@ -141,8 +141,10 @@ def validate(
     given = {} if reducers is None else dict(reducers)
     for reducer in given.values():
         reducer.reset()
+    has_batch = False
     with _rng.preserved():
         for batch in loader:
+            has_batch = True
             if should_stop():
                 return None
             rows = evaluate(to_device(batch, device), lambda model, part: to_device(dict(fn(model, part)), "cpu"))
@@ -150,7 +152,7 @@ def validate(
                 is_several = isinstance(values, tuple)
                 reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
                 reducer.update(*(values if is_several else (values,)))
-    if not given:
+    if not (given and has_batch):
         raise InputError(
             "a validation",
             got="no batch, or no figure",

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from memkit.planning.dryrun import DryRun, StepRecorder
 from memkit.planning.optimizers import optimizer_maker
-from memkit.planning.shards import RankRecorder, RankRun, Shard
+from memkit.planning.shards import Shard, as_first_rank
 from tests.planning.step import Step, classify, labels, language, momentum, regress
 from tests.planning.steps import STEPS
 from tests.planning.test_dryrun import real_step
@@ -123,7 +125,7 @@ def build(name):
 def rank_run(name):
     step = build(name)
     options = step.loss_fn, step.optimizer, step.precision, step.accumulation_steps, None
-    return RankRun(step.model, step.batch, *options, shard=CASES[name].shard)
+    return DryRun(step.model, step.batch, *options, spread=partial(as_first_rank, CASES[name].shard))
 
 
 def figures(recording):
@@ -170,7 +172,7 @@ def real_figures(name):
 
 def recorded(run, model, batch):
     """Record a step; return with it how many storages were there before."""
-    with RankRecorder([]) as recorder:
+    with StepRecorder() as recorder:
         recorder.hold(model, batch)
         num_held = recorder.recording().num_storages
         run()

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit.planning.dryrun import StepRecorder
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.shards import RankRecorder, Shard
+from memkit.planning.shards import Shard
 from tests.allocations import trace_allocations
 from tests.planning.ranks import (
     FOUR,
@@ -114,7 +115,7 @@ def test_the_interval_holds_what_the_allocator_saw(name, request):
     low, high = rank_run(name).estimate().peak_interval
     request.getfixturevalue("group_of_two")
     run, model, batch = spread(name)
-    with RankRecorder([]) as recorder:
+    with StepRecorder() as recorder:
         recorder.hold(model, batch)
         run()
     there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)

@@ -1,0 +1,94 @@
+"""Where a loop stands in its data, so that a resumed one goes on with the very next batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memkit import _rng
+from memkit._errors import FileFormatError
+
+_VERSION = 1
+
+
+class Position:
+    """Epoch, and batches of it that are done.
+
+    An order that knows its own position (``state_dict(num_done)``, ``load_state_dict``, such as `BudgetBatchSampler`)
+    goes on at once. Any other loader is replayed: the random state of the epoch's start is put back, the loader begins
+    the same epoch, its first batches are passed over, and the random state of now is put back.
+
+    Args:
+        loader: The batches of an epoch.
+
+    Attributes:
+        epoch: Epochs that are done.
+        num_batches: Batches of the current epoch that are done.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
+        self._epochs = [each for each in samplers if hasattr(each, "set_epoch")]
+        self._order: Any = samplers[0] if all(hasattr(samplers[0], name) for name in _ORDER) else None
+        self._generator: torch.Generator | None = getattr(loader, "generator", None)
+        self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
+        self.epoch = self.num_batches = 0
+
+    def batches(self) -> Iterator[Any]:
+        """Return the rest of the epoch."""
+        for each in self._epochs:
+            each.set_epoch(self.epoch)
+        if self.num_batches == 0 or self._start is None:
+            self._start = {
+                "random": _rng.capture().state_dict(),
+                "generator": self._generator.get_state() if self._generator else None,
+            }
+            return iter(self._loader)
+        now = _rng.capture()
+        _rng.restore(_rng.RandomState.from_state_dict(self._start["random"]))
+        if self._generator and self._start["generator"] is not None:
+            self._generator.set_state(self._start["generator"])
+        batches = iter(self._loader)
+        if self._order is None:
+            for _ in itertools.islice(batches, self.num_batches):
+                pass
+        _rng.restore(now)
+        return batches
+
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch, self.num_batches, self._start = self.epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types and tensors."""
+        return {
+            "version": _VERSION,
+            "epoch": self.epoch,
+            "num_batches": self.num_batches,
+            "start": self._start,
+            "order": self._order.state_dict(num_done=self.num_batches) if self._order else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; `batches` then goes on from there.
+
+        Raises:
+            FileFormatError: Another version.
+        """
+        if state.get("version") != _VERSION:
+            raise FileFormatError(
+                "loop.load_state_dict(state)",
+                got=f"version {state.get('version')!r}",
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
+        self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
+        if self._order and state["order"] is not None and self.num_batches:
+            self._order.load_state_dict(state["order"])
+
+
+_ORDER = ("state_dict", "load_state_dict", "set_epoch")

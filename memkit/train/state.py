@@ -1,0 +1,368 @@
+"""TrainingStateManager: a training that goes on bit for bit, whatever stopped it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+import torch
+
+from memkit import _rng
+from memkit._errors import ConfigError, FileFormatError, InputError, MemkitWarning, StateError
+from memkit.train.statefiles import (
+    Draft,
+    SavedState,
+    describe_file,
+    drafting,
+    list_states,
+    locked,
+    remove_states,
+    write_file,
+)
+from memkit.train.stateobjects import check_objects, find_replicated, load_into, state_of
+from memkit.train.stateplain import Flattener, ShardedTensors, fill_placeholders
+from memkit.train.stateranks import Crew, read_shards, write_shards
+
+_RANDOM = "random"
+
+
+@final
+class TrainingStateManager:
+    """Saves all that a training's next step depends on, so that it can be stopped at any instant.
+
+    A state is a folder that is there as a whole or not at all, with a checksum of each file. `restore` takes the newest
+    one that is whole, and names in a warning what it passed over. The random state of torch, NumPy and Python is always
+    part of a state, and an optimiser's gradients where there are some, so a state may be saved in the middle of an
+    accumulation group. Files are read with ``torch.load(weights_only=True)``: loading one runs no code from it. (The
+    index of sharded tensors is torch.distributed.checkpoint's own file, which is a pickle.)
+
+    On several ranks all must call `save` and `restore`. Models in DistributedDataParallel and their optimisers are
+    written once, sharded tensors (``fully_shard``) by each rank its own, and everything else by each rank.
+
+    Memory cost: on the host, the state once while restoring, and once while it is written with ``background=True``;
+    on the device none. Time cost: `save` writes the state and waits for the disk.
+
+    Args:
+        directory: Where the states are; made when the first one is saved. One training uses it at a time.
+        keep: How many of the newest states stay. The one with the best metric stays as well.
+        mode: Whether the best metric is the least (``"min"``) or the greatest (``"max"``).
+        background: Write in a thread: `save` copies the state into host memory and returns. It first waits for the
+            state before, so there is one copy and one writer. An error comes out of the next call.
+
+    Raises:
+        ConfigError: A setting is wrong.
+
+    Example:
+        >>> import tempfile, torch, memkit as mk
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> state = mk.TrainingStateManager(tempfile.mkdtemp())
+        >>> state.restore(model=model, optimizer=optimizer) is None  # nothing there yet
+        True
+        >>> state.save(1000, model=model, optimizer=optimizer, metric=0.25)
+        >>> state.restore(model=model, optimizer=optimizer)
+        1000
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 3,
+        *,
+        mode: Literal["min", "max"] = "min",
+        background: bool = False,
+    ) -> None:
+        if keep < 1 or mode not in {"min", "max"}:
+            raise ConfigError(
+                f"TrainingStateManager(directory, keep={keep!r}, mode={mode!r})",
+                got=f"keep={keep!r}, mode={mode!r}",
+                expected="keep of 1 or more, and mode 'min' or 'max'",
+                fix="leave them out for keep=3 and the least metric.",
+            )
+        self.directory = Path(directory)
+        self._keep, self._sign, self._background = keep, 1 if mode == "min" else -1, background
+        self._busy = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the states that are there, the newest first."""
+        return tuple(state.step for state in list_states(self.directory))
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the state with the best metric; None where none was given."""
+        best = self._find_best(list_states(self.directory))
+        return None if best is None else best.step
+
+    def save(self, step: int, /, *, metric: float | torch.Tensor | None = None, **objects: Any) -> None:
+        """Save a state; when it returns, the state is on the disk (with ``background=True``: in the host's memory).
+
+        Args:
+            step: The training step, 0 or more; `restore` returns it.
+            metric: How good the state is. NaN is never best.
+            **objects: Anything with ``state_dict()`` and ``load_state_dict()``: model, optimiser, schedule, scaler,
+                average, `ResumableLoader`, `MemoryEfficientTrainingWrapper`, `GradientAccumulator`, your own. Models
+                are stored without the wrappers of torch.compile and DistributedDataParallel.
+
+        Raises:
+            OSError: It cannot be written (disk full, read-only). What was saved before is untouched, and nothing of
+                the failed state is left.
+            InputTypeError: An object has no state, or there is something in it that a safe load would refuse.
+            StateError: Another save of this manager is under way (a signal handler, another thread), or another rank
+                failed.
+            ConfigError: ``background=True`` on several ranks.
+        """
+        if step < 0:
+            raise InputError(
+                f"TrainingStateManager.save({step})",
+                got=str(step),
+                expected="a step of 0 or more",
+                fix="count the optimiser steps from the start of the training.",
+            )
+        with self._alone():
+            self._save(step, None if metric is None else float(metric), objects)
+
+    def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
+        """Put a state back into the objects, and the random state with it.
+
+        All values are read into host memory first, and copied from there into the tensors that the objects have.
+
+        Args:
+            which: ``"latest"``: the newest state that is whole. ``"best"``: the one with the best metric. Or a step.
+            **objects: By the names that they were saved under. Leave out what you do not need; ``"latest"`` warns of
+                that, as the training would not go on as it was.
+
+        Returns:
+            The step; None where nothing was saved yet.
+
+        Raises:
+            FileFormatError: There are states, but none is whole (or not the one that was asked for); or the state is
+                not one of these objects, which may then be partly restored.
+            InputTypeError: An object has no state.
+        """
+        with self._alone():
+            crew = Crew()
+            candidates = crew.first(lambda: self._choose(which))
+            if not candidates:
+                return None
+            with locked(self.directory, alone=False):
+                saved = self._find_whole(candidates, crew)
+                return self._restore(saved, objects, crew, resumes=which == "latest")
+
+    def wait(self) -> None:
+        """Wait until a state that is written in the background is on the disk; raises its error."""
+        with self._alone():
+            pass
+
+    def close(self) -> None:
+        """The same as `wait`: call it at the end of the training."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
+        crew = Crew()
+        flattener = Flattener(copy=self._background)
+        replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
+        state = {
+            "step": step,
+            _RANDOM: _rng.capture().state_dict(),
+            "objects": {
+                name: flattener.plain(state_of(each), name)
+                for name, each in check_objects("save", objects).items()
+                if name not in replicated
+            },
+        }
+
+        def write() -> None:
+            self._write(step, metric, state, flattener.sharded, crew)
+
+        if not self._background:
+            write()
+            return
+        if crew.size > 1 or flattener.sharded:
+            raise ConfigError(
+                "TrainingStateManager(background=True)",
+                got=f"{crew.size} ranks",
+                expected="one process without sharded tensors: a thread's messages would mix with the training's",
+                fix="leave out background=True.",
+            )
+        self._writer = threading.Thread(target=self._write_guarded, args=(write,), name="memkit-state")
+        self._writer.start()
+
+    def _write_guarded(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # noqa: BLE001 - raised by the next call
+            self._failure = error
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait for the thread that writes, raise its error, and let nobody else in."""
+        if not self._busy.acquire(blocking=False):
+            raise StateError(
+                "TrainingStateManager.save(step)",
+                got="a call while this manager saves or restores",
+                expected="one call after the other, from one thread",
+                fix="in a signal handler only set a flag, and save after the step.",
+            )
+        try:
+            if self._writer is not None:
+                self._writer.join()
+                self._writer = None
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            yield
+        finally:
+            self._busy.release()
+
+    def _write(
+        self, step: int, metric: float | None, state: dict[str, Any], sharded: dict[str, torch.Tensor], crew: Crew
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            drafts: list[Draft] = []  # on rank 0
+
+            def begin() -> Path:
+                drafts.append(stack.enter_context(drafting(self.directory)))
+                return drafts[0].path
+
+            def finish() -> None:
+                notes = {"metric": metric, "num_ranks": crew.size, "is_sharded": is_sharded}
+                drafts[0].commit(step, files, notes)
+                self._prune()
+
+            folder = crew.first(begin)
+            mine = folder / _file_of(crew.rank)
+            entries = crew.together(lambda: write_file(mine, lambda file: torch.save(state, file)))
+            files = {_file_of(rank): entry for rank, entry in enumerate(entries)}
+            is_sharded = any(crew.gather(bool(sharded)))
+            if is_sharded:
+                crew.together(lambda: write_shards(folder, sharded))
+                names = crew.first(lambda: sorted(path.name for path in folder.iterdir() if path.name not in files))
+                for described in crew.together(
+                    lambda: {name: describe_file(folder / name, flush=True) for name in crew.share(names)}
+                ):
+                    files.update(described)
+            crew.first(finish)
+
+    def _prune(self) -> None:
+        states = list_states(self.directory)
+        best = self._find_best(states)
+        remove_states(state for state in states[self._keep :] if state != best)
+
+    def _find_best(self, states: list[SavedState]) -> SavedState | None:
+        metrics = {}
+        for state in reversed(states):  # of equal ones the first that was saved
+            with contextlib.suppress(OSError, ValueError):
+                metrics[state] = state.read_manifest()["metric"]
+        known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
+        return min(known, key=lambda state: self._sign * known[state], default=None)
+
+    def _choose(self, which: str | int) -> list[SavedState]:
+        """The states to try, in order."""
+        states = list_states(self.directory)
+        if which == "latest" or not states:
+            return states
+        best = self._find_best(states)
+        chosen = [each for each in states if (each == best if which == "best" else each.step == which)]
+        if not chosen:
+            raise InputError(
+                f"TrainingStateManager.restore({which!r})",
+                got=f"states of the steps {', '.join(str(state.step) for state in states)}",
+                expected="a state saved with metric=..." if which == "best" else f"one of step {which}",
+                fix="restore() without an argument takes the newest.",
+            )
+        return chosen
+
+    def _find_whole(self, candidates: list[SavedState], crew: Crew) -> SavedState:
+        """Return the first state whose files are all what was written; the ranks share the reading."""
+        for saved in candidates:
+            problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
+            if problem is None:
+                return saved
+            warnings.warn(
+                f"TrainingStateManager.restore() passes over {saved.path}: {problem}", MemkitWarning, stacklevel=5
+            )
+        raise FileFormatError(
+            "TrainingStateManager.restore()",
+            got=f"no state that is whole in {self.directory} ({len(candidates)} tried)",
+            expected="files that are what was written",
+            fix="look at the warnings for the reasons; move the folders away to start from the beginning.",
+        )
+
+    def _restore(self, saved: SavedState, objects: dict[str, Any], crew: Crew, *, resumes: bool) -> int:
+        notes = saved.read_manifest()
+        states = _load(saved, 0)
+        if crew.rank:
+            own = _load(saved, crew.rank) if crew.rank < notes["num_ranks"] else {_RANDOM: None, "objects": {}}
+            states = own | {"objects": states["objects"] | own["objects"]}
+        parts = states["objects"]
+        _compare_names(set(parts), set(objects), resumes=resumes)
+        if notes["num_ranks"] != crew.size:
+            warnings.warn(
+                f"TrainingStateManager.restore(): {saved.path} is of {notes['num_ranks']} ranks, now there are "
+                f"{crew.size}: new ranks take rank 0's values, and random states are others.",
+                MemkitWarning,
+                stacklevel=4,
+            )
+        targets = check_objects("restore", objects)
+        if notes["is_sharded"]:
+            live = Flattener()
+            for name, target in targets.items():
+                live.plain(state_of(target), name)
+            sharded = ShardedTensors(live.sharded)
+            parts = {name: fill_placeholders(parts[name], sharded.choose) for name in targets}
+            crew.together(lambda: read_shards(saved.path, sharded.chosen))
+        for name, target in targets.items():
+            load_into(target, parts.pop(name), name)
+        if states[_RANDOM] is not None:
+            _rng.restore(_rng.RandomState.from_state_dict(states[_RANDOM]))
+        return saved.step
+
+
+def _file_of(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def _load(saved: SavedState, rank: int) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(saved.path / _file_of(rank), map_location="cpu", weights_only=True)
+    return state
+
+
+def _find_problem(saved: SavedState, crew: Crew) -> str | None:
+    try:
+        files = saved.read_manifest()["files"]
+        saved.check_files({name: files[name] for name in crew.share(sorted(files))})
+    except (OSError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _compare_names(saved: set[str], given: set[str], *, resumes: bool) -> None:
+    if not given <= saved:
+        raise FileFormatError(
+            f"TrainingStateManager.restore({', '.join(f'{name}=...' for name in sorted(given - saved))})",
+            got=f"a state of {', '.join(sorted(saved)) or 'no objects'}",
+            expected="objects by the names that they were saved under",
+            fix="use these names, or leave out what is new.",
+        )
+    if resumes and given != saved:
+        warnings.warn(
+            f"TrainingStateManager.restore(): the state has {', '.join(sorted(saved - given))} too; without it the "
+            'training does not go on as it was. To take a part on purpose, say restore("best", ...) or a step.',
+            MemkitWarning,
+            stacklevel=5,
+        )

@@ -1,0 +1,144 @@
+"""States as plain values: what ``torch.load(weights_only=True)`` reads back, and nothing else.
+
+Sharded tensors (DTensor) are taken out of the state and leave a placeholder: the ranks save and load them together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from memkit._errors import FileFormatError, InputTypeError
+
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
+)
+_PLACEHOLDER = "memkit sharded tensor"
+
+
+@final
+class Flattener:
+    """Turns state dicts into plain values; tensors stay the ones that they are, or are copied to the host.
+
+    Args:
+        copy: Copy tensors into host memory, each once: what is written later must not change in the meantime.
+
+    Attributes:
+        sharded: The sharded tensors that were met, by name.
+    """
+
+    def __init__(self, *, copy: bool = False) -> None:
+        self._copy = copy
+        self._copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by place: original, copy
+        self.sharded: dict[str, torch.Tensor] = {}
+
+    def plain(self, value: Any, name: str) -> Any:
+        """Return ``value`` as plain values.
+
+        Args:
+            value: A state dict, or what is in it.
+            name: What to call it in an error.
+
+        Raises:
+            InputTypeError: There is something in it that a safe load would refuse; its name says where.
+        """
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind in {dict, Counter}:
+            return kind({self._key(key, name): self.plain(each, f"{name}.{key}") for key, each in value.items()})
+        if kind is OrderedDict:
+            ordered = OrderedDict(
+                (self._key(key, name), self.plain(each, f"{name}.{key}")) for key, each in value.items()
+            )
+            vars(ordered).update(self.plain(vars(value), name))  # a module's versions
+            return ordered
+        if kind in {list, tuple, set}:
+            return kind([self.plain(each, f"{name}[{index}]") for index, each in enumerate(value)])
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, name)
+        if not isinstance(value, np.generic) or type(value.item()) not in _ATOMS:
+            _refuse(value, name)
+        return value.item()
+
+    def _key(self, key: Any, name: str) -> Any:
+        return key if type(key) in _ATOMS else self.plain(key, f"a key of {name}")
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
+        if hasattr(tensor, "device_mesh"):
+            self.sharded[name] = tensor.detach()
+            shards = [str(each) for each in tensor.placements]  # type: ignore[attr-defined] # a DTensor's
+            return {_PLACEHOLDER: name, "shape": tensor.shape, "dtype": tensor.dtype, "placements": shards}
+        if type(tensor) not in {torch.Tensor, nn.Parameter, nn.Buffer} or tensor.layout != torch.strided:
+            _refuse(tensor, name)
+        tensor = tensor.detach()
+        if not self._copy:
+            # torch.save writes whole storages: a small part of a large one is written alone.
+            return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in self._copies:
+            # The original is kept alive, so that no other tensor comes to lie in its place.
+            self._copies[place] = tensor, tensor.to("cpu", copy=True)
+        return self._copies[place][1]
+
+
+def fill_placeholders(value: Any, fill: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
+    """Return a plain value with ``fill(placeholder)`` in each sharded tensor's place; containers change in place."""
+    if isinstance(value, dict):
+        if _PLACEHOLDER in value:
+            return fill(value)
+        for key, each in value.items():
+            value[key] = fill_placeholders(each, fill)
+    elif type(value) in {list, tuple}:
+        return type(value)([fill_placeholders(each, fill) for each in value])
+    return value
+
+
+class ShardedTensors:
+    """Where the values of sharded tensors are to go: the tensors that live now, or new ones made like these.
+
+    Args:
+        live: The sharded tensors in the objects' states, by name.
+    """
+
+    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
+        self._live = live
+        self.chosen: dict[str, torch.Tensor] = {}
+
+    def choose(self, placeholder: Mapping[str, Any]) -> torch.Tensor:
+        """Return the tensor for a placeholder, with values that are still to be read.
+
+        Raises:
+            FileFormatError: No tensor lives that has the shape.
+        """
+        name, shape = placeholder[_PLACEHOLDER], placeholder["shape"]
+        tensor = self._live.get(name)
+        if tensor is None or tensor.shape != shape or tensor.dtype != placeholder["dtype"]:
+            alike = [each for each in self._live.values() if each.shape == shape]
+            if not alike:
+                raise FileFormatError(
+                    "TrainingStateManager.restore()",
+                    got=f"{name} of shape {tuple(shape)}",
+                    expected="a sharded tensor of that shape in one of the objects to restore",
+                    fix="shard the model as it was (fully_shard), and restore the model with its optimiser.",
+                )
+            like = min(alike, key=lambda each: [str(one) for one in each.placements] != placeholder["placements"])  # type: ignore[attr-defined] # a DTensor's
+            tensor = torch.empty_like(like, dtype=placeholder["dtype"])
+        self.chosen[name] = tensor
+        return tensor
+
+
+def _refuse(value: Any, name: str) -> NoReturn:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise InputTypeError(
+        f"TrainingStateManager.save({name.split('.', 1)[0]}=...)",
+        got=f"{kind} at {name}",
+        expected="numbers, text, bytes, dense tensors, and dicts, lists, tuples and sets of them, which load without "
+        "running code",
+        fix="let state_dict() return plain values: torch.from_numpy for an array, list for a deque, str for a path.",
+    )
