@@ -309,6 +309,38 @@ def dry_run(result: dict[str, Any]) -> str:
     return table(header, scores) + "\n" + table(["step", "operators, two steps", "each", "in all"], speeds)
 
 
+def public_runs(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name.replace("_", " ").replace("medium", "sequences of"),
+            row["precision"],
+            f"{row['gpu_peak_bytes']:,}",
+            f"{row['peak_bytes'] - row['gpu_peak_bytes']:+,}" if row["peak_bytes"] != row["gpu_peak_bytes"] else "0",
+            f"{row['gpu_reserved_bytes']:,}",
+            f"{row['reserved_bytes'] / row['gpu_reserved_bytes'] - 1:+.2%}"
+            if row["reserved_bytes"] != row["gpu_reserved_bytes"]
+            else "0",
+            f"{row['num_allocations_alike']:,} of {row['num_gpu_allocations']:,}" if row["num_gpu_allocations"] else "",
+        ]
+        for name, row in result["figures"].items()
+    ]
+    header = ["run", "precision", "GPU's peak", "memkit", "GPU's reserve", "memkit", "allocations in the same order"]
+    return table(header, rows)
+
+
+def liger_rows(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name.partition(", ")[0].replace("_", " "),
+            name.partition(", ")[2],
+            f"{row['num_as_printed']} of {row['num_rows']}",
+            f"{row['smallest_peak_bytes'] / 2**20:,.0f} to {row['largest_peak_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for name, row in result["figures"].items()
+    ]
+    return table(["operator", "card", "rows met in every digit", "peaks"], rows)
+
+
 RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
     render_case.__name__: render_case
     for render_case in (
@@ -330,6 +362,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         budget_batches,
         density_training,
         dry_run,
+        public_runs,
+        liger_rows,
     )
 }
 

@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         number = self._book(storage, storage.device, UNSHARD) if self._is_active() else None
-        if number is not None:
+        if number is not None and self._operators[number] == UNSHARD:
             self._categories[number] = "parameter"
 
     def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:

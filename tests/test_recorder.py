@@ -66,18 +66,28 @@ def test_what_is_alive_at_the_end_has_no_death_and_later_deaths_change_nothing()
     assert recording.storages()[0].death is None
 
 
-def test_resizes_are_seen_when_the_storage_is_used_again():
+def test_resizes_are_seen():
     with Recorder() as recorder:
         x = torch.zeros(100)
         x.resize_(300)
         assert recorder.live_bytes() == 1200
         x.untyped_storage().resize_(0)  # as FSDP frees a gathered parameter
+        assert recorder.live_bytes() == 0
         x.untyped_storage().resize_(400)
-        x.resize_(100)
         assert recorder.live_bytes() == 400
     recording = recorder.recording()
-    np.testing.assert_array_equal(recording.timeline(), [400, 1200, 400])
+    np.testing.assert_array_equal(recording.timeline(), [400, 1200, 0, 400])
     assert recording.top(1)[0].nbytes == 1200
+
+
+def test_a_gathered_parameter_is_born_when_its_storage_grows():
+    gathered = torch.zeros(100).untyped_storage()
+    gathered.resize_(0)
+    with Recorder() as recorder:
+        gathered.resize_(800)
+        gathered.resize_(0)
+    assert recorder.recording().peak_by("category") == {"parameter": 800}
+    assert recorder.live_bytes() == 0
 
 
 def test_what_was_there_before_counts_from_the_start():

@@ -4,7 +4,7 @@ Decoders of the Llama shape with float32 parameters, computed in bfloat16 and re
 checkpointed and a unit, and so are embedding, norm and head. AdamW; every rank has one row. Time is processor time of
 the estimate. Memory is the highest resident of the process, after and before the estimate.
 
-Run: python -m benchmarks.cases.shards   (2 minutes)
+Run: python -m benchmarks.cases.shards   (2 minutes), which cards they fit: python -m benchmarks.cases.shards cards
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ CASES = {
 }
 
 
+CARDS = {
+    "7B": {"8 ranks": ("H100", "A100 40GB")},
+    "70B": {"8 ranks": ("H100", "A100 40GB"), "64 ranks": ("H100", "A100 40GB")},
+}
+
+
 class Checkpointed(LlamaBlock):
     def forward(self, x: Tensor) -> Any:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -70,6 +76,14 @@ def resident_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def measure_on_card(size: str, ranks: str, card: str) -> dict[str, Any]:
+    tokens = torch.zeros(1, 4096, dtype=torch.int64)
+    shard = CASES[size][f"fsdp2, {ranks}"]
+    estimate = estimate_memory_usage(decoder(size), tokens, loss_fn=loss_fn, shard=shard, target=card)
+    figures = {key: value for key, value in estimate.as_dict().items() if key.endswith("_bytes")}
+    return {**figures, "peak_where": estimate.peak_where.split(", /")[0], "fits": estimate.fits(card)}
+
+
 def measure(size: str, name: str) -> dict[str, Any]:
     before_bytes, model = resident_bytes(), decoder(size)
     tokens = torch.zeros(1, 4096, dtype=torch.int64)
@@ -88,6 +102,16 @@ def measure(size: str, name: str) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["cards"]:
+        on_cards = {
+            f"{size}, {ranks}, {card}": measure_on_card(size, ranks, card)
+            for size, cards_of in CARDS.items()
+            for ranks, cards in cards_of.items()
+            for card in cards
+        }
+        print(json.dumps(on_cards, indent=2))
+        print(write_result("shards_cards", on_cards))
+        return
     if sys.argv[1:]:
         print(json.dumps(measure(*sys.argv[1:])))
         return

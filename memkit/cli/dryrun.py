@@ -71,8 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str, Any]:
     """Run the script in a process of its own, and say what came of it."""
-    with tempfile.TemporaryDirectory(prefix="memkit-dryrun-") as folder:
-        temporary = Path(folder, "tmp")
+    with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
+        temporary = Path(folder, "t")  # short: workers' sockets lie there, whose paths have at most 107 characters
         temporary.mkdir()
         order = {
             "folder": folder,
@@ -117,11 +117,11 @@ def render(report: dict[str, Any]) -> str:
         report: As `--json` prints it; `docs/dryrun.md` says what is in it.
     """
     estimate = report["estimate"]
+    steps = f"{report['num_steps']} steps in {report['seconds']:.1f} s"
     lines = [
-        f"{report['script']} on a virtual {report['gpu']}: {report['num_steps']} steps in {report['seconds']:.1f} s, "
-        f"ended {report['ended']}",
+        f"{report['script']} on a virtual {report['gpu']}: {steps}, ended {report['ended']}",
         "",
-        f"{_verdict(report)}",
+        _verdict(report),
         *_problem(report),
         "",
     ]
@@ -156,7 +156,8 @@ def _verdict(report: dict[str, Any]) -> str:
     if not report["fits"]:
         return f"DOES NOT FIT: {report['gpu']} runs out of memory"
     num_ooms = len(report["out_of_memory"])
-    return f"fits {report['gpu']}" + (f", after {num_ooms} out-of-memory errors that the script caught" * bool(num_ooms))
+    caught = f", after {num_ooms} out-of-memory errors that the script caught" if num_ooms else ""
+    return f"fits {report['gpu']}{caught}" + ("" if report["num_steps"] else ", but no training step was seen")
 
 
 def _problem(report: dict[str, Any]) -> list[str]:

@@ -68,10 +68,10 @@ class CardMemory:
 
     def run_inside(self, func: Any, args: Sequence[Any]) -> None:
         """Take and give back what an operator's kernels take inside."""
-        if func in MULTIPLYING:
-            self._take_handle()
         for phase in inside(func, args, self._processors):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
+            if func in MULTIPLYING:
+                self._take_handle()
             for block in reversed(blocks):  # as C++ destroys what a function holds
                 self._give_back(block)
 
@@ -120,7 +120,7 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator, then what it takes inside."""
-        if is_undivided(func):
+        if is_undivided(func) and is_on_card(args):
             _push_mode(self)
             try:
                 return run_divided(func, args, kwargs or {})

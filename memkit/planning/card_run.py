@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from memkit.planning.allocator import CachingAllocator
+from memkit.planning.allocator_settings import AllocatorSettings
 from memkit.planning.card_memory import CardMemory, CardRecorder
 from memkit.planning.cuda_api import cuda_answers
 from memkit.planning.dryrun import Stage
@@ -16,13 +17,13 @@ _UNLIMITED = 2**60
 
 
 @contextmanager
-def on_card(gpu: GPU, selected_fraction: float | None) -> Iterator[Stage]:
+def on_card(gpu: GPU, selected_fraction: float | None, settings: AllocatorSettings | None = None) -> Iterator[Stage]:
     """A card without limit, so that a step that does not fit is known to the end."""
-    mode, memory = CardMode(selected_fraction), CardMemory(gpu, CachingAllocator(_UNLIMITED))
+    mode, memory = CardMode(selected_fraction), CardMemory(gpu, CachingAllocator(_UNLIMITED, settings=settings))
 
     def make_recorder() -> CardRecorder:
         memory.allocator.reset_peaks()
         return CardRecorder(memory)
 
     with on_stage(mode, capability_of(gpu)), cuda_answers(gpu, memory):
-        yield Stage(CARD.type, mode, make_recorder)
+        yield Stage(CARD.type, mode, make_recorder, has_past=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -11,23 +11,25 @@ import torch
 from torch import cuda
 
 from memkit.planning.allocator import CachingAllocator
-from memkit.planning.card_tensors import card_methods
+from memkit.planning.card_memory import CardMemory
+from memkit.planning.cuda_tensors import card_methods
 from memkit.planning.gpus import GPU
 from memkit.planning.virtual_card import CARD, patched
 
 
 @contextmanager
-def cuda_answers(gpu: GPU, allocator: CachingAllocator) -> Iterator[None]:
-    """Let `torch.cuda` and `torch.accelerator` speak of this card and this allocator."""
+def cuda_answers(gpu: GPU, memory: CardMemory) -> Iterator[None]:
+    """Let `torch.cuda` and `torch.accelerator` speak of this card and its memory."""
+    allocator, streams = memory.allocator, _streams(memory)
     with ExitStack() as stack:
-        for name, answer in _answers(gpu, allocator).items():
+        for name, answer in (_answers(gpu, allocator) | streams).items():
             stack.enter_context(patched(cuda, name, answer))
             if name in vars(cuda.memory):
                 stack.enter_context(patched(cuda.memory, name, answer))
-        for name, answer in _accelerator(gpu, allocator).items():
+        for name, answer in (_accelerator(gpu, allocator) | streams).items():
             if hasattr(torch.accelerator, name):
                 stack.enter_context(patched(torch.accelerator, name, answer))
-        stack.enter_context(card_methods())
+        stack.enter_context(card_methods(cuda))
         for name, answer in _TORCH.items():
             stack.enter_context(patched(torch, name, answer))
         yield
@@ -74,7 +76,7 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "is_initialized": lambda: True,
         "init": _nothing,
         "_lazy_init": _nothing,
-        "_lazy_call": lambda call, **_: None,
+        "_lazy_call": _nothing,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _nothing,
@@ -98,10 +100,6 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "set_rng_state_all": _nothing,
         "Stream": _Stream,
         "Event": _Event,
-        "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
-        "default_stream": lambda device=None: _Stream(),  # noqa: ARG005
-        "stream": lambda stream: nullcontext(stream),
-        "set_stream": _nothing,
         "can_device_access_peer": lambda *_: False,
         "memory_snapshot": list,
         "is_current_stream_capturing": lambda: False,
@@ -163,6 +161,30 @@ def _memory(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
     }
 
 
+def _streams(memory: CardMemory) -> dict[str, Any]:
+    """The current stream: what is allocated meanwhile comes from the stream's own cache."""
+
+    def set_stream(stream: _Stream) -> None:
+        memory.stream = stream.cuda_stream
+
+    @contextmanager
+    def within(stream: _Stream | None) -> Iterator[None]:
+        before = memory.stream
+        if stream is not None:
+            set_stream(stream)
+        try:
+            yield
+        finally:
+            memory.stream = before
+
+    return {
+        "current_stream": lambda device=None: _Stream(number=memory.stream),  # noqa: ARG005
+        "default_stream": lambda device=None: _Stream(number=0),  # noqa: ARG005
+        "set_stream": set_stream,
+        "stream": within,
+    }
+
+
 def _accelerator(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
     memory = _memory(gpu, allocator)
     shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
@@ -172,7 +194,6 @@ def _accelerator(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "current_accelerator": lambda check_available=False: CARD,  # noqa: ARG005
         "current_device_index": lambda: 0,
         "set_device_index": _nothing,
-        "current_stream": lambda device=None: _Stream(),  # noqa: ARG005
         "synchronize": _nothing,
         "get_memory_info": memory["mem_get_info"],
         "memory_stats": memory["memory_stats"],
@@ -192,9 +213,15 @@ def _nothing(*_: Any, **__: Any) -> None:
 class _Stream:
     """A stream: all work of a virtual card is done when its call returns."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.cuda_stream = 0
+    def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
+        self.cuda_stream = id(self) if number is None else number
         self.device = CARD
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
 
     def __enter__(self) -> _Stream:
         return self

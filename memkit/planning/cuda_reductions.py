@@ -26,11 +26,11 @@ class Processors(NamedTuple):
     """What of a card decides how a kernel is laid out.
 
     Attributes:
-        count: Multiprocessors.
+        multiprocessors: Their number.
         threads: Most threads at a time on one of them.
     """
 
-    count: int
+    multiprocessors: int
     threads: int
 
     @classmethod
@@ -43,7 +43,7 @@ class Processors(NamedTuple):
 def reduction(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
     """Bytes of the partial results and of the counters that a reducing operator takes; nothing where it needs none."""
     rule = _RULES.get(func)
-    if rule is None or not args[0].numel():
+    if rule is None or args[0].layout is not torch.strided or not args[0].numel():
         return ()
     x, carried, position = args[0], *rule
     dims = args[position] if 0 < position < len(args) else None
@@ -69,16 +69,16 @@ def _dimensions(x: Tensor, reduced: set[int]) -> list[_Dimension]:
         dims.append(_Dimension(x.shape[dim], x.stride(dim), 0 if dim in reduced else step_out))
         step_out *= 1 if dim in reduced else x.shape[dim]
     merged: list[_Dimension] = []
-    for dim in sorted(dims, key=lambda d: (d.step_out, d.step if d.step_out == 0 else 0)):
+    for new in sorted(dims, key=lambda d: (d.step_out, d.step if d.step_out == 0 else 0)):
         last = merged[-1] if merged else None
         if last is None:
-            merged.append(dim)
+            merged.append(new)
         elif last.size == 1:
-            merged[-1] = dim
-        elif dim.size == 1 or (last.size * last.step, last.size * last.step_out) == (dim.step, dim.step_out):
-            merged[-1] = last._replace(size=last.size * dim.size)
+            merged[-1] = new
+        elif new.size == 1 or (last.size * last.step, last.size * last.step_out) == (new.step, new.step_out):
+            merged[-1] = last._replace(size=last.size * new.size)
         else:
-            merged.append(dim)
+            merged.append(new)
     return merged
 
 
@@ -108,7 +108,7 @@ def _split_over_blocks(x: Tensor, reduced: set[int], carried: int, processors: P
         return ()
     values = math.ceil(num_inputs / (step_in * height))
     grid = math.ceil(num_outputs // vector_out / step_out)
-    room = processors.count * (processors.threads // (width * height))
+    room = processors.multiprocessors * (processors.threads // (width * height))
     if values < _MOST_VALUES or grid > room:
         return ()
     blocks = max(

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from memkit.planning.cuda_reductions import Processors, reduction
 from memkit.planning.kernels import RESULTS as CPU_RESULTS
+from memkit.planning.kernels import is_matrix
 
 _aten = torch.ops.aten
 _NONE = 0  # at::Reduction
@@ -25,11 +27,8 @@ def _overloads(*names: str) -> frozenset[Any]:
 
 
 _LOSSES = _overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
-MULTIPLYING = _overloads(
-    "addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "dot", "einsum", "linear", "matmul", "mm", "mv", "vdot",
-    "_scaled_mm", "linalg_vecdot",
-)  # fmt: skip
-"""Operators that take a handle of cuBLAS. Under inference_mode the composite ones come undivided."""
+MULTIPLYING = _overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
+"""Operators that take a handle of cuBLAS."""
 
 RESULTS = {
     operator: result
@@ -49,6 +48,12 @@ def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
     if kernel is not None:
         return kernel(args, processors)
     return (reduction(func, args, processors),)
+
+
+def _product(args: Sequence[Any], _: Processors) -> Phases:
+    """`prepare_matrix_for_cublas`: a matrix whose rows and columns both have gaps is copied first."""
+    matrices = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    return (tuple(matrix.numel() * matrix.element_size() for matrix in matrices if not is_matrix(matrix)),)
 
 
 def _loss(args: Sequence[Any], _: Processors) -> Phases:
@@ -79,10 +84,10 @@ def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
     """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are summed up in groups first."""
     width = math.prod(args[2])
     rows, columns = args[1].numel() // width, math.ceil(width / 32)
-    if rows <= 64 * 1024 or width // 32 >= processors.count // 2:
+    if rows <= 64 * 1024 or width // 32 >= processors.multiprocessors // 2:
         return ()
     groups = min(32 * 1024 // columns, math.ceil(rows / 32))
-    return ((groups * width * args[1].element_size(),) * sum(args[7][1:]),)
+    return ((groups * width * args[1].element_size(),) * sum(args[-1][1:]),)
 
 
 def _group_norm(args: Sequence[Any], _: Processors) -> Phases:
@@ -122,6 +127,8 @@ def _index_put(args: Sequence[Any], _: Processors) -> Phases:
     if len(args) < 4 or not args[3]:
         return ()
     given = [index for index in args[1] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return ()  # how many rows a mask selects is in its data
     num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
     num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
     positions = num_rows * _INDEX
@@ -142,9 +149,11 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    _aten._fused_rms_norm_backward.default: _layer_norm_backward,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(_overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }

@@ -31,11 +31,16 @@ _PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class Stage(NamedTuple):
-    """Where a step runs: its device, tensors without data on it, and a recorder for each of the step's turns."""
+    """Where steps run: a device, tensors without data on it, and what records a step.
+
+    Attributes:
+        has_past: Whether what a step takes depends on the one before, as where an allocator keeps what it once took.
+    """
 
     device_type: str
     mode: DryMode
     make_recorder: Callable[[], StepRecorder]
+    has_past: bool
 
 
 class Part(NamedTuple):
@@ -49,7 +54,7 @@ class Part(NamedTuple):
 @contextmanager
 def on_cpu(selected_fraction: float | None) -> Iterator[Stage]:
     """Stand-ins on the CPU."""
-    yield Stage("cpu", DryMode(selected_fraction), StepRecorder)
+    yield Stage("cpu", DryMode(selected_fraction), StepRecorder, has_past=False)
 
 
 @contextmanager
@@ -91,15 +96,16 @@ class DryRun:
             )
         with (
             as_by_itself(),
-            self.stage(self.selected_fraction) as (device_type, mode, make_recorder),
+            self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
             mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch) as (whole, _, loss_fn, batch),
             mode,
             self.spread(whole, self.optimizer, device_type) as (model, optimizer, buckets),
         ):
-            for _ in range(2):
+            for is_recorded in (has_past, True):
                 recorder = make_recorder()
-                with recorder:
-                    recorder.hold(model, batch, buckets)
+                with recorder if is_recorded else nullcontext():
+                    if is_recorded:
+                        recorder.hold(model, batch, buckets)
                     self._step(model, batch, loss_fn, optimizer, device_type)
         return recorder, mode.guesses
 

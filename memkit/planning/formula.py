@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass, replace
 
 from memkit._errors import InputTypeError
-from memkit._units import MIB
+from memkit._units import GIB, MIB
 from memkit.planning.config import TrainingConfig
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.tape import Block, Tape
+from memkit.planning.gpus import GPU, all_gpus
+from memkit.planning.tape import Block, Tape, allocated_bytes
 
 IN_CHANNELS = 4
 LATENT_CHANNELS = 4
 CHANNEL_MULTIPLIERS = (1, 2, 4, 4)
 
-# Guesses, on the safe side. Published runs of large convolution nets took up to a quarter more than their tensors
-# (library workspaces); the driver and its libraries were seen to take 0.3 to 0.7 GiB of a card, more on large ones.
-RESERVED_PER_PEAK = (5, 4)
-CONTEXT_BYTES = 1024 * MIB
+RANGES_GB = {"low": (8, 12), "medium": (16, 24), "high": (32, math.inf)}
+"""The cards that each preset is for, by the number on the box."""
+
+# The model of the allocator reserves 1.01 to 1.18 of the peak for this family, most with checkpointing.
+RESERVED_PER_PEAK = (6, 5)
+# What convolutions may take inside beside copies of their tensors: as in `memkit.planning.convolution`.
+CONVOLUTION_BYTES = 128 * MIB
+# The matrix library keeps a workspace for the thread of the forward pass and one for that of the backward pass.
+NUM_HANDLES = 2
 
 
 def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
@@ -44,28 +51,35 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
     family.run(batch)
     tape = family.tape
     # The last micro-batch finds the gradients of the earlier ones; a single one makes them as it goes back.
-    peak = tape.peak(gradients_exist=config.gradient_accumulation_steps > 1)
+    gradients_exist = config.gradient_accumulation_steps > 1
+    peak = tape.peak(gradients_exist=gradients_exist)
+    num_states = {"adamw": 2, "sgd": 1}[config.optimizer]  # two moments, or the momentum, in float32
+    num_counters = len(tape.weights) if config.optimizer == "adamw" else 0  # one float32 for each tensor
+    sizes = [4 * number for number in tape.weights]
+    lasting = [*sizes, *(sizes if gradients_exist else []), *(size for size in sizes for _ in range(num_states))]
+    rounding_bytes = peak.rounding_bytes + allocated_bytes(lasting) - sum(lasting)
+    batch_bytes = 4 * config.batch_size * IN_CHANNELS * config.resolution**3
+    cards = _cards(config)
+    handle_bytes = max(card.cublas_workspace_bytes or 0 for card in cards)
     estimate = MemoryEstimate(
-        parameters_bytes=4 * tape.num_parameters,
+        parameters_bytes=sum(sizes),
         gradients_bytes=peak.gradients_bytes,
-        optimizer_bytes=_optimizer_bytes(config, tape),
+        optimizer_bytes=num_states * sum(sizes) + 4 * num_counters,
         activations_bytes=peak.activations_bytes,
         temporaries_bytes=peak.temporaries_bytes,
-        other_bytes=4 * config.batch_size * IN_CHANNELS * config.resolution**3,
-        context_bytes=CONTEXT_BYTES,
+        other_bytes=batch_bytes + NUM_HANDLES * handle_bytes + rounding_bytes,
+        context_bytes=max(card.context_bytes for card in cards),
         peak_where=peak.where,
         confidence="guessed",
     )
     numerator, denominator = RESERVED_PER_PEAK
-    return replace(estimate, reserved_bytes=estimate.peak_bytes * numerator // denominator)
+    return replace(estimate, reserved_bytes=estimate.peak_bytes * numerator // denominator + peak.workspace_bytes)
 
 
-def _optimizer_bytes(config: TrainingConfig, tape: Tape) -> int:
-    match config.optimizer:
-        case "adamw":  # two moments, and one float32 step counter per tensor
-            return 8 * tape.num_parameters + 4 * tape.num_parameter_tensors
-        case "sgd":
-            return 4 * tape.num_parameters
+def _cards(config: TrainingConfig) -> list[GPU]:
+    """NVIDIA's cards of the preset's range, without a preset all: the worst of them counts."""
+    lowest, highest = RANGES_GB.get(config.preset, (0, math.inf))
+    return [card for card in all_gpus() if card.compute_capability and lowest <= card.box_bytes / GIB <= highest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +104,14 @@ class _Family:
         """Record `loss_fn` of the example: encoder, posterior, U-Net, decoder and the three losses."""
         tape, edge = self.tape, self.config.resolution
         latent_bytes = 4 * self.config.batch_size * LATENT_CHANNELS * (edge // 4) ** 3
-        statistics = self.encoder(_Map(batch, IN_CHANNELS, edge))
-        latent = tape.apply("loss_fn", [statistics.block], latent_bytes, saves=[statistics.block], saves_output=True)
-        noisy = Block(latent_bytes, wants_grad=False)
-        noise_loss = self.mse(self.unet(_Map(noisy, LATENT_CHANNELS, edge // 4)))
+        statistics = self.single(self.encoder(_Map(batch, IN_CHANNELS, edge)), 2 * latent_bytes)
+        spread = tape.apply("loss_fn", [statistics], latent_bytes, saves_output=True)
+        drawn, variance, noise, noisy = (Block(latent_bytes, wants_grad=False) for _ in range(4))
+        latent = tape.apply("loss_fn", [statistics, spread], latent_bytes, saves=[drawn])
+        divergence = tape.apply("loss_fn", [statistics], 4, saves=[statistics, variance])
+        noise_loss = self.mse(self.unet(_Map(noisy, LATENT_CHANNELS, edge // 4)), noise)
         volume = self.decoder(_Map(latent, LATENT_CHANNELS, edge // 4))
-        tape.apply("loss_fn", [noise_loss, self.mse(volume)], 4, shares_grad=True)
+        tape.apply("loss_fn", [divergence, noise_loss, self.mse(volume, batch)], 4, shares_grad=True)
 
     def encoder(self, x: _Map) -> _Map:
         c1, c2, c4 = (self.config.vae_channels * multiplier for multiplier in (1, 2, 4))
@@ -187,9 +203,16 @@ class _Family:
     def weighted(self, name: str, x: _Map, out_channels: int, edge: int, kernel: int) -> _Map:
         output_bytes = self.itemsize * self.config.batch_size * out_channels * edge**3
         weights = [x.channels * out_channels * kernel**3, out_channels]
-        return _Map(
-            self.tape.apply(name, [x.block], output_bytes, saves=[x.block], weights=weights), out_channels, edge
+        copies = x.block.num_bytes + self.itemsize * weights[0] + output_bytes  # into another order of channels
+        output = self.tape.apply(
+            name,
+            [x.block],
+            output_bytes,
+            saves=[x.block],
+            weights=weights,
+            workspace_bytes=CONVOLUTION_BYTES + copies,
         )
+        return _Map(output, out_channels, edge)
 
     def linear(self, name: str, x: Block, in_channels: int, out_channels: int) -> Block:
         output_bytes = self.itemsize * self.config.batch_size * out_channels
@@ -205,8 +228,12 @@ class _Family:
         num_bytes = self.itemsize * self.config.batch_size * x.channels * x.edge**3
         return _Map(self.tape.apply("loss_fn", [x.block], num_bytes), x.channels, x.edge)
 
-    def mse(self, x: _Map) -> Block:
-        """Mean squared error in float32 against a target that is counted elsewhere."""
+    def single(self, x: _Map, num_bytes: int) -> Block:
+        """A float32 copy of a low-precision result."""
+        return self.tape.apply("loss_fn", [x.block], num_bytes) if self.mixed else x.block
+
+    def mse(self, x: _Map, target: Block) -> Block:
+        """Mean squared error in float32: a number that keeps storage for all the squares, made from another one."""
         num_bytes = 4 * self.config.batch_size * x.channels * x.edge**3
-        single = self.tape.apply("loss_fn", [x.block], num_bytes) if self.mixed else x.block
-        return self.tape.apply("loss_fn", [single], 4, saves=[single])
+        single = self.single(x, num_bytes)
+        return self.tape.apply("loss_fn", [single], num_bytes, saves=[single, target], inside_bytes=num_bytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -14,37 +13,36 @@ import torch
 
 from memkit.planning.libraries import TRANSFORMERS_UTILS
 
-# The operators of torchvision 0.28 for which it registers shape functions when it is imported.
-_TORCHVISION = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
-    " int sampling_ratio, bool aligned) -> Tensor",
-    "qroi_align(Tensor input, Tensor rois, float spatial_scale, int pooled_height, int pooled_width,"
-    " int sampling_ratio, bool aligned) -> Tensor",
-    "_roi_align_backward(Tensor grad, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
-    " SymInt batch_size, SymInt channels, SymInt height, SymInt width, int sampling_ratio, bool aligned) -> Tensor",
-    "ps_roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width,"
-    " int sampling_ratio) -> (Tensor, Tensor)",
-    "_ps_roi_align_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale,"
-    " SymInt pooled_height, SymInt pooled_width, int sampling_ratio, SymInt batch_size, SymInt channels,"
-    " SymInt height, SymInt width) -> Tensor",
-    "roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width)"
-    " -> (Tensor, Tensor)",
-    "_roi_pool_backward(Tensor grad, Tensor rois, Tensor argmax, float spatial_scale, SymInt pooled_height,"
-    " SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width) -> Tensor",
-    "ps_roi_pool(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width)"
-    " -> (Tensor, Tensor)",
-    "_ps_roi_pool_backward(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale,"
-    " SymInt pooled_height, SymInt pooled_width, SymInt batch_size, SymInt channels, SymInt height, SymInt width)"
-    " -> Tensor",
-    "deform_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h,"
-    " SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups,"
-    " SymInt offset_groups, bool use_mask) -> Tensor",
-    "_deform_conv2d_backward(Tensor grad, Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias,"
-    " SymInt stride_h, SymInt stride_w, SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w,"
-    " SymInt groups, SymInt offset_groups, bool use_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+# The operators for which torchvision 0.28 registers shape functions when it is imported: arguments -> results.
+_SIZES = "SymInt pooled_height, SymInt pooled_width"
+_SHAPE = "SymInt batch_size, SymInt channels, SymInt height, SymInt width"
+_BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_ROI = f"Tensor input, Tensor rois, float spatial_scale, {_SIZES}"
+_DEFORM = (
+    "Tensor input, Tensor weight, Tensor offset, Tensor mask, Tensor bias, SymInt stride_h, SymInt stride_w,"
+    " SymInt pad_h, SymInt pad_w, SymInt dilation_h, SymInt dilation_w, SymInt groups, SymInt offset_groups,"
+    " bool use_mask"
 )
+_TORCHVISION = {
+    "nms": _BOXES,
+    "qnms": _BOXES,
+    "roi_align": f"({_ROI}, int sampling_ratio, bool aligned) -> Tensor",
+    "qroi_align": f"({_ROI}, int sampling_ratio, bool aligned) -> Tensor",
+    "_roi_align_backward": f"(Tensor grad, Tensor rois, float spatial_scale, {_SIZES}, {_SHAPE}, int sampling_ratio,"
+    " bool aligned) -> Tensor",
+    "ps_roi_align": f"({_ROI}, int sampling_ratio) -> (Tensor, Tensor)",
+    "_ps_roi_align_backward": f"(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, {_SIZES},"
+    f" int sampling_ratio, {_SHAPE}) -> Tensor",
+    "roi_pool": f"({_ROI}) -> (Tensor, Tensor)",
+    "_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor argmax, float spatial_scale, {_SIZES}, {_SHAPE})"
+    " -> Tensor",
+    "ps_roi_pool": f"({_ROI}) -> (Tensor, Tensor)",
+    "_ps_roi_pool_backward": f"(Tensor grad, Tensor rois, Tensor channel_mapping, float spatial_scale, {_SIZES},"
+    f" {_SHAPE}) -> Tensor",
+    "deform_conv2d": f"({_DEFORM}) -> Tensor",
+    "_deform_conv2d_backward": f"(Tensor grad, {_DEFORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+}
+_declared: list[torch.library.Library] = []  # a library's operators go when it does
 
 
 class AtImport(MetaPathFinder):
@@ -101,9 +99,9 @@ def _declare_operators(spec: ModuleSpec) -> None:
     """
     for compiled in Path(str(spec.origin)).parent.glob("_C.*"):
         try:
-            torch.ops.load_library(compiled)
+            torch.ops.load_library(compiled)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         except OSError:
-            library = torch.library.Library("torchvision", "FRAGMENT")
-            sys.modules["torchvision._declared"] = library  # type: ignore[assignment]
-            for schema in _TORCHVISION:
-                library.define(schema)
+            library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's own
+            for name, signature in _TORCHVISION.items():
+                library.define(f"{name}{signature}")  # type: ignore[no-untyped-call]
+            _declared.append(library)

@@ -214,10 +214,11 @@ def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
     if inputs[0].dtype not in (torch.float32, torch.float64):
         widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
         return _helpers_bytes() + widened
-    return sum(_nbytes(tensor) for tensor in inputs if tensor.dim() > 1 and not _is_matrix(tensor))
+    return sum(_nbytes(tensor) for tensor in inputs if tensor.dim() > 1 and not is_matrix(tensor))
 
 
-def _is_matrix(tensor: Tensor) -> bool:
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether rows or columns lie in order, so that BLAS takes it as it is."""
     (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
     return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TRANSFORMERS_UTILS = "transformers.utils.import_utils"  # asks; for a fake tensor it builds masks that it would leave out
+# It asks; for a fake tensor it builds masks that it would leave out.
+TRANSFORMERS_UTILS = "transformers.utils.import_utils"
 
 
 @contextmanager

@@ -52,9 +52,10 @@ def estimate_memory_usage(
 ) -> MemoryEstimate:
     """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
 
-    **A config** describes the reference family of ``examples/reference_family.py``. Parameters, gradients and optimizer
-    state are exact, the peak of live tensors is within 0.5% of a dry run, the allocator's reserve and the driver's
-    context are guessed constants. It takes milliseconds and does not import PyTorch.
+    **A config** describes the reference family of ``examples/reference_family.py``. Parameters and optimizer state are
+    exact, the peak is within 0.5% of the family's step on a virtual card of NVIDIA's Hopper or Blackwell (others take
+    48 MiB less), the allocator's reserve and the driver's context are those of the worst card of the preset's range,
+    without a preset of all. It takes milliseconds and does not import PyTorch.
 
     **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
     backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and
@@ -74,7 +75,8 @@ def estimate_memory_usage(
         accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
         selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
             to select, 1.0 for the worst case. None: such an operator is an error.
-        shard: Spread over ranks by DDP, FSDP2 or ZeRO: the bytes of the first rank. None: one process.
+        shard: Spread over ranks by DDP, FSDP2 or ZeRO: the bytes of the first rank, on the CPU or on one such card.
+            None: one process.
 
     Returns:
         Bytes by part at the peak of the second step. For ``target="cpu"`` `reserved_bytes`, `context_bytes` and

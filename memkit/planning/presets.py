@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -10,27 +11,35 @@ from typing import Any
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._units import GIB
 from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_by_formula
+from memkit.planning.formula import RANGES_GB, estimate_by_formula
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Settings for cards from ``min_gpu_gb`` up, the number on the box; ``cards`` says the range in words."""
+    """Settings for the cards of a range, by the number on the box; the largest preset has no upper end."""
 
-    min_gpu_gb: int
-    cards: str
+    range_gb: tuple[int, float]
     batch_size: int
     gradient_accumulation_steps: int
     model_channels: int
 
+    @property
+    def min_gpu_gb(self) -> int:
+        """The smallest card of the range."""
+        return self.range_gb[0]
+
+    @property
+    def cards(self) -> str:
+        """The range in words."""
+        lowest, highest = self.range_gb
+        return f"{lowest} GB and more" if highest == math.inf else f"{lowest}-{highest} GB"
+
 
 # From the smallest card to the largest. The effective batch size is 8 in all of them.
 PRESETS = {
-    "low": Preset(min_gpu_gb=8, cards="8-12 GB", batch_size=1, gradient_accumulation_steps=8, model_channels=48),
-    "medium": Preset(min_gpu_gb=16, cards="16-24 GB", batch_size=2, gradient_accumulation_steps=4, model_channels=64),
-    "high": Preset(
-        min_gpu_gb=32, cards="32 GB and more", batch_size=4, gradient_accumulation_steps=2, model_channels=96
-    ),
+    "low": Preset(range_gb=RANGES_GB["low"], batch_size=1, gradient_accumulation_steps=8, model_channels=48),
+    "medium": Preset(range_gb=RANGES_GB["medium"], batch_size=2, gradient_accumulation_steps=4, model_channels=64),
+    "high": Preset(range_gb=RANGES_GB["high"], batch_size=4, gradient_accumulation_steps=2, model_channels=96),
 }
 
 

@@ -1,10 +1,12 @@
 """Writes of a process that go to a folder of their own: no file of the user is made, changed or removed.
 
-The folder mirrors the file system: what the process writes to ``/a/b`` lies in ``FOLDER/a/b``, is read from there, and
-is listed beside what the real ``/a`` holds. What is removed is only forgotten. So it is for files that Python opens (and
-all that stands on it: NumPy, Pillow, logging, TensorBoard) and for `torch.save`; not for libraries that open files in C,
-and not for other programs that the process starts.
+The folder mirrors the file system: what the process writes to ``/a/b`` lies in ``FOLDER/a/b``, is read from there,
+and is listed beside what the real ``/a`` holds. What is removed is only forgotten. So it is for files that Python opens
+(all that stands on it: NumPy, Pillow, logging, TensorBoard) and for `torch.save`; not for libraries that open files in
+C, nor for other programs that the process starts.
 """
+# It stands in for os, on which pathlib is built.
+# ruff: noqa: PTH100, PTH112, PTH114, PTH117, PTH118, PTH120
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from memkit._errors import StateError
 _ORIGINALS = ("posix", "nt", "_io")  # the modules that os and io take their functions from
 _UNTOUCHED = ("/dev", "/proc", "/sys")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_READERS = ("access", "lstat", "readlink", "stat", "statvfs")
-_CHANGERS = ("chmod", "chown", "truncate", "utime")
+_READERS = ("access", "getxattr", "listxattr", "lstat", "readlink", "stat", "statvfs")
+_CHANGERS = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
 
 
 class Redirection:
@@ -48,8 +50,8 @@ class Redirection:
     def install(self) -> None:
         """From here on this process, and those that it forks, write to the mirror."""
         by_name: dict[str, Callable[..., Any]] = {
-            **{name: self._placed(name, self.to_read) for name in _READERS},
-            **{name: self._placed(name, self.to_change) for name in _CHANGERS},
+            **{name: self._placed(name, self.to_read) for name in _READERS if name in self._real},
+            **{name: self._placed(name, self.to_change) for name in _CHANGERS if name in self._real},
             "chdir": self._placed("chdir", self._to_enter),
             "open": self._opened_by_flags,
             "mkdir": self._mkdir,
@@ -63,13 +65,13 @@ class Redirection:
             "listdir": self._listdir,
             "scandir": self._scandir,
         }
-        replacements = {id(self._real[name]): function for name, function in by_name.items() if name in self._real}
+        replacements = {id(self._real[name]): function for name, function in by_name.items()}
         replacements |= {id(self._open): self._opened, id(self._save): self._saved, id(self._load): self._loaded}
         for module in list(sys.modules.values()):  # also names that modules have taken: from os import makedirs
-            if isinstance(module, ModuleType) and module.__name__ not in _ORIGINALS:
+            if type(module) is ModuleType and module.__name__ not in _ORIGINALS:
                 names = vars(module)
                 names.update({name: replacements[id(old)] for name, old in names.items() if id(old) in replacements})
-        shutil._use_fd_functions = False  # type: ignore[attr-defined]  # rmtree goes by paths
+        setattr(shutil, "_use_fd_functions", False)  # noqa: B010 - private; rmtree then goes by paths
 
     def written(self) -> tuple[str, ...]:
         """The files in the mirror, by the names that the process gave them."""
@@ -212,7 +214,9 @@ class Redirection:
         if mirrored is not None and self._is_there(real):
             self._removed.add(real)
 
-    def _rename(self, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+    def _rename(
+        self, source: Any, target: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
+    ) -> None:
         _refuse(source, src_dir_fd)
         _refuse(target, dst_dir_fd)
         real, mirrored = self._both(source)
@@ -246,7 +250,11 @@ class Redirection:
         if self._is_there(real) and not self._is_removed(real):
             with self._real["scandir"](path) as found:
                 names = {entry.name: entry for entry in found}
-            entries = {name: entry for name, entry in names.items() if os.path.join(real, os.fsdecode(name)) not in self._removed}
+            entries = {
+                name: entry
+                for name, entry in names.items()
+                if os.path.join(real, os.fsdecode(name)) not in self._removed
+            }
         elif not self._is_there(mirrored):
             raise _error(errno.ENOENT, path)
         if self._is_there(mirrored):

@@ -182,7 +182,8 @@ def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str
     compiled: list[bool] = []
     try:
         code = compile(Path(script).read_bytes(), script, "exec")
-        with gpu, _noting_compile(compiled), steps.counted():
+        gpu.__enter__()  # and stays: the script's tensors live as long as the process
+        with _noting_compile(compiled), steps.counted():
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return "after its steps", None, bool(compiled)
@@ -190,7 +191,7 @@ def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str
         return "out of memory", _problem(error, "the card is full: see docs/out-of-memory.md."), bool(compiled)
     except SystemExit as error:
         if error.code not in {None, 0}:
-            return "error", _problem(error, "its own output above says why."), bool(compiled)
+            return "error", _problem(error, "the script ended itself: its own output above says why."), bool(compiled)
     except Exception as error:  # noqa: BLE001 - whatever a script raises is its error
         traceback.print_exception(error.with_traceback(_own(error)))
         return "error", _problem(error, _way_out(error)), bool(compiled)
@@ -214,11 +215,10 @@ def _noting_compile(compiled: list[bool]) -> Iterator[None]:
 
 def _problem(error: BaseException, fix: str) -> dict[str, str]:
     """What went wrong, at the innermost line that is the user's own."""
-    frames = [
-        frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))
-    ]
+    frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
     line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
-    return {"error": type(error).__name__, "message": str(error), "line": line, "fix": fix}
+    message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
+    return {"error": type(error).__name__, "message": message, "line": line, "fix": fix}
 
 
 def _own(error: BaseException) -> TracebackType | None:
@@ -241,7 +241,9 @@ def _way_out(error: BaseException | None) -> str:
             return "the script asks the network for data that is not here: run it once without memkit to fetch it."
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, FileNotFoundError):
-        return f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
+        return (
+            f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
+        )
     return "see whether `python SCRIPT` fails as well; if not, the virtual card lacks something: docs/dryrun.md."
 
 

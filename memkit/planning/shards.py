@@ -159,7 +159,7 @@ def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
 
 def _with_data(device_type: str) -> AbstractContextManager[object]:
     """For meshes, which are tensors with data. A virtual card's host tensors have data anyway."""
-    return _disable_current_modes() if device_type == "cpu" else nullcontext()  # type: ignore[no-untyped-call]
+    return _disable_current_modes() if device_type == "cpu" else nullcontext()
 
 
 @contextmanager
@@ -202,6 +202,7 @@ def _replica(model: nn.Module, as_view: bool, buckets: list[Tensor]) -> Distribu
     replica = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
     replica.reducer = _FirstBuckets(replica.reducer)  # type: ignore[assignment]  # it has all that DDP calls
     replica.register_comm_hook(buckets, _keep_bucket)
+    replica.logger = _NoStatistics(replica.logger)  # it has all that DDP calls in a step
     return replica
 
 
@@ -219,6 +220,16 @@ def _sharing(make_optimizer: MakeOptimizer) -> MakeOptimizer:
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return partial(ZeroRedundancyOptimizer, optimizer_class=make_optimizer)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _NoStatistics:
+    """DDP's logger, which would warn that it cannot take the time on a card that is not there."""
+
+    logger: Any  # C++ refers to it, but does not keep it
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Log nothing."""
 
 
 class _FirstBuckets:

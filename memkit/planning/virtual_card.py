@@ -23,7 +23,8 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 
 from memkit._errors import StateError
-from memkit.planning.cuda_operators import CastCache, cuda_operators
+from memkit.planning.cuda_autocast import CastCache
+from memkit.planning.cuda_operators import cuda_operators
 from memkit.planning.cuda_workspace import RESULTS
 from memkit.planning.fakes import DryMode
 from memkit.planning.kernels import Kernels
@@ -35,6 +36,7 @@ CARD = torch.device("cuda", 0)
 _MOST_HOST_BYTES = 2**20
 # GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
 _SCALING = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
+_UPDATING = {_aten._fused_sgd_.default, _aten._fused_adagrad_.default}  # in place, and without a shape function
 _RESCALING = {_aten._amp_update_scale_.default}
 
 
@@ -68,6 +70,8 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
         device = kwargs.get("device")
         if func in _SCALING:
             args[1].constant = torch.zeros(())  # no infinity was found
+            return None
+        if func in _UPDATING:
             return None
         if func in _RESCALING:
             return args[0]
@@ -195,7 +199,7 @@ def _keeping_defaults() -> Iterator[None]:
 @contextmanager
 def _moving_modules() -> Iterator[None]:
     """Let parameters stay the same objects when their module moves to the card, and give them their data back."""
-    swap, apply = torch.utils.swap_tensors, nn.Module._apply
+    swap, apply, load = torch.utils.swap_tensors, nn.Module._apply, nn.Module._load_from_state_dict
     swapped: list[tuple[Tensor, Tensor]] = []
     buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
 
@@ -210,18 +214,37 @@ def _moving_modules() -> Iterator[None]:
             buffers.setdefault(module, module._buffers.copy())
         return apply(module, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it untyped
 
+    @wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        torch.__future__.set_swap_module_params_on_conversion(False)  # in place: gradients stay
+        try:
+            load(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+
     swapped_before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        with patched(torch.utils, "swap_tensors", noted), patched(nn.Module, "_apply", applied):
+        with (
+            patched(torch.utils, "swap_tensors", noted),
+            patched(nn.Module, "_apply", applied),
+            patched(nn.Module, "_load_from_state_dict", loaded),
+        ):
             yield
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapped_before)
         for tensor, data in swapped:
             tensor.grad = None
-            swap(tensor, data)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            _swap_back(tensor, data)
         for module, content in buffers.items():
             module._buffers.update(content)
+
+
+def _swap_back(tensor: Tensor, data: Tensor) -> None:
+    """As `torch.utils.swap_tensors`, also where graphs of the card still refer to the tensor: they are useless now."""
+    tensor.__class__, data.__class__ = data.__class__, tensor.__class__
+    tensor.__dict__, data.__dict__ = data.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, data)
 
 
 @contextmanager
@@ -259,7 +282,7 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
 
     @wraps(to)
     def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(_as_lazy(arg) if isinstance(arg, (str, torch.device)) or type(arg) is int else arg for arg in args)
+        args = tuple(_as_lazy(arg) if _is_device(arg) else arg for arg in args)
         if kwargs.get("device") is not None:
             kwargs["device"] = _as_lazy(kwargs["device"])
         return to(self, *args, **kwargs)
@@ -267,27 +290,32 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
         return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
 
-    def copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
-        """``copy.deepcopy``, which for other tensors looks at their data."""
-        if id(self) not in memo:
-            copy = self.detach().clone()
-            memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
-            memo[id(self)].requires_grad_(self.requires_grad)
-            if self.grad is not None:
-                memo[id(self)].grad = copied(self.grad, memo)
-        new: Tensor = memo[id(self)]
-        return new
-
     moved.of_virtual_card = True  # type: ignore[attr-defined]  # how a second card knows of the first
     return [
         (Tensor, "_make_subclass", staticmethod(private)),
         (FakeTensor, "_normalize_fake_device", staticmethod(normalized)),
         (FakeTensor, "device", property(named)),
-        (FakeTensor, "__deepcopy__", copied),
+        (FakeTensor, "__deepcopy__", _copied),
         (Tensor, "to", moved),
         (Tensor, "cuda", cuda),
         (Tensor, "is_cuda", property(lambda self: self.device.type == "cuda")),
     ]
+
+
+def _copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``copy.deepcopy``, which for other tensors looks at their data."""
+    if id(self) not in memo:
+        copy = self.detach().clone()
+        memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
+        memo[id(self)].requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            memo[id(self)].grad = _copied(self.grad, memo)
+    new: Tensor = memo[id(self)]
+    return new
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) or type(value) is int
 
 
 def _as_lazy(device: Any) -> torch.device:

@@ -70,8 +70,8 @@ class GradientAccumulator:
         gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
             GAN's two accumulators never mix. ``"all"``: to every leaf of the graph, as ``loss.backward()`` does.
         accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more.
-        guard_first_steps: During the first two steps keep a copy of parameters and optimiser state, so that an
-            out-of-memory inside ``optimizer.step()`` leaves them as they were.
+        guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole, and
+            go on (``docs/optimizer-step.md``).
 
     Attributes:
         num_microbatches: Micro-batches in the group that is under way.
@@ -112,7 +112,7 @@ class GradientAccumulator:
         objective: Literal["mean", "sum"] = "mean",
         gradients_of: Literal["optimizer", "all"] = "optimizer",
         accumulate_dtype: torch.dtype | None = None,
-        guard_first_steps: bool = False,
+        guard_steps: bool = False,
     ) -> None:
         self._optimizers = list_optimizers(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -127,7 +127,7 @@ class GradientAccumulator:
             refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
         self._steps, self._max_grad_norm, self._objective = steps, max_grad_norm, objective
         self._accumulate_dtype = accumulate_dtype
-        self._guard = StepGuard(self._optimizers) if guard_first_steps else None
+        self._guard = StepGuard(self._optimizers) if guard_steps else None
         self._ranks: Ranks | None = find_ranks(model, self._parameters)
         # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
         may_stop = gradients_of == "optimizer" and self.shards is None

@@ -14,22 +14,25 @@ from torch.optim import Optimizer
 
 from memkit._device import has_room, release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
-from memkit._oom import describe_error, is_out_of_memory
+from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
 from memkit.train.ranks import local_part
+from memkit.train.transaction import chunked_steps, steps_parameterwise
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all
 
 
 class StepGuard:
-    """Protects the steps of optimisers that may run out of memory with a copy of parameters and state.
+    """Protects the steps of optimisers that may run out of memory.
 
-    Those are the first two, when the state is made; in the second one the temporary results are counted. Later ones are
-    those before which so much memory cannot be had: it is asked for, and given back at once. The copy of an
-    accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take the memory that
-    is short. After an out-of-memory parameters and state are put back, and the step is tried once more with the
-    allocator's cache released. Where the copy itself does not fit, the step runs without it.
+    Torch's own step in chunks, which are whole (`atomic_steps`). An optimiser that nobody knows is protected by a copy
+    of all parameters and state, of all that step together, before the steps that may run out of memory. Those are the
+    first two, when the state is made; in the second one the temporary results are counted. Later ones are those before
+    which so much memory cannot be had: it is asked for, and given back at once. The copy of an accelerator's tensors
+    lies in host memory, that of host tensors in temporary files: it must not take the memory that is short. After an
+    out-of-memory parameters and state are put back, and the step is tried once more with the allocator's cache
+    released. Where the copy itself does not fit, the step runs without it.
 
     Args:
         optimizers: The optimisers that step together.
@@ -37,6 +40,7 @@ class StepGuard:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+        self._unknown = next((type(each).__name__ for each in optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
         self._temporary_bytes: dict[torch.device, int] = {}
 
@@ -46,6 +50,16 @@ class StepGuard:
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
+        if self._unknown is None:
+            with chunked_steps(self._optimizers, only_once=True):
+                try:
+                    return step()
+                except Exception as error:
+                    if not is_out_of_memory(error) or isinstance(error, MemkitOutOfMemoryError):
+                        raise
+                    drop_frames(error)
+                release_cached_memory()
+                return step()  # it failed beside the chunks; what they have stepped stays
         with contextlib.ExitStack() as stack:
             before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
             if before is not None:
@@ -67,10 +81,9 @@ class StepGuard:
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory inside it: {failure}; parameters and state are "
-            + ("as they were before the step" if before else "partly stepped"),
+            + ("as they were before the step" if before else f"as {self._unknown} left them, perhaps half stepped"),
             expected="memory for the optimiser's state and its temporary results",
-            fix="pass foreach=False or fused=True to the optimiser, which need less"
-            + ("." if before else "; go on from the last checkpoint."),
+            fix="leave more memory free" + ("." if before else "; go on from the last checkpoint."),
         )
 
     def _counted(self, step: Callable[[], bool]) -> bool:

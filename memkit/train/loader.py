@@ -47,15 +47,19 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
         device(type='meta')
     """
     target = torch.device(device)
-    moved: Tree = pytree.tree_map(lambda leaf: _move(leaf, target), batch)
+    moved: Tree = pytree.tree_map(lambda leaf: _move(leaf, target), batch, is_leaf=_moves_itself)
     return moved
+
+
+def _moves_itself(node: Any) -> bool:
+    return callable(getattr(node, "to", None)) and not isinstance(node, type)
 
 
 def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         # Only from pinned memory: any other copy waits anyway, and one to the host must, before the values are read.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" != device.type and leaf.is_pinned())
-    if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type):
+    if _moves_itself(leaf):
         return leaf.to(device)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         moved = copy.copy(leaf)
@@ -116,14 +120,16 @@ def plan_loader(dataset: Dataset[Any], batch_size: int, machine: Machine) -> Loa
     the random state stays as it was.
     """
     batch_bytes = _batch_bytes(dataset, batch_size)
-    reasons = [f"{machine.num_cores} usable cores: one for the training, at most {_MAX_WORKERS} workers"]
     num_workers = min(_MAX_WORKERS, machine.num_cores - 1)
+    reasons = [
+        f"{num_workers} workers: {machine.num_cores} usable cores, one for the training, and {_MAX_WORKERS} at most"
+    ]
     if isinstance(dataset, TensorDataset):
         num_workers = 0
-        reasons.append("no workers: the samples are tensors in memory, and there is nothing to prepare")
+        reasons.append("rather none: the samples are tensors in memory, and there is nothing to prepare")
     elif not machine.may_start_processes:
         num_workers = 0
-        reasons.append("no workers: this is a daemonic process, which may not start others")
+        reasons.append("rather none: this is a daemonic process, which may not start others")
     prefetch = _PREFETCH
     if num_workers and batch_bytes:
         limits = {"available host memory": int(_RAM_SHARE * machine.available_bytes)}
@@ -132,11 +138,11 @@ def plan_loader(dataset: Dataset[Any], batch_size: int, machine: Machine) -> Loa
         scarce = min(limits, key=limits.__getitem__)
         fitting = limits[scarce] // batch_bytes  # batches that may be in flight
         if fitting < num_workers * prefetch:
-            prefetch = 1 if fitting < num_workers * _PREFETCH else _PREFETCH
+            prefetch = 1
             num_workers = min(num_workers, fitting)
             reasons.append(
-                f"{num_workers} workers with {prefetch} batch ahead each: a batch takes {format_bytes(batch_bytes)}, "
-                f"and {format_bytes(limits[scarce])} of {scarce} may hold waiting ones"
+                f"rather {num_workers}, with one batch ahead each: a batch takes {format_bytes(batch_bytes)}, and "
+                f"{format_bytes(limits[scarce])} of {scarce} may hold waiting ones"
             )
     elif num_workers:
         reasons.append("the size of a batch is not known before it is loaded: host memory is not looked at")
@@ -198,15 +204,15 @@ def make_dataloader(
             fix="pass a whole number.",
         )
     plan = plan_loader(dataset, batch_size, Machine.here(_device.resolve_device(device)))
-    num_workers = torch_kwargs.get("num_workers", plan.num_workers)
-    chosen: dict[str, Any] = {"num_workers": num_workers, "pin_memory": plan.pin_memory}
-    if num_workers:
+    chosen: dict[str, Any] = {"num_workers": plan.num_workers, "pin_memory": plan.pin_memory}
+    if torch_kwargs.get("num_workers", plan.num_workers):
         chosen |= {"prefetch_factor": plan.prefetch_factor or _PREFETCH, "persistent_workers": True}
     if "batch_sampler" not in torch_kwargs:
         chosen["batch_size"] = batch_size
     loader = DataLoader(dataset, **(chosen | torch_kwargs))
     loader.plan = plan  # for people who ask why
-    _LOGGER.info("make_dataloader: %s", "; ".join(plan.reasons))
+    given = [f"{name} as given" for name in torch_kwargs.keys() & chosen.keys()]
+    _LOGGER.info("make_dataloader: %s", "; ".join([*plan.reasons, *given]))
     return loader
 
 

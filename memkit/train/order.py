@@ -139,7 +139,7 @@ class ResumableBatchSampler(Sampler[list[int]]):
             raise FileFormatError(
                 "ResumableBatchSampler.load_state_dict(state)",
                 got=f"version {found[0]!r}, made of {found[1]!r}",
-                expected=f"version {_VERSION}, made of {self._made_of!r}: samples, batch size, shuffle, drop_last, ranks",
+                expected=f"version {_VERSION}, made of {self._made_of!r}: samples, batch, shuffle, drop_last, ranks",
                 fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
             )
         self.seed, self.epoch = state["seed"], state["epoch"]

@@ -10,6 +10,8 @@ import torch
 
 from memkit import _rng
 from memkit._errors import FileFormatError
+from memkit._protocols import ResumableOrder
+from memkit.train.order import ResumableLoader
 
 _VERSION = 1
 
@@ -17,12 +19,12 @@ _VERSION = 1
 class Position:
     """Epoch, and batches of it that are done.
 
-    An order that knows its own position (``state_dict(num_done)``, ``load_state_dict``, such as `BudgetBatchSampler`)
-    goes on at once. Any other loader is replayed: the random state of the epoch's start is put back, the loader begins
-    the same epoch, its first batches are passed over, and the random state of now is put back.
+    A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) goes on at once. Any
+    other loader is replayed: the random state of the epoch's start is put back, the loader begins the same epoch, its
+    first batches are passed over, and the random state of now is put back.
 
     Args:
-        loader: The batches of an epoch.
+        loader: The batches of an epoch; a `ResumableLoader` is taken for the DataLoader in it.
 
     Attributes:
         epoch: Epochs that are done.
@@ -30,11 +32,11 @@ class Position:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
-        samplers = [getattr(loader, name, None) for name in ("batch_sampler", "sampler")]
-        self._epochs = [each for each in samplers if hasattr(each, "set_epoch")]
-        self._order: Any = samplers[0] if all(hasattr(samplers[0], name) for name in _ORDER) else None
-        self._generator: torch.Generator | None = getattr(loader, "generator", None)
+        self._loader = loader.loader if isinstance(loader, ResumableLoader) else loader
+        samplers = [getattr(self._loader, name, None) for name in ("batch_sampler", "sampler")]
+        self._epochs: list[Any] = [each for each in samplers if hasattr(each, "set_epoch")]
+        self._order = samplers[0] if isinstance(samplers[0], ResumableOrder) else None
+        self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
         self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
         self.epoch = self.num_batches = 0
 
@@ -89,6 +91,3 @@ class Position:
         self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
         if self._order and state["order"] is not None and self.num_batches:
             self._order.load_state_dict(state["order"])
-
-
-_ORDER = ("state_dict", "load_state_dict", "set_epoch")

@@ -294,7 +294,7 @@ class TrainingStateManager:
             if problem is None:
                 return saved
             warnings.warn(
-                f"TrainingStateManager.restore() passes over {saved.path}: {problem}", MemkitWarning, stacklevel=5
+                f"TrainingStateManager.restore() passes over {saved.path}: {problem}", MemkitWarning, stacklevel=3
             )
         raise FileFormatError(
             "TrainingStateManager.restore()",
@@ -316,7 +316,7 @@ class TrainingStateManager:
                 f"TrainingStateManager.restore(): {saved.path} is of {notes['num_ranks']} ranks, now there are "
                 f"{crew.size}: new ranks take rank 0's values, and random states are others.",
                 MemkitWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         targets = check_objects("restore", objects)
         if notes["is_sharded"]:
@@ -364,5 +364,5 @@ def _compare_names(saved: set[str], given: set[str], *, resumes: bool) -> None:
             f"TrainingStateManager.restore(): the state has {', '.join(sorted(saved - given))} too; without it the "
             'training does not go on as it was. To take a part on purpose, say restore("best", ...) or a step.',
             MemkitWarning,
-            stacklevel=5,
+            stacklevel=4,
         )

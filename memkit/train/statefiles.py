@@ -178,10 +178,18 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> Entry:
 
     Returns:
         The file's entry in the manifest. The checksum is of what was handed over, not of what the disk gives back.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     with path.open("xb") as file:
         hashed = _HashedFile(file)
-        write(hashed)  # type: ignore[arg-type] # it only writes
+        try:
+            write(hashed)  # type: ignore[arg-type] # it only writes
+        except Exception:
+            if hashed.failure is not None:  # torch.save says only that the file is too short
+                raise hashed.failure from None
+            raise
         file.flush()
         os.fsync(file.fileno())
     return hashed.entry()
@@ -204,11 +212,16 @@ class _HashedFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._num_bytes = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
 
     def write(self, data: bytes) -> int:
         self._hash.update(data)
         self._num_bytes += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

@@ -1,4 +1,4 @@
-"""Where a training's time goes, phase by phase, and what the device holds: one line for people, figures for a writer."""
+"""Where a training's time goes, phase by phase, and what the device holds: a line for people, figures for a writer."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class MemoryEfficientTrainingWrapper:
                 scaler=self._precision.scaler,
                 model=model,
                 accumulate_dtype=torch.float32 if half else None,
-                guard_first_steps=on_oom == "split",
+                guard_steps=on_oom == "split",
             )
             cleanup.callback(self._accumulator.close)
             self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)

@@ -33,17 +33,22 @@ def peak_bytes(row: dict[str, Any]) -> int:
         return gpu.peak_bytes
 
 
+def as_printed(num_bytes: int) -> float:
+    """MiB as the harness keeps them, in float32: of 16 GiB and more to 1 or 2 KiB."""
+    return torch.tensor(num_bytes / MIB, dtype=torch.float32).item()
+
+
 def measured_bytes(row: dict[str, Any]) -> int:
     """What the card said."""
     return round(row["measured_mib"] * MIB)
 
 
 def _dtype(row: dict[str, Any]) -> torch.dtype:
-    return getattr(torch, row["config"]["dtype"].removeprefix("torch."))  # type: ignore[no-any-return]
+    return getattr(torch, row["config"]["dtype"].removeprefix("torch."))
 
 
 def _loss(loss: Callable[[], Tensor], *, keeps_graph: bool) -> Callable[[], None]:
-    return lambda: loss().backward(retain_graph=keeps_graph)  # type: ignore[no-untyped-call]
+    return lambda: loss().backward(retain_graph=keeps_graph)
 
 
 def _cross_entropy(_: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
@@ -54,15 +59,20 @@ def _cross_entropy(_: dict[str, Any], config: dict[str, int]) -> Callable[[], No
 
 
 def _linear_cross_entropy(row: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
-    head = nn.Linear(config["H"], config["V"], bias=False, dtype=_dtype(row)).to("cuda")
+    heads = _with_rival(lambda: nn.Linear(config["H"], config["V"], bias=False, dtype=_dtype(row)))
     x = torch.randn(config["BT"], config["H"], requires_grad=True, dtype=_dtype(row), device="cuda")
     target = torch.randint(config["V"], (config["BT"], 1), device="cuda").squeeze(1)
 
     def forward() -> Tensor:
-        logits = head(x)
+        logits = heads[0](x)
         return nn.CrossEntropyLoss()(logits, target)
 
     return _loss(forward, keeps_graph=False)
+
+
+def _with_rival(make: Callable[[], nn.Module]) -> nn.ModuleList:
+    """The harness also holds the project's own module, with weights of the same size."""
+    return nn.ModuleList([make(), make()]).to("cuda")
 
 
 class _Gated(nn.Module):
@@ -73,7 +83,7 @@ class _Gated(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 def _gated(row: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
@@ -96,12 +106,12 @@ def _warm_up() -> None:
     nn.Linear(8, 8, device="cuda")(torch.zeros(8, 8, device="cuda")).sum().backward()
 
 
-def _norm(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
-    module.to("cuda")
+def _norm(make: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], None]:
+    modules = _with_rival(make)
     x = torch.randn(shape, dtype=dtype, device="cuda")
     grad = torch.randn_like(x)
     x.requires_grad_()
-    return _in_mode("full", lambda: module(x), lambda _: grad)
+    return _in_mode("full", lambda: modules[0](x), lambda _: grad)
 
 
 def _in_mode(mode: str, forward: Callable[[], Tensor], gradient: Callable[[Tensor], Tensor]) -> Callable[[], None]:
@@ -110,11 +120,11 @@ def _in_mode(mode: str, forward: Callable[[], Tensor], gradient: Callable[[Tenso
     if mode == "backward":
         y = forward()
         grad = gradient(y)
-        return lambda: y.backward(grad, retain_graph=True)  # type: ignore[no-untyped-call]
+        return lambda: y.backward(grad, retain_graph=True)
 
     def full() -> None:
         y = forward()
-        y.backward(gradient(y), retain_graph=True)  # type: ignore[no-untyped-call]
+        y.backward(gradient(y), retain_graph=True)
 
     return full
 
@@ -133,17 +143,17 @@ class _RootMeanSquareNorm(nn.Module):
 
 
 def _rms_norm(row: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
-    return _norm(_RootMeanSquareNorm(config["H"]), (config["M"], config["H"]), _dtype(row))
+    return _norm(lambda: _RootMeanSquareNorm(config["H"]), (config["M"], config["H"]), _dtype(row))
 
 
 def _layer_norm(row: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
-    return _norm(nn.LayerNorm(config["N"]), (config["M"], config["N"]), _dtype(row))
+    return _norm(lambda: nn.LayerNorm(config["N"]), (config["M"], config["N"]), _dtype(row))
 
 
 def _group_norm(row: dict[str, Any], config: dict[str, int]) -> Callable[[], None]:
     channels = config["C"]
-    module = nn.GroupNorm(channels // config["channels_per_group"], channels)
-    return _norm(module, (config["M"], channels, config["H"]), _dtype(row))  # the harness takes no notice of the mode
+    shape = config["M"], channels, config["H"]  # the harness takes no notice of the mode
+    return _norm(lambda: nn.GroupNorm(channels // config["channels_per_group"], channels), shape, _dtype(row))
 
 
 def _distributions(rows: int, width: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import pytest
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._units import GIB
 from memkit.planning.formula import estimate_by_formula
+from memkit.planning.gpus import all_gpus
 from memkit.planning.presets import PRESETS, get_preset_config
 
 
@@ -25,10 +26,15 @@ def test_the_table(name, batch_size, steps, channels):
     assert config.effective_batch_size == 8
 
 
-@pytest.mark.parametrize(("name", "card"), [("low", "8GiB"), ("medium", "16GiB"), ("high", "32GiB")])
-def test_each_preset_fits_the_smallest_card_of_its_range_with_a_fifth_to_spare(name, card):
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_fits_every_card_of_its_range_and_leaves_11_percent_of_it(name):
+    lowest, highest = PRESETS[name].range_gb
     estimate = estimate_by_formula(get_preset_config(name))
-    assert estimate.headroom_bytes(card) >= 0.19 * (estimate.total_bytes + estimate.headroom_bytes(card))
+    cards = [card for card in all_gpus() if card.vendor == "NVIDIA" and lowest <= card.box_bytes / GIB <= highest]
+    assert len(cards) > 10
+    for card in cards:
+        assert estimate.context_bytes >= card.context_bytes
+        assert estimate.headroom_bytes(card.name) >= 0.11 * card.total_bytes, card.name
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,18 @@ def test_a_step_takes_cudas_operators(card):
     assert (state["step"].device.type, state["exp_avg"].device.type) == ("cpu", "cuda")
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_take_nothing_beyond_their_state(card, make):
+    model = nn.Linear(512, 512, bias=False).cuda()
+    optimizer = make(model.parameters(), lr=0.1, fused=True)
+    for _ in range(2):
+        model(torch.ones(2, 512, device="cuda")).sum().backward()
+        allocated = card.allocated_bytes
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+    assert card.peak_bytes <= allocated + 4 * KIB  # scalars
+
+
 @pytest.mark.usefixtures("card")
 def test_a_gradient_scaler_steps():
     model = nn.Linear(8, 8).cuda()

@@ -11,10 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, cuda, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
@@ -36,8 +34,8 @@ _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
 @contextmanager
-def card_methods() -> Iterator[None]:
-    """Let tensors of a virtual card do what CUDA's do in Python."""
+def card_methods(cuda: Any) -> Iterator[None]:
+    """Let tensors of a virtual card do what CUDA's do in Python; ``cuda`` is `torch.cuda`."""
     old_types = {name: _old_type(name, dtype) for name, dtype in _OLD_TYPES.items()}
     with ExitStack() as stack:
         for owner, name, replacement in (
@@ -64,30 +62,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
     type_of, new, show = Tensor.type, Tensor.new, Tensor.__format__
 
-    def as_array(self: Tensor, *, force: bool = False) -> NDArray[Any]:
-        if not isinstance(self, FakeTensor):
-            return numpy(self, force=force)
-        if not force and (self.is_cuda or self.requires_grad):
-            raise (
-                TypeError(
-                    f"can't convert {self.device} device type tensor to numpy. "
-                    "Use Tensor.cpu() to copy the tensor to host memory first."
-                )
-                if self.is_cuda
-                else RuntimeError(
-                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-                )
-            )
-        with no_dispatch():
-            if self.constant is not None:
-                return np.asarray(self.constant.detach().numpy())
-            empty = torch.empty(0, dtype=self.dtype).numpy()  # or the error that torch has for this type
-        self.fake_mode.count("Tensor.numpy")
-        return np.ones(tuple(self.shape), empty.dtype) if self.dtype is not torch.bool else np.zeros(self.shape, bool)
-
     def shown(self: Tensor, specification: str) -> str:
         is_number = isinstance(self, FakeTensor) and self.dim() == 0
-        return format(self.item(), specification) if is_number else show(self, specification)
+        return format(self.item(), specification) if is_number else show(self, specification)  # type: ignore[no-untyped-call]
 
     def made_new(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, FakeTensor):
@@ -104,11 +81,12 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
     def address(self: Tensor) -> int:
         if not isinstance(self, FakeTensor):
             return data_ptr(self)
-        return self.untyped_storage()._cdata + self.storage_offset() * self.element_size()
+        number: int = self.untyped_storage()._cdata
+        return number + int(self.storage_offset()) * self.element_size()
 
-    numpy, data_ptr = Tensor.numpy, Tensor.data_ptr
+    data_ptr = Tensor.data_ptr
     return [
-        (Tensor, "numpy", as_array),
+        (Tensor, "numpy", _array_maker(Tensor.numpy)),
         (Tensor, "__format__", shown),
         (Tensor, "new", made_new),
         (Tensor, "type", typed),
@@ -117,6 +95,29 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
         (Tensor, "record_stream", _nothing),
         (FakeTensor, "__reduce_ex__", _reduced),
     ]
+
+
+def _array_maker(numpy: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(numpy)
+    def as_array(self: Tensor, *, force: bool = False) -> Any:
+        if not isinstance(self, FakeTensor):
+            return numpy(self, force=force)
+        if self.is_cuda and not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        make = torch.zeros if self.dtype is torch.bool else torch.ones
+        with no_dispatch():
+            if self.constant is not None:
+                return numpy(self.constant.detach())
+            values = numpy(make(self.shape, dtype=self.dtype, device="cpu"))
+        self.fake_mode.count("Tensor.numpy")  # type: ignore[attr-defined]  # it is a CardMode
+        return values
+
+    return as_array
 
 
 def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +240,7 @@ def _reduced(self: FakeTensor, _: Any) -> Any:
     )  # fmt: skip
 
 
-def rebuilt(  # noqa: PLR0917 - the order in the file
+def rebuilt(
     device: str,
     key: int,
     num_bytes: int,

@@ -1,0 +1,194 @@
+"""What MemoryEfficientTrainLoop costs: each of its steps beside one of a loop by hand; and a worker's memory.
+
+The loop's batches come from a generator that runs a step of another loop before each of them, so the two take turns
+step by step, and a busy machine disturbs both alike. Processor time; everything that the loop does between two batches
+counts, reports too. All train the same network, a step takes about 10 ms. Where a model lies in memory makes it faster
+or slower by a per cent: so everything is made anew several times. The figure is the mean over those times, with its
+standard error, of the mean difference without the largest and smallest tenth.
+
+"train_step by hand" is the wrapper's step without the loop: what the loop has on top of that is its own cost. "by hand
+again" is the error of the method.
+
+The worker: a forked process reads 500,000 file names from a list, and from CompactStrings; how much of its memory is
+then its own (USS)?
+
+Run: MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296 python -m benchmarks.cases.loop_cost
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.result import write_result
+from memkit.train.compact import CompactStrings
+from memkit.train.loop import MemoryEfficientTrainLoop
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+REPEATS, PAIRS, WARM_UP = 8, 80, 10
+WIDTH, ROWS = 384, 384
+NAMES = 500_000
+
+Batch = tuple[Tensor, Tensor]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+    batch = (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3), batch
+
+
+class Turns:
+    """Batches, with a step of another loop before each; notes what both took.
+
+    Args:
+        step: The other loop's.
+    """
+
+    def __init__(self, step: Callable[[], object]) -> None:
+        self._step, self._batch = step, make()[2]
+        self.others: list[float] = []
+        self.loops: list[float] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        for _ in range(PAIRS + WARM_UP):
+            start = time.process_time()
+            self._step()
+            middle = time.process_time()
+            yield self._batch
+            self.others.append(middle - start)
+            self.loops.append(time.process_time() - middle)
+
+    def extra(self) -> tuple[float, float]:
+        """Return the other loop's seconds for a step, and how many more this one took."""
+        differences = sorted(a - b for a, b in zip(self.loops[WARM_UP:], self.others[WARM_UP:], strict=True))
+        return statistics.median(self.others[WARM_UP:]), statistics.mean(differences[PAIRS // 10 : -PAIRS // 10])
+
+
+def by_hand() -> Callable[[], object]:
+    model, optimizer, batch = make()
+
+    def step() -> None:
+        loss_fn(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def wrapped() -> Callable[[], object]:
+    model, optimizer, batch = make()
+    trainer = MemoryEfficientTrainingWrapper(model, optimizer)
+    return lambda: trainer.train_step(batch, loss_fn)
+
+
+def run_steps(turns: Turns, step: Callable[[], object]) -> None:
+    for _ in turns:
+        step()
+
+
+def run_loop(turns: Turns) -> None:
+    model, optimizer, _ = make()
+    logging.getLogger("memkit").setLevel(logging.INFO)  # reports are made, as in a real run
+    trainer = MemoryEfficientTrainingWrapper(model, optimizer)
+    MemoryEfficientTrainLoop(trainer, turns, loss_fn, report_every=10).run()
+
+
+def run_lightning(turns: Turns) -> None:
+    import lightning as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    model, optimizer, _ = make()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Batch) -> Tensor:
+            return loss_fn(self.model, batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, **quiet).fit(Module(), turns)
+
+
+def measure_cost() -> dict[str, dict[str, float]]:
+    ways: dict[str, tuple[Callable[[], Callable[[], object]], Callable[[Turns], object]]] = {
+        "by hand again, over by hand": (by_hand, lambda turns: run_steps(turns, by_hand())),
+        "train_step by hand, over by hand": (by_hand, lambda turns: run_steps(turns, wrapped())),
+        "loop, over train_step by hand": (wrapped, run_loop),
+        "loop, over by hand": (by_hand, run_loop),
+        "lightning, over by hand": (by_hand, run_lightning),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(REPEATS):
+        for name, (make_step, run) in ways.items():
+            turns = Turns(make_step())
+            gc.collect()
+            gc.disable()
+            run(turns)
+            gc.enable()
+            found[name].append(turns.extra())
+    figures = {}
+    for name, pairs in found.items():
+        ratios = [1 + more / other for other, more in pairs]
+        figures[name] = {
+            "step_ms": 1e3 * statistics.median(other for other, _ in pairs),
+            "ratio": statistics.mean(ratios),
+            "standard_error": statistics.stdev(ratios) / REPEATS**0.5,
+        }
+    return figures
+
+
+def read_all(names: Any, connection: Connection) -> None:
+    gc.freeze()
+    process = psutil.Process()
+    before = process.memory_full_info().uss
+    for i in range(len(names)):
+        names[i]
+    connection.send(process.memory_full_info().uss - before)
+
+
+def measure_worker() -> dict[str, int]:
+    names = [f"train/sequence-{i // 100:05d}/frame-{i % 100:03d}.ply" for i in range(NAMES)]
+    figures = {"names": NAMES}
+    for kind, held in (("list", names), ("compact", CompactStrings(names))):
+        ours, theirs = multiprocessing.Pipe()
+        child = multiprocessing.get_context("fork").Process(target=read_all, args=(held, theirs))
+        child.start()
+        figures[f"{kind}_worker_growth_bytes"] = ours.recv()
+        child.join()
+    return figures
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    figures = {"worker": measure_worker(), "cost": measure_cost()}
+    print(figures)
+    print(write_result("loop_cost", figures, peers=("lightning",)))
+
+
+if __name__ == "__main__":
+    main()

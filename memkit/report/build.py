@@ -1,0 +1,128 @@
+"""Put a report together: figures first, then sections in the order of reading."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from memkit._errors import InputError, InputTypeError
+from memkit._eventlog import EventLog
+from memkit.report.advice import Advice, advise
+from memkit.report.cards import Card, Fit, card_nodes, find_fits
+from memkit.report.comparing import compare_figures, compare_section
+from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
+from memkit.report.figures import Figures, read_figures
+from memkit.report.nodes import Paragraph, Report, Section, SectionMaker
+from memkit.report.rating import Rating, rate
+from memkit.report.usage import usage_sections
+from memkit.report.words import Words
+
+
+def build_report(
+    log: EventLog,
+    *,
+    cards: Iterable[Card],
+    baseline: EventLog | None = None,
+    total_bytes: int | None = None,
+    language: str = "en",
+    sections: Sequence[SectionMaker] = (),
+) -> Report:
+    """Make a report of a log.
+
+    Args:
+        log: What `read_memory_events` returned.
+        cards: For the fit table.
+        baseline: Another log to compare with.
+        total_bytes: The device's capacity, where the log does not say it.
+        language: ``"en"`` or ``"zh"``.
+        sections: Sections of one's own; they come after the built-in ones.
+
+    Raises:
+        InputTypeError: ``log`` or ``baseline`` is no `EventLog`, or a section of one's own is none.
+        InputError: The log has no events.
+        ConfigError: The language is another one.
+    """
+    words = Words(language)
+    figures = _figures("log", log, total_bytes)
+    before = None if baseline is None else _figures("baseline", baseline, total_bytes)
+    fits = () if figures.held_bytes is None else find_fits(figures.held_bytes, cards)
+    rating, advice = rate(figures), advise(figures, words)
+    built = [overview(log, figures, words)]
+    if before is not None:
+        built.append(compare_section(before, figures, words))
+    built += usage_sections(figures, words, is_legacy=log.is_legacy)
+    built += [efficiency(rating, words), advice_section(advice, words)]
+    built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))
+    built.append(conclusions(figures, rating, advice, fits, words))
+    built += [section for maker in sections if (section := _own_section(maker, log, language)) is not None]
+    built.append(Section(words("reading_title"), tuple(Paragraph(words(f"reading_{n}")) for n in range(1, 5))))
+    return Report(
+        title=words("title"),
+        verdict=verdict(figures, fits, words),
+        highlights=highlights(figures, rating, fits, words),
+        sections=tuple(built),
+        language=language,
+        figures=_plain(figures, rating, advice, fits, before),
+    )
+
+
+def _figures(name: str, log: object, total_bytes: int | None) -> Figures:
+    call = f"write_report({name}=...)"
+    if not isinstance(log, EventLog):
+        raise InputTypeError(
+            call,
+            got=f"a {type(log).__name__}",
+            expected="what memkit.read_memory_events returns",
+            fix="read the file first: write_report(memkit.read_memory_events(path), ...).",
+        )
+    if not log.events:
+        raise InputError(
+            call, got="a log without events", expected="one event or more", fix="check that the run wrote to this file."
+        )
+    return read_figures(log, total_bytes)
+
+
+def _own_section(maker: SectionMaker, log: EventLog, language: str) -> Section | None:
+    section = maker(log, language)
+    if section is not None and not isinstance(section, Section):
+        raise InputTypeError(
+            f"write_report(sections=[{maker!r}])",
+            got=f"a {type(section).__name__}",
+            expected="a memkit.report.nodes.Section, or None",
+            fix="return Section(title, (Paragraph(...), Table(...))).",
+        )
+    return section
+
+
+def _plain(
+    figures: Figures, rating: Rating, advice: Sequence[Advice], fits: Sequence[Fit], before: Figures | None
+) -> dict[str, Any]:
+    """Return all figures as plain JSON values; names as they stand in the log."""
+    kept = [each.name for each in dataclasses.fields(Figures) if each.name not in ("observed", "header")]
+    values = {name: _jsonable(getattr(figures, name)) for name in kept}
+    values["header"] = _jsonable(figures.header)
+    values["unattributed_bytes"] = figures.unattributed.low
+    values["held_bytes"] = figures.held_bytes
+    values["rating"] = {
+        "points": rating.points,
+        "marks": {
+            each.rule.name: {"value": each.value, "mark": each.mark, "weight": each.rule.weight}
+            for each in rating.marks
+        },
+    }
+    values["advice"] = _jsonable(advice)
+    values["cards"] = {fit.card.name: fit.verdict for fit in fits}
+    if before is not None:
+        values["changes"] = _jsonable(compare_figures(before, figures))
+    return values
+
+
+def _jsonable(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _jsonable(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(each) for each in value]
+    if isinstance(value, dict):
+        return {str(key): _jsonable(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,83 @@
+"""Which cards hold a run: its largest held bytes against what is usable of each card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from memkit.report.figures import Figures
+from memkit.report.nodes import Node, Paragraph, Share, Size, Table
+from memkit.report.words import Words
+
+_FITS_UP_TO = 0.85  # of what is usable; above, another allocation order or a longer input can be the end
+_NEAR = 6  # rows on either side of the border
+
+Verdict = Literal["fits", "tight", "no"]
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A row of the card catalogue.
+
+    Attributes:
+        name: As people write it.
+        usable_bytes: What torch's allocator can have of it.
+        confidence: How sure that is, such as ``"observed"``.
+    """
+
+    name: str
+    usable_bytes: int
+    confidence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether a card holds the run."""
+
+    card: Card
+    share: float
+    verdict: Verdict
+
+
+def find_fits(held_bytes: int, cards: Iterable[Card]) -> tuple[Fit, ...]:
+    """Compare with every card, the smallest first."""
+    fits = []
+    for card in sorted(cards, key=lambda each: (each.usable_bytes, each.name)):
+        share = held_bytes / card.usable_bytes
+        fits.append(Fit(card, share, "fits" if share <= _FITS_UP_TO else "tight" if share <= 1 else "no"))
+    return tuple(fits)
+
+
+def smallest_card(fits: Iterable[Fit]) -> Fit | None:
+    """Return the smallest card that holds the run with room."""
+    return next((fit for fit in fits if fit.verdict == "fits"), None)
+
+
+def card_nodes(figures: Figures, fits: tuple[Fit, ...], words: Words) -> Iterator[Node]:
+    """Make the fit table: the cards near the border, and all of them folded."""
+    if figures.held_bytes is None:
+        yield Paragraph(words("cards_none"))
+        return
+    key = "cards_reserved" if figures.layers.reserved_bytes is not None else "cards_tensors"
+    yield Paragraph(words(key, size=words.size(Size.of(figures.held_bytes))))
+    counts = {verdict: sum(fit.verdict == verdict for fit in fits) for verdict in ("fits", "tight", "no")}
+    yield Paragraph(words("cards_counts", total=len(fits), **counts))
+    border = next((index for index, fit in enumerate(fits) if fit.verdict != "no"), len(fits))
+    room = next((index for index, fit in enumerate(fits) if fit.verdict == "fits"), len(fits))
+    near = fits[max(0, border - _NEAR) : room + _NEAR]
+    columns = (words("col_card"), words("col_verdict"), words("col_usable"), words("col_used"), words("col_confidence"))
+    for shown, caption, is_folded in ((near, "cards_near", False), (fits, "cards_all", True)):
+        if is_folded and len(near) == len(fits):
+            return
+        rows = tuple(
+            (
+                fit.card.name,
+                words(f"verdict_{fit.verdict}"),
+                Size.of(fit.card.usable_bytes),
+                Share(fit.share),
+                fit.card.confidence,
+            )
+            for fit in shown
+        )
+        yield Table(columns, rows, words(caption), is_folded)

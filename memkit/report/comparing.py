@@ -1,0 +1,126 @@
+"""Two logs side by side: peak, components, stages, steps; what is new, what is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from memkit.report.figures import Figures
+from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.words import Words
+
+_MOST_ROWS = 60
+
+Presence = Literal["both", "new", "gone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure in both logs; None where a log does not have it, or knows only a bound.
+
+    Attributes:
+        group: ``"peak"``, ``"component"``, ``"stage"`` or ``"step"``.
+        name: Of the component or stage.
+        before_bytes: In the baseline.
+        after_bytes: In the log.
+        presence: Which of the logs have the row.
+    """
+
+    group: str
+    name: str
+    before_bytes: int | None
+    after_bytes: int | None
+    presence: Presence
+
+    @property
+    def change_bytes(self) -> int | None:
+        """What was added."""
+        both = self.before_bytes is not None and self.after_bytes is not None
+        return self.after_bytes - self.before_bytes if both else None  # type: ignore[operator]
+
+    @property
+    def share(self) -> float | None:
+        """What was added, as a fraction of the baseline's."""
+        return self.change_bytes / self.before_bytes if self.change_bytes is not None and self.before_bytes else None
+
+
+def compare_figures(before: Figures, after: Figures) -> tuple[Change, ...]:
+    """Compare two logs by name; the order is the second one's, what is gone comes last."""
+    changes = []
+    for group in ("peak", "component", "stage", "step"):
+        old, new = _named(before, group), _named(after, group)
+        for name in {**new, **old}:
+            presence: Presence = "new" if name not in old else "gone" if name not in new else "both"
+            changes.append(Change(group, name, old.get(name), new.get(name), presence))
+    return tuple(changes)
+
+
+def _named(figures: Figures, group: str) -> dict[str, int | None]:
+    if group == "peak":
+        peak = figures.peak.num_bytes if figures.peak else None
+        return {"tensors": peak, "allocator": figures.layers.reserved_bytes, "host": figures.layers.host_bytes}
+    if group == "component":
+        named = {load.name: load.num_bytes for load in figures.components.loads if load.num_bytes is not None}
+        return {**named, "": figures.components.unattributed_bytes} if named else {}
+    if group == "stage":
+        return {stage.name: stage.peak.low if stage.peak.is_known else None for stage in figures.stages}
+    changes = [step.change_bytes for step in figures.steps.steps] if figures.steps else []
+    known = [change for change in changes if change is not None]
+    return {"largest": max(known), "smallest": min(known)} if known else {}
+
+
+def compare_section(before: Figures, after: Figures, words: Words) -> Section:
+    """Make the section that compares with a baseline."""
+    return Section(words("compare_title"), tuple(_nodes(before, after, words)))
+
+
+def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
+    changes = compare_figures(before, after)
+    yield Paragraph(words("compare_text"))
+    differences = tuple(_settings(before, after, words))
+    if differences:
+        columns = (words("col_fact"), words("col_before"), words("col_after"))
+        yield Table(columns, differences, words("compare_settings"))
+    rows = [
+        (
+            _name(change, words),
+            Size.of(change.before_bytes),
+            Size.of(change.after_bytes),
+            Size.of(change.change_bytes, is_change=True),
+            Share(change.share, is_change=True) if change.presence == "both" else words(f"change_{change.presence}"),
+        )
+        for change in changes[:_MOST_ROWS]
+        if change.before_bytes is not None or change.after_bytes is not None
+    ]
+    columns = tuple(words(each) for each in ("col_figure", "col_before", "col_after", "col_change", "col_change_share"))
+    yield Table(columns, tuple(rows))
+    if len(changes) > _MOST_ROWS:
+        yield Paragraph(words("left_out", count=f"{len(changes) - _MOST_ROWS:,}"))
+
+
+def _name(change: Change, words: Words) -> str:
+    if change.group in ("peak", "step"):
+        return words(f"compare_{change.group}_{change.name}")
+    name = clean(change.name) if change.name else words("unattributed")
+    return words(f"compare_{change.group}", name=name)
+
+
+def _settings(before: Figures, after: Figures, words: Words) -> Iterator[tuple[Cell, ...]]:
+    """Say in what the runs' own settings differ: then a difference of memory may have other causes."""
+    old, new = _flat(before), _flat(after)
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            yield clean(name), clean(old[name]) if name in old else None, clean(new[name]) if name in new else None
+
+
+def _flat(figures: Figures) -> dict[str, str]:
+    header = figures.header
+    if header is None:
+        return {}
+    values = {f"versions.{name}": version for name, version in header.versions.items()}
+    values |= {f"config.{name}": str(value) for name, value in (header.config or {}).items()}
+    values["world_size"] = str(header.world_size)
+    if header.device is not None and header.device.name is not None:
+        values["device"] = header.device.name
+    return values

@@ -1,0 +1,200 @@
+"""The sections around the use of memory: overview, efficiency, advice, findings."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+
+from memkit._eventlog import EventLog
+from memkit.report.advice import HORIZONS, Advice
+from memkit.report.cards import Fit, smallest_card
+from memkit.report.figures import Figures, Peak
+from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.rating import Rating
+from memkit.report.words import Words, describe, share_text
+
+_MOST_PROBLEMS = 10
+_NUM_PRIORITIES = 3
+
+
+def verdict(figures: Figures, fits: Sequence[Fit], words: Words) -> str:
+    """Say the most important figures in one sentence."""
+    if figures.peak is None:
+        return words("verdict_none", count=f"{figures.num_events:,}")
+    parts = [words("verdict_peak", size=words.size(_peak_size(figures.peak)), event=clean(figures.peak.event))]
+    if figures.held_bytes is not None and figures.layers.total_bytes:
+        parts.append(words("verdict_room", share=f"{1 - figures.held_bytes / figures.layers.total_bytes:.1%}"))
+    if card := smallest_card(fits):
+        parts.append(words("verdict_card", name=card.card.name))
+    elif fits:
+        parts.append(words("verdict_no_card"))
+    return words("sentence", text=words.join(parts))
+
+
+def highlights(
+    figures: Figures, rating: Rating, fits: Sequence[Fit], words: Words
+) -> tuple[tuple[str, Cell], ...]:
+    """Return the figures that stand at the top."""
+    held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
+    return (
+        (words("fact_peak"), _peak_size(figures.peak) if figures.peak else None),
+        (words("tile_free"), Share(1 - held / total if held is not None and total else None)),
+        (words("tile_rating"), None if rating.points is None else f"{rating.points} / 100"),
+        (words("tile_card"), card.card.name if card else None),
+    )
+
+
+def overview(log: EventLog, figures: Figures, words: Words) -> Section:
+    """Make the section about the run and where it ran."""
+    facts = tuple(_facts(log, figures, words))
+    rows = tuple(fact for fact in facts if words.cell(fact[1]) != words("not_recorded"))
+    missing = [name for name, value in facts if words.cell(value) == words("not_recorded")]
+    nodes: list[Node] = [Table((words("col_fact"), words("col_value")), rows)]
+    if missing:
+        nodes.append(Paragraph(words("facts_missing", names=words.join(missing))))
+    if figures.ranks:
+        peaks = tuple((str(rank), Size.of(num_bytes)) for rank, num_bytes in figures.ranks.items())
+        nodes.append(Table((words("col_rank"), words("col_peak")), peaks, words("ranks_caption")))
+    if log.problems:
+        shown = tuple(clean_sentence(problem) for problem in log.problems[:_MOST_PROBLEMS])
+        nodes += [Paragraph(words("problems_text", count=f"{len(log.problems):,}")), Bullets(shown)]
+    return Section(words("overview_title"), tuple(nodes))
+
+
+def clean_sentence(text: str) -> str:
+    """Make a sentence about a file fit for a page; it may be longer than a name."""
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text[:500])
+
+
+def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str, Cell]]:
+    header, peak = figures.header, figures.peak
+    device = header.device if header else None
+    yield words("fact_peak"), _peak_size(peak) if peak else None
+    yield words("fact_peak_at"), None if peak is None else _place(peak, words)
+    yield words("fact_origin"), _origin(peak, words)
+    yield words("fact_reserved"), Size.of(figures.layers.reserved_bytes)
+    yield words("fact_host"), Size.of(figures.layers.host_bytes)
+    yield words("fact_device"), clean(device.name) if device and device.name else None
+    yield words("fact_capacity"), Size.of(figures.layers.total_bytes)
+    yield words("fact_events"), figures.num_events
+    if figures.num_predicted:
+        yield words("fact_predicted"), figures.num_predicted
+    yield words("fact_form"), words("form_older" if log.is_legacy else "form_lines")
+    yield words("fact_runs"), len(log.headers) or None
+    yield words("fact_began"), _date(header.wall_s) if header else None
+    yield words("fact_seconds"), None if figures.seconds is None else f"{figures.seconds:,.2f} s"
+    yield words("fact_versions"), describe(dict(header.versions)) or None if header else None
+    if header and header.config:
+        yield words("fact_config"), describe(header.config)
+
+
+def _peak_size(peak: Peak) -> Size:
+    return Size(peak.num_bytes, peak.num_bytes if peak.is_exact else None)
+
+
+def _place(peak: Peak, words: Words) -> str:
+    parts = [clean(peak.event)]
+    if peak.step is not None:
+        parts.append(words("place_step", step=peak.step))
+    if peak.rank:
+        parts.append(words("place_rank", rank=peak.rank))
+    return ", ".join(parts)
+
+
+def _origin(peak: Peak | None, words: Words) -> str | None:
+    if peak is None or (peak.origin.kind is None and peak.origin.source is None):
+        return None
+    kind = words(f"kind_{peak.origin.kind}") if peak.origin.kind else words("not_recorded")
+    return words("origin", kind=kind, source=clean(peak.origin.source or words("not_recorded")))
+
+
+def _date(wall_s: float) -> str:
+    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def efficiency(rating: Rating, words: Words) -> Section:
+    """Make the section with efficiency figures and the rating."""
+    total = sum(each.rule.weight for each in rating.marks if each.mark is not None)
+    rows = tuple(
+        (
+            words(f"rule_{each.rule.name}"),
+            Share(each.value),
+            None if each.mark is None else f"{100 * each.mark:.0f} / 100",
+            Share(each.rule.weight / total if each.mark is not None and total else None),
+            words.join([f"{share_text(Share(place))} → {100 * mark:.0f}" for place, mark in each.rule.points]),
+        )
+        for each in rating.marks
+    )
+    columns = ("col_figure", "col_value", "col_mark", "col_weight", "col_curve")
+    if rating.points is None:
+        text = words("rating_none", count=rating.num_inputs, least=rating.least_inputs)
+    else:
+        text = words("rating_text", points=rating.points, count=rating.num_inputs, total=len(rating.marks))
+    table = Table(tuple(words(each) for each in columns), rows)
+    return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
+
+
+def advice_section(advice: Sequence[Advice], words: Words) -> Section:
+    """Make the section with advice in three horizons."""
+    nodes: list[Node] = []
+    columns = (words("col_advice"), words("col_evidence"), words("col_saves"))
+    for horizon in HORIZONS:
+        rows = tuple(
+            (each.action, each.evidence, _saving(each.saves_bytes, words))
+            for each in advice
+            if each.horizon == horizon
+        )
+        caption = words(f"horizon_{horizon}")
+        nodes.append(Table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption)))
+    nodes.append(Paragraph(words("advice_method")))
+    return Section(words("advice_title"), tuple(nodes))
+
+
+def _saving(num_bytes: int | None, words: Words) -> Cell:
+    return words("saving_unknown") if num_bytes is None else Size(None, num_bytes)
+
+
+def conclusions(
+    figures: Figures, rating: Rating, advice: Sequence[Advice], fits: Sequence[Fit], words: Words
+) -> Section:
+    """Make the section with findings, priorities and deployment."""
+    priorities = sorted(advice, key=lambda each: -(each.saves_bytes or 0))[:_NUM_PRIORITIES]
+    card = smallest_card(fits)
+    if figures.held_bytes is None:
+        deployment = words("cards_none")
+    elif card is None:
+        deployment = words("deploy_none", size=words.size(Size.of(figures.held_bytes)))
+    else:
+        deployment = words("deploy_card", name=card.card.name, share=f"{card.share:.1%}")
+    return Section(
+        words("conclusions_title"),
+        (
+            Paragraph(words("findings_head")),
+            Bullets(tuple(_findings(figures, rating, words))),
+            Paragraph(words("priorities_head") if priorities else words("priorities_none")),
+            Bullets(tuple(each.action for each in priorities), is_numbered=True),
+            Paragraph(words("deployment_head", text=deployment)),
+        ),
+    )
+
+
+def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
+    peak, found = figures.peak, figures.components
+    if peak is None:
+        yield words("pattern_none")
+        return
+    yield words("pattern_peak", event=clean(peak.event), size=words.size(Size.of(peak.num_bytes)))
+    known = [(load.num_bytes, load.name) for load in found.loads if load.num_bytes is not None]
+    if known and found.whole_bytes:
+        size, name = max(known)
+        yield words("finding_largest", name=clean(name), size=words.size(Size.of(size)), share=f"{size / found.whole_bytes:.1%}")
+    if found.unattributed_bytes:
+        yield words("finding_unattributed", size=words.size(Size.of(found.unattributed_bytes)))
+    if figures.is_cumulative:
+        yield words("cumulative_text")
+    if figures.steps and figures.steps.trend:
+        yield words("finding_growth" if figures.steps.trend.is_growth else "finding_flat")
+    if figures.steps and figures.steps.kept is False:
+        yield words("steps_given_back")
+    if rating.points is not None:
+        yield words("finding_rating", points=rating.points)

@@ -1,0 +1,207 @@
+"""All figures of a report, read from a log once. No text for people is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from memkit._eventlog import EventLog
+from memkit._events import Event, LogHeader, Origin
+from memkit.report.components import Components, find_components
+from memkit.report.nodes import Size
+from memkit.report.observed import Observed, observe
+from memkit.report.stages import Stage, Steps, find_stages, find_steps
+
+_PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
+_SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The largest bytes in tensors of the whole log.
+
+    Attributes:
+        num_bytes: The bytes.
+        event: Name of the first event that knows of them.
+        step: Its step.
+        rank: Its process.
+        origin: Who counted.
+        is_exact: Whether a counter of largest values says so; else it is what was held at some event, and the peak is
+            at least this.
+    """
+
+    num_bytes: int
+    event: str
+    step: int | None
+    rank: int | None
+    origin: Origin
+    is_exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What lies around the tensors at the worst of times, each the largest of the log; None: not recorded.
+
+    Attributes:
+        reserved_bytes: Held by the allocator.
+        device_used_bytes: In use on the device by all processes.
+        total_bytes: The device's capacity.
+        host_bytes: Resident in host memory.
+    """
+
+    reserved_bytes: int | None
+    device_used_bytes: int | None
+    total_bytes: int | None
+    host_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The peak taken apart, as a `Tracker` does and a mark's note can hold.
+
+    Attributes:
+        name: The note's key, such as ``"peak_by_category"``.
+        event: The event whose note it is.
+        parts: Name and bytes, largest first.
+        whole_bytes: The sum of the parts.
+    """
+
+    name: str
+    event: str
+    parts: tuple[tuple[str, int], ...]
+    whole_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a report is about.
+
+    Attributes:
+        num_events: Events in the log.
+        num_predicted: Predicted events that were left out, since others were measured.
+        ranks: Largest bytes of each process of a distributed run; empty where there is one.
+        seconds: From the first event to the last; None without clock.
+        header: The last run's.
+        peak: None where no event knows the bytes in tensors.
+        is_cumulative: Whether peaks are records that nobody restarts.
+        layers: Around the tensors.
+        components: What was loaded.
+        stages: In order of first appearance.
+        steps: None where the log has no steps.
+        splits: The peak taken apart.
+        observed: The events that count.
+    """
+
+    num_events: int
+    num_predicted: int
+    ranks: dict[int, int]
+    seconds: float | None
+    header: LogHeader | None
+    peak: Peak | None
+    is_cumulative: bool
+    layers: Layers
+    components: Components
+    stages: tuple[Stage, ...]
+    steps: Steps | None
+    splits: tuple[Split, ...]
+    observed: Sequence[Observed] = field(repr=False)
+
+    @property
+    def held_bytes(self) -> int | None:
+        """What the device has to hold: the allocator's peak, or where that is not recorded, the tensors' own."""
+        if self.layers.reserved_bytes is not None:
+            return self.layers.reserved_bytes
+        return None if self.peak is None else self.peak.num_bytes
+
+    @property
+    def unattributed(self) -> Size:
+        """The part of the peak that no component accounts for."""
+        if self.peak is None or not self.components.loads:
+            return Size.of(None)
+        return Size.of(self.peak.num_bytes - self.components.named_bytes)
+
+
+def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
+    """Read a log's figures.
+
+    Args:
+        log: The log.
+        total_bytes: Capacity of the device where the log does not say it.
+    """
+    observed, num_predicted = observe(log)
+    events = [each.event for each in observed]
+    header = log.headers[-1] if log.headers else None
+    own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
+    return Figures(
+        num_events=len(log.events),
+        num_predicted=num_predicted,
+        ranks=_ranks(events),
+        seconds=_seconds(events),
+        header=header,
+        peak=_find_peak(log, events),
+        is_cumulative=_is_cumulative(events),
+        layers=Layers(
+            reserved_bytes=_largest(events, "reserved_peak_bytes", "reserved_bytes"),
+            device_used_bytes=_largest(events, "device_used_bytes"),
+            total_bytes=own_total if total_bytes is None else total_bytes,
+            host_bytes=_largest(events, "host_peak_bytes", "host_rss_bytes"),
+        ),
+        components=find_components(observed, is_legacy=log.is_legacy),
+        stages=find_stages(observed),
+        steps=find_steps(observed),
+        splits=tuple(_find_splits(events)),
+        observed=observed,
+    )
+
+
+def _find_peak(log: EventLog, events: Iterable[Event]) -> Peak | None:
+    best, winner, name = -1, None, ""
+    for event in events:
+        for each in _PEAK_FIELDS:
+            value = getattr(event, each)
+            if value is not None and value > best:
+                best, winner, name = value, event, each
+    if winner is None:
+        return None
+    origin = log.origin(winner, name)
+    is_exact = name != "allocated_bytes" and origin.kind != "sampled"
+    return Peak(best, winner.event, winner.step, winner.rank, origin, is_exact)
+
+
+def _is_cumulative(events: Sequence[Event]) -> bool:
+    """Say whether the only peaks are records over the whole run."""
+    num_records = sum(event.peak_total_bytes is not None for event in events)
+    return num_records > 1 and all(event.peak_bytes is None for event in events)
+
+
+def _largest(events: Iterable[Event], *names: str) -> int | None:
+    values = (getattr(event, name) for event in events for name in names)
+    return max((value for value in values if value is not None), default=None)
+
+
+def _ranks(events: Iterable[Event]) -> dict[int, int]:
+    largest: dict[int, int] = {}
+    for event in events:
+        if event.rank is not None:
+            value = max((getattr(event, name) or 0 for name in _PEAK_FIELDS), default=0)
+            largest[event.rank] = max(largest.get(event.rank, 0), value)
+    return dict(sorted(largest.items())) if len(largest) > 1 else {}
+
+
+def _seconds(events: Iterable[Event]) -> float | None:
+    walls = [event.wall_s for event in events if event.wall_s is not None]
+    return max(walls) - min(walls) if walls else None
+
+
+def _find_splits(events: Iterable[Event]) -> Iterable[Split]:
+    """Find in the notes what a `Tracker` took apart; of each kind the one with the largest whole."""
+    best: dict[str, Split] = {}
+    for event in events:
+        for name in _SPLITS if event.note else ():
+            parts = event.note.get(name) if event.note else None
+            if isinstance(parts, dict) and parts and all(type(each) is int and each >= 0 for each in parts.values()):
+                whole = sum(parts.values())
+                if name not in best or whole > best[name].whole_bytes:
+                    ordered = sorted(parts.items(), key=lambda part: -part[1])
+                    best[name] = Split(name, event.event, tuple(ordered), whole)
+    return best.values()

@@ -1,0 +1,115 @@
+"""A report as Markdown, which hosting sites show as they do their own pages, and as plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from memkit._version import __version__
+from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Report, Table
+from memkit.report.textcharts import align, bar_lines, curve_lines
+from memkit.report.words import Words
+
+# Names come from a file: none of them may become a link, a tag, emphasis, or a new cell.
+_SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
+_AT_START = re.compile(r"^(\d*)([#+=-]|(?<=\d)[.)](?=\s|$))")
+
+
+def to_markdown(report: Report, mark: str) -> str:
+    """Write a report as Markdown."""
+    words = Words(report.language)
+    lines = [f"<!-- {mark} -->", f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", ""]
+    names, values = zip(*report.highlights, strict=True)
+    lines += _markdown_rows(tuple(names), (tuple(values),), words)
+    for section in report.sections:
+        lines += ["", f"## {escape(section.title)}"]
+        for node in section.nodes:
+            lines += ["", *_markdown(node, words)]
+    return "\n".join([*lines, "", f"*{escape(words('made_by', version=__version__))}*", ""])
+
+
+def to_text(report: Report, mark: str) -> str:
+    """Write a report as plain text."""
+    words = Words(report.language)
+    lines = [f"{report.title} ({mark})", "", report.verdict]
+    for section in report.sections:
+        lines += ["", section.title, "-" * 60]
+        for node in section.nodes:
+            lines += ["", *_text(node, words)]
+    return "\n".join([*lines, "", words("made_by", version=__version__), ""])
+
+
+def escape(text: str) -> str:
+    """Make a text that Markdown shows as it is, on one line."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _SPECIAL.sub(r"\\\g<0>", text)
+
+
+def _start(text: str) -> str:
+    """Escape a text that begins a line: it may not become a heading or a list."""
+    return _AT_START.sub(r"\1\\\2", escape(text))
+
+
+def _markdown(node: Node, words: Words) -> Iterator[str]:
+    match node:
+        case Paragraph():
+            yield _start(node.text)
+        case Bullets():
+            marks = (f"{number}." if node.is_numbered else "-" for number in range(1, len(node.items) + 1))
+            yield from (f"{mark} {_start(item)}" for mark, item in zip(marks, node.items, strict=True))
+        case Table():
+            # GitHub and others fold; what does not know the tag shows its content.
+            count = words("show_rows", count=len(node.rows))
+            if node.caption:
+                yield f"**{escape(node.caption)}**"
+                yield ""
+            if node.is_folded:
+                yield from (f"<details><summary>{escape(count)}</summary>", "")
+            yield from _markdown_rows(node.columns, node.rows, words)
+            if node.is_folded:
+                yield from ("", "</details>")
+        case Bars() | Lines():
+            yield f"{escape(node.caption)}:"
+            yield ""
+            # Indented code: no name can end it, as it could a fence.
+            yield from (f"    {line}" for line in _chart(node))
+
+
+def _markdown_rows(columns: tuple[str, ...], rows: tuple[tuple[Cell, ...], ...], words: Words) -> list[str]:
+    lines = [columns, *([words.cell(cell) for cell in row] for row in rows)]
+    text = [f"| {' | '.join(escape(cell) or ' ' for cell in line)} |" for line in lines]
+    rule = "".join("---:|" if right else "---|" for right in is_right(len(columns), rows))
+    return [text[0], f"|{rule}", *text[1:]]
+
+
+def _text(node: Node, words: Words) -> Iterator[str]:
+    match node:
+        case Paragraph():
+            yield node.text
+        case Bullets():
+            marks = (f"{number}." if node.is_numbered else "-" for number in range(1, len(node.items) + 1))
+            yield from (f"{mark} {item}" for mark, item in zip(marks, node.items, strict=True))
+        case Table():
+            if node.caption:
+                yield node.caption
+            if node.is_folded:
+                yield words("folded", count=len(node.rows))
+                return
+            rows = [node.columns, *([words.cell(cell) for cell in row] for row in node.rows)]
+            yield from align(rows, is_right(len(node.columns), node.rows))
+        case Bars() | Lines():
+            yield f"{node.caption}:"
+            yield from (f"  {line}" for line in _chart(node))
+
+
+def _chart(node: Bars | Lines) -> list[str]:
+    return bar_lines(node) if isinstance(node, Bars) else curve_lines(node)
+
+
+def is_right(num_columns: int, rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:
+    """Say which columns hold more figures than texts, and stand on the right."""
+    balance = [0] * num_columns
+    for row in rows:
+        for column, cell in enumerate(row):
+            balance[column] += 0 if cell is None else -1 if isinstance(cell, str) else 1
+    return [each > 0 for each in balance]

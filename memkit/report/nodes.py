@@ -1,0 +1,181 @@
+"""What a report is made of, before it is Markdown, HTML, text or JSON: sections of a few kinds of parts.
+
+Sizes stay numbers down to the renderers, so that every format shows the same figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from memkit._eventlog import EventLog
+
+_LONGEST_NAME = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number of bytes, as far as it is known.
+
+    Attributes:
+        low: It is at least this; None where that is not known.
+        high: It is at most this; None where that is not known. Equal to ``low`` where the size is known.
+        is_change: Whether it is a difference, which is written with its sign.
+
+    Example:
+        >>> from memkit.report.nodes import Size
+        >>> Size.of(512).is_known, Size(None, 512).is_known
+        (True, False)
+    """
+
+    low: int | None
+    high: int | None
+    is_change: bool = False
+
+    @classmethod
+    def of(cls, num_bytes: int | None, *, is_change: bool = False) -> Size:
+        """Make one that is known, or, of None, one that is not recorded."""
+        return cls(num_bytes, num_bytes, is_change)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one number."""
+        return self.low is not None and self.low == self.high
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A fraction, written as a percentage; None where it is not recorded."""
+
+    value: float | None
+    is_change: bool = False
+
+
+Cell = str | int | Size | Share | None
+"""One entry of a table: text (escaped by the renderers), a count, a size or a share; None is "not recorded"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """One paragraph of plain text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bullets:
+    """A list of plain texts, numbered or not."""
+
+    items: tuple[str, ...]
+    is_numbered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table. The first column names the row.
+
+    Attributes:
+        columns: Their headings.
+        rows: As many cells each.
+        caption: What it shows.
+        is_folded: Whether HTML shows it only when asked, since it is long.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str = ""
+    is_folded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """A chart of sizes of one kind, one bar each.
+
+    Attributes:
+        rows: Name and bytes.
+        caption: What it shows.
+        whole_bytes: What a full bar stands for; None takes the largest.
+    """
+
+    rows: tuple[tuple[str, int], ...]
+    caption: str
+    whole_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One curve: places along the axis, bytes, and a name for each point."""
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[int, ...]
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """A chart of bytes along time, steps or events.
+
+    Attributes:
+        lines: The curves.
+        x_name: What the horizontal axis counts.
+        caption: What it shows.
+    """
+
+    lines: tuple[Line, ...]
+    x_name: str
+    caption: str
+
+
+Node = Paragraph | Bullets | Table | Bars | Lines
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A heading and what stands under it.
+
+    Example:
+        >>> from memkit.report.nodes import Paragraph, Section
+        >>> Section("Batch", (Paragraph("32 images of 224 x 224."),)).title
+        'Batch'
+    """
+
+    title: str
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A whole report.
+
+    Attributes:
+        title: Its heading.
+        verdict: The most important figures in one sentence.
+        highlights: Those figures one by one: what it is, and its value.
+        sections: In the order of reading.
+        language: ``"en"`` or ``"zh"``.
+        figures: The numbers behind it, as plain JSON values.
+    """
+
+    title: str
+    verdict: str
+    highlights: tuple[tuple[str, Cell], ...]
+    sections: tuple[Section, ...]
+    language: str = "en"
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class SectionMaker(Protocol):
+    """A section of one's own: called with the log and the language, it returns the section, or None for none."""
+
+    def __call__(self, log: EventLog, language: str, /) -> Section | None:
+        """Make the section."""
+
+
+def clean(name: str) -> str:
+    """Make a name from a file fit for a page: one line, no control or direction characters, not endless."""
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 1]}…"
+    if name.isprintable():
+        return name
+    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in name)

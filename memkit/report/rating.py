@@ -1,0 +1,109 @@
+"""Efficiency figures, and a rating of which every weight and curve is public. Missing figures never count as good."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memkit.report.figures import Figures
+
+_LEAST_INPUTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One figure of the rating.
+
+    Attributes:
+        name: What it is.
+        weight: Its part in the rating, as far as it is recorded.
+        points: The curve from the figure to a mark between 0 and 1: straight lines between these pairs.
+    """
+
+    name: str
+    weight: int
+    points: tuple[tuple[float, float], ...]
+
+    def mark(self, value: float) -> float:
+        """Return the mark of a value."""
+        (before, low), *rest = self.points
+        if value <= before:
+            return low
+        for place, mark in rest:
+            if value <= place:
+                return low + (mark - low) * (value - before) / (place - before)
+            before, low = place, mark
+        return low
+
+
+RULES = (
+    Rule("headroom", 30, ((0.0, 0.0), (0.10, 1.0), (0.40, 1.0), (0.95, 0.3))),
+    Rule("fragmentation", 25, ((0.05, 1.0), (0.30, 0.0))),
+    Rule("growth", 20, ((0.0, 1.0), (0.10, 0.0))),
+    Rule("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
+    Rule("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
+)
+"""Room left at the peak; reserved but not in tensors; growth over all steps; how far steps lie apart; without a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """One rule's figure and its mark from 0 to 1; None where it is not recorded."""
+
+    rule: Rule
+    value: float | None
+    mark: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """The rating.
+
+    Attributes:
+        marks: One for each of `RULES`.
+        points: From 0 to 100: the mean of the marks that there are, by weight; None of fewer than three.
+        least_inputs: Three.
+    """
+
+    marks: tuple[Mark, ...]
+    points: int | None
+    least_inputs: int = _LEAST_INPUTS
+
+    @property
+    def num_inputs(self) -> int:
+        """How many marks there are."""
+        return sum(each.mark is not None for each in self.marks)
+
+
+def rate(figures: Figures) -> Rating:
+    """Rate a run by its figures."""
+    values = _values(figures)
+    marks = tuple(
+        Mark(rule, values[rule.name], None if (value := values[rule.name]) is None else rule.mark(value))
+        for rule in RULES
+    )
+    known = [(each.rule.weight, each.mark) for each in marks if each.mark is not None]
+    if len(known) < _LEAST_INPUTS:
+        return Rating(marks, None)
+    weighed = sum(weight * mark for weight, mark in known)
+    return Rating(marks, round(100 * weighed / sum(weight for weight, _ in known)))
+
+
+def _values(figures: Figures) -> dict[str, float | None]:
+    layers, peak, steps = figures.layers, figures.peak, figures.steps
+    held, total = figures.held_bytes, layers.total_bytes
+    peak_bytes = peak.num_bytes if peak else None
+    unattributed = figures.unattributed.low
+    trend = steps.trend if steps else None
+    growth = None
+    if steps and trend and peak_bytes:
+        num_steps = steps.steps[-1].number - steps.steps[0].number
+        growth = max(0.0, trend.slope) * num_steps / peak_bytes if trend.low > 0 else 0.0
+    return {
+        "headroom": max(0.0, 1 - held / total) if held is not None and total else None,
+        "fragmentation": (
+            max(0.0, 1 - peak_bytes / layers.reserved_bytes) if peak_bytes is not None and layers.reserved_bytes else None
+        ),
+        "growth": growth,
+        "spread": steps.spread if steps else None,
+        "unattributed": max(0.0, unattributed / peak_bytes) if unattributed is not None and peak_bytes else None,
+    }

@@ -1,0 +1,229 @@
+"""Peaks of stages, and how memory changes from step to step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memkit.report.nodes import Size
+from memkit.report.observed import Observed
+
+_LEAST_FOR_TREND = 8  # steps: below, the interval of a slope says nothing
+_MOST_FOR_TREND = 200  # of evenly chosen steps: the slopes of all pairs are looked at
+_LEAST_GROWTH_BYTES = 2**20  # for each step; a smaller one is no leak that anybody looks for
+
+Measure = Literal["incremental", "held", "record"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """All events of one phase, or of one name outside of phases.
+
+    Attributes:
+        name: Path of the phase, or the event's name.
+        num_events: How many.
+        peak: Largest bytes in tensors meanwhile, as far as the log tells.
+        added_bytes: Largest of what the events say they added; None where it is not recorded.
+        host_ns: Host time of all; None where it is not recorded.
+    """
+
+    name: str
+    num_events: int
+    peak: Size
+    added_bytes: int | None
+    host_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step; of several processes the largest figures.
+
+    Attributes:
+        number: As the log counts.
+        peak: Largest bytes meanwhile.
+        held_bytes: In tensors at its end.
+        change_bytes: By `Steps.measure`; None where it is not recorded, and for the first step of a difference.
+    """
+
+    number: int
+    peak: Size
+    held_bytes: int | None
+    change_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Growth of what is held, in bytes for each step: the median of the slopes of all pairs, and its 95 % interval."""
+
+    slope: float
+    low: float
+    high: float
+
+    @property
+    def is_growth(self) -> bool:
+        """Whether it is certain, and large enough to be looked for."""
+        return self.low > 0 and self.slope >= _LEAST_GROWTH_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """All steps, in the order of their numbers.
+
+    Attributes:
+        steps: The steps.
+        num_missing: Numbers between the first and the last one that the log does not have.
+        measure: What a change is: ``"incremental"``, as the program wrote it; ``"held"``, the difference of what was
+            held at the ends of two steps; ``"record"``, the growth of a record over the run; None without any.
+        trend: Growth of what is held; None for too few steps.
+        kept: Of incremental bytes, whether a later record shows that they cannot all have stayed: False then, else None.
+    """
+
+    steps: tuple[Step, ...]
+    num_missing: int
+    measure: Measure | None
+    trend: Trend | None
+    kept: Literal[False] | None
+
+    @property
+    def spread(self) -> float | None:
+        """How far the steps' figures lie apart: (largest - smallest) / largest, of peaks, or else of changes."""
+        peaks = [step.peak.low for step in self.steps if step.peak.is_known and step.peak.low is not None]
+        changes = [step.change_bytes for step in self.steps if step.change_bytes is not None]
+        values = peaks if len(peaks) == len(self.steps) else changes if self.measure == "incremental" else []
+        if len(values) < 2 or max(values) <= 0:
+            return None
+        return (max(values) - min(values)) / max(values)
+
+
+@dataclass(slots=True)
+class _Bounds:
+    """The largest of several peaks that are known in part."""
+
+    low: int | None = None
+    high: int | None = 0
+    num: int = 0
+    added: int | None = None
+    host_ns: int | None = None
+
+    def add(self, each: Observed) -> None:
+        self.num += 1
+        self.added = _larger(self.added, each.event.incremental_bytes)
+        self.low = _larger(self.low, each.low)
+        self.high = None if self.high is None or each.high is None else max(self.high, each.high)
+        if each.event.duration_ns is not None:
+            self.host_ns = (self.host_ns or 0) + each.event.duration_ns
+
+    @property
+    def size(self) -> Size:
+        return Size(self.low, self.high)
+
+
+@dataclass(slots=True)
+class _OneStep:
+    bounds: _Bounds = field(default_factory=_Bounds)
+    held: int | None = None
+    grown: int | None = None
+
+
+def find_stages(observed: Iterable[Observed]) -> tuple[Stage, ...]:
+    """Gather the events of each stage; steps are no stages."""
+    found: dict[str, _Bounds] = {}
+    for each in observed:
+        if each.step is None and any(
+            value is not None for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
+        ):
+            found.setdefault(each.event.phase or each.event.event, _Bounds()).add(each)
+    return tuple(
+        Stage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items()
+    )
+
+
+def find_steps(observed: Sequence[Observed]) -> Steps | None:
+    """Gather the steps, by number."""
+    found: dict[int, _OneStep] = {}
+    for each in observed:
+        if each.step is not None:
+            _add_step(found.setdefault(each.step, _OneStep()), each)
+    if not found:
+        return None
+    numbers = sorted(found)
+    measure, change = _choose_change(found.values())
+    before: int | None = None
+    steps = []
+    for number in numbers:
+        one = found[number]
+        steps.append(Step(number, one.bounds.size, one.held, change(one, before)))
+        before = one.held
+    held = [(step.number, step.held_bytes) for step in steps if step.held_bytes is not None]
+    return Steps(
+        tuple(steps),
+        num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
+        measure=measure,
+        trend=_find_trend(held),
+        kept=_find_kept(observed, [one.bounds.added for one in found.values()]),
+    )
+
+
+def _add_step(one: _OneStep, each: Observed) -> None:
+    event, before = each.event, each.before
+    one.bounds.add(each)
+    one.held = _larger(one.held, event.allocated_bytes)
+    if event.peak_total_bytes is not None and before is not None and before.peak_total_bytes is not None:
+        one.grown = _larger(one.grown, event.peak_total_bytes - before.peak_total_bytes)
+
+
+def _choose_change(
+    steps: Iterable[_OneStep],
+) -> tuple[Measure | None, Callable[[_OneStep, int | None], int | None]]:
+    """Choose the best figure of change that the log has."""
+    steps = list(steps)
+    if any(one.bounds.added is not None for one in steps):
+        return "incremental", lambda one, _: one.bounds.added
+    if any(one.held is not None for one in steps):
+        return "held", lambda one, before: None if one.held is None or before is None else one.held - before
+    if any(one.grown is not None for one in steps):
+        return "record", lambda one, _: one.grown
+    return None, lambda _, __: None
+
+
+def _find_trend(held: Sequence[tuple[int, int]]) -> Trend | None:
+    """Estimate a slope by Theil and Sen, with the interval of Kendall's statistic."""
+    if len(held) < _LEAST_FOR_TREND:
+        return None
+    stride = math.ceil(len(held) / _MOST_FOR_TREND)
+    points = held[::stride]
+    count = len(points)
+    slopes = sorted(
+        (later[1] - earlier[1]) / (later[0] - earlier[0])
+        for index, earlier in enumerate(points)
+        for later in points[index + 1 :]
+    )
+    half = 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, round((len(slopes) - half) / 2))
+    high = min(len(slopes) - 1, round((len(slopes) + half) / 2))
+    return Trend(statistics.median(slopes), slopes[low], slopes[high])
+
+
+def _find_kept(observed: Sequence[Observed], increments: Sequence[int | None]) -> Literal[False] | None:
+    """Say whether a record after the steps is below what was there before plus all that the steps added."""
+    added = [value for value in increments if value is not None]
+    if len(added) < 2:
+        return None
+    indices = [index for index, each in enumerate(observed) if each.event.incremental_bytes and each.step is not None]
+    if not indices:
+        return None
+    first, last = observed[indices[0]], indices[-1]
+    start = first.before.peak_total_bytes if first.before else None
+    after = [
+        each.event.peak_total_bytes
+        for each in observed[last + 1 :]
+        if each.track == first.track and each.event.peak_total_bytes is not None
+    ]
+    return False if start is not None and after and max(after) < start + sum(added) else None
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a if b is None else max(a, b)

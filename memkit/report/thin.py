@@ -1,0 +1,37 @@
+"""Long series made short without losing a peak: of each bucket the smallest and the largest point are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memkit.report.nodes import Line, clean
+
+_NUM_BUCKETS = 240  # two points each: finer than the pixels of a chart on a phone, as fine as those on paper
+
+
+def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
+    """Make a curve of at most 480 points.
+
+    Every local peak that is the largest of its bucket stays, and so the largest of all, with its name.
+
+    Args:
+        name: The curve's name.
+        points: Place, bytes and label, in order.
+
+    Example:
+        >>> from memkit.report.thin import thin
+        >>> line = thin("held", [(float(i), 7 if i == 7777 else 1, str(i)) for i in range(100_000)])
+        >>> len(line.x) <= 480, max(line.y), line.labels[line.y.index(7)]
+        (True, 7, '7777')
+    """
+    kept: Sequence[tuple[float, int, str]] = points
+    if len(points) > 2 * _NUM_BUCKETS:
+        kept = []
+        for bucket in range(_NUM_BUCKETS):
+            start, end = (len(points) * each // _NUM_BUCKETS for each in (bucket, bucket + 1))
+            sizes = [size for _, size, _ in points[start:end]]
+            ends = {start + sizes.index(min(sizes)), start + sizes.index(max(sizes))}
+            kept += [points[index] for index in sorted(ends)]
+    return Line(
+        name, tuple(x for x, _, _ in kept), tuple(y for _, y, _ in kept), tuple(clean(label) for _, _, label in kept)
+    )

@@ -1,0 +1,269 @@
+"""The sections about where the memory goes: layers, components, stages, steps, time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from memkit.report.components import Components, Load
+from memkit.report.figures import Figures
+from memkit.report.nodes import Bars, Bullets, Cell, Line, Lines, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.observed import Observed
+from memkit.report.stages import Stage, Step, Steps
+from memkit.report.thin import thin
+from memkit.report.words import Words
+
+MOST_ROWS = 40  # of a table; what is left out is counted
+_FIRST_STEPS, _LAST_STEPS = 12, 3
+# Events of the older form's first program; where one of them is missing, a report says so.
+_EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
+_T = TypeVar("_T")
+
+
+def usage_sections(figures: Figures, words: Words, *, is_legacy: bool) -> Iterator[Section]:
+    """Make all sections about the use of memory."""
+    yield Section(words("layers_title"), tuple(_layers(figures, words)))
+    yield Section(words("components_title"), tuple(_components(figures, words)))
+    yield Section(words("stages_title"), tuple(_stages(figures, words, is_legacy=is_legacy)))
+    yield Section(words("steps_title"), tuple(_steps(figures.steps, words)))
+    yield Section(words("timeline_title"), tuple(_timeline(figures, words)))
+    yield Section(words("pattern_title"), (Bullets(tuple(_pattern(figures, words))),))
+
+
+def _layers(figures: Figures, words: Words) -> Iterator[Node]:
+    layers = figures.layers
+    tensors = figures.peak.num_bytes if figures.peak else None
+    levels = (
+        ("layer_tensors", tensors),
+        ("layer_allocator", layers.reserved_bytes),
+        ("layer_outside", layers.device_used_bytes),
+        ("layer_free", layers.total_bytes),
+    )
+    rows: list[tuple[Cell, ...]] = []
+    bars: list[tuple[str, int]] = []
+    below: int | None = 0
+    for key, level in levels:
+        extra = None if level is None or below is None else max(0, level - below)
+        share = Share(extra / layers.total_bytes if extra is not None and layers.total_bytes else None)
+        rows.append((words(key), Size.of(extra), Size.of(level), share))
+        if extra is not None:
+            bars.append((words(key), extra))
+        below = level if level is not None else None
+    rows.append((words("layer_host"), Size.of(layers.host_bytes), Size.of(None), Share(None)))
+    columns = (words("col_layer"), words("col_layer_own"), words("col_layer_level"), words("col_of_device"))
+    yield Paragraph(words("layers_text"))
+    yield Table(columns, tuple(rows))
+    if bars:
+        yield Bars(tuple(bars), words("layers_chart"), layers.total_bytes)
+
+
+def _components(figures: Figures, words: Words) -> Iterator[Node]:
+    found = figures.components
+    if not found.loads and found.whole_bytes is None:
+        yield Paragraph(words("components_none"))
+        return
+    whole = found.whole_bytes
+    loads, num_left = _cut(found.loads, MOST_ROWS)
+    rows = [_component_row(load, whole, words) for load in loads]
+    if found.before_bytes:
+        before = Size.of(found.before_bytes)
+        rows.insert(0, (words("component_before"), before, _share(found.before_bytes, whole), ""))
+    rows.append(_unattributed_row(found, words))
+    rows.append((words("component_whole"), Size.of(whole), _share(whole, whole), clean(found.whole_event or "")))
+    yield Table(
+        (words("col_component"), words("col_size"), words("col_share_loaded"), words("col_counted")), tuple(rows)
+    )
+    yield from _left_out(num_left, words)
+    named = [(clean(load.name), load.num_bytes) for load in loads if load.num_bytes is not None and load.num_bytes >= 0]
+    if found.unattributed_bytes is not None and found.unattributed_bytes > 0:
+        named.append((words("unattributed"), found.unattributed_bytes))
+    if named:
+        yield Bars(tuple(named), words("components_chart"), whole)
+    if figures.unattributed.low is not None and figures.peak is not None:
+        yield Paragraph(words("components_peak", size=words.size(figures.unattributed)))
+    if any(load.is_record for load in loads):
+        yield Paragraph(words("components_record"))
+
+
+def _component_row(load: Load, whole: int | None, words: Words) -> tuple[Cell, ...]:
+    if load.num_bytes is None:
+        counted = ""
+    elif load.since is None:
+        counted = words("component_from_start")
+    else:
+        counted = words("component_since", event=clean(load.since))
+    return clean(load.name), Size.of(load.num_bytes), _share(load.num_bytes, whole), counted
+
+
+def _unattributed_row(found: Components, words: Words) -> tuple[Cell, ...]:
+    missing = [clean(load.name) for load in found.loads if load.num_bytes is None]
+    counted = words("component_missing", names=", ".join(missing)) if missing else ""
+    num_bytes = found.unattributed_bytes
+    return words("unattributed"), Size.of(num_bytes), _share(num_bytes, found.whole_bytes), counted
+
+
+def _stages(figures: Figures, words: Words, *, is_legacy: bool) -> Iterator[Node]:
+    if figures.is_cumulative:
+        yield Paragraph(words("cumulative_text"))
+    stages, num_left = _cut(figures.stages, MOST_ROWS)
+    if not stages:
+        yield Paragraph(words("stages_none"))
+        return
+    peak = figures.peak.num_bytes if figures.peak else None
+    has_time = any(stage.host_ns is not None for stage in stages)
+    has_added = any(stage.added_bytes is not None for stage in stages)
+    rows = [_stage_row(stage, peak, has_added=has_added, has_time=has_time) for stage in stages]
+    if is_legacy:
+        names = {each.event.event for each in figures.observed}
+        width = 2 + has_added + has_time
+        rows += [(name, 0, *[None] * width) for name in _EXPECTED if name not in names]
+    columns = [words("col_stage"), words("col_events"), words("col_peak"), words("col_of_peak")]
+    columns += [words("col_added")] * has_added + [words("col_host_time")] * has_time
+    yield Table(tuple(columns), tuple(rows))
+    yield from _left_out(num_left, words)
+    bars = [(clean(stage.name), stage.peak.low) for stage in stages if stage.peak.low is not None]
+    if len(bars) > 1:
+        yield Bars(tuple(bars), words("stages_chart"), peak)
+
+
+def _stage_row(stage: Stage, peak: int | None, *, has_added: bool, has_time: bool) -> tuple[Cell, ...]:
+    row: list[Cell] = [clean(stage.name), stage.num_events, stage.peak]
+    row.append(_share(stage.peak.low if stage.peak.is_known else None, peak))
+    if has_added:
+        row.append(Size.of(stage.added_bytes, is_change=True))
+    if has_time:
+        row.append(None if stage.host_ns is None else _seconds(stage.host_ns / 1e9))
+    return tuple(row)
+
+
+def _steps(steps: Steps | None, words: Words) -> Iterator[Node]:
+    if steps is None:
+        yield Paragraph(words("steps_none"))
+        return
+    count, numbers = len(steps.steps), [step.number for step in steps.steps]
+    yield Paragraph(words("steps_text", count=f"{count:,}", first=numbers[0], last=numbers[-1]))
+    if steps.num_missing:
+        yield Paragraph(words("steps_missing", count=f"{steps.num_missing:,}"))
+    shown = steps.steps
+    if count > _FIRST_STEPS + _LAST_STEPS:
+        shown = (*steps.steps[:_FIRST_STEPS], *steps.steps[-_LAST_STEPS:])
+        yield Paragraph(words("steps_shown", first=_FIRST_STEPS, last=_LAST_STEPS))
+    has_peak = any(step.peak.low is not None or step.peak.high is not None for step in shown)
+    has_held = any(step.held_bytes is not None for step in shown)
+    columns = [words("col_step")] + [words("col_peak")] * has_peak + [words("col_held")] * has_held
+    change = words(f"col_change_{steps.measure}") if steps.measure else words("col_change")
+    yield Table(
+        (*columns, change),
+        tuple(_step_row(step, has_peak=has_peak, has_held=has_held) for step in shown),
+    )
+    changes = [step.change_bytes for step in steps.steps if step.change_bytes is not None]
+    if changes:
+        lowest, highest = (words.size(Size.of(end(changes), is_change=True)) for end in (min, max))
+        key = "steps_same" if lowest == highest else "steps_changes"
+        yield Paragraph(words(key, lowest=lowest, highest=highest))
+    if steps.kept is False:
+        yield Paragraph(words("steps_given_back"))
+    lines = [line for line in _step_lines(steps, words) if len(line.x) > 1]
+    if lines:
+        yield Lines(tuple(lines), words("axis_step"), words("steps_chart"))
+
+
+def _step_row(step: Step, *, has_peak: bool, has_held: bool) -> tuple[Cell, ...]:
+    change = Size.of(step.change_bytes, is_change=True)
+    return (str(step.number), *[step.peak] * has_peak, *[Size.of(step.held_bytes)] * has_held, change)
+
+
+def _step_lines(steps: Steps, words: Words) -> Iterator[Line]:
+    for key, values in (
+        ("line_peak", [step.peak.low if step.peak.is_known else None for step in steps.steps]),
+        ("line_held", [step.held_bytes for step in steps.steps]),
+        ("line_change", [step.change_bytes for step in steps.steps] if steps.measure == "incremental" else []),
+    ):
+        points = [
+            (float(step.number), value, "")
+            for step, value in zip(steps.steps, values, strict=False)
+            if value is not None
+        ]
+        yield thin(words(key), points)
+
+
+def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
+    events = figures.observed
+    walls = [each.event.wall_s for each in events]
+    has_clock = bool(walls) and None not in walls
+    start = min((wall for wall in walls if wall is not None), default=0.0)
+    places = [
+        (wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)
+    ]
+    lines = [line for line in _time_lines(events, places, words) if len(line.x) > 1]
+    if lines:
+        axis = words("axis_seconds") if has_clock else words("axis_event")
+        yield Lines(tuple(lines), axis, words("timeline_chart"))
+    else:
+        yield Paragraph(words("timeline_none"))
+    if not figures.splits:
+        yield Paragraph(words("split_none"))
+    for split in figures.splits:
+        parts, num_left = _cut(split.parts, 15)
+        peak = figures.peak.num_bytes if figures.peak else None
+        missing = None if peak is None else peak - split.whole_bytes
+        rows = [(clean(name), Size.of(size), _share(size, split.whole_bytes)) for name, size in parts]
+        rest = split.whole_bytes - sum(size for _, size in parts)
+        if num_left:
+            rows.append((words("rest", count=f"{num_left:,}"), Size.of(rest), _share(rest, split.whole_bytes)))
+        caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
+        yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows), caption)
+        yield Bars(tuple((clean(name), size) for name, size in parts), caption, split.whole_bytes)
+        yield Paragraph(words("split_missing", size=words.size(Size.of(missing, is_change=True))))
+
+
+def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Words) -> Iterator[Line]:
+    values = {
+        "line_reserved": [each.event.reserved_bytes for each in events],
+        "line_record": [each.event.peak_total_bytes for each in events],
+        "line_peak": [each.event.peak_bytes for each in events],
+        "line_held": [each.event.allocated_bytes for each in events],
+    }
+    for key, sizes in values.items():
+        points = [
+            (place, size, each.event.event)
+            for place, size, each in zip(places, sizes, events, strict=True)
+            if size is not None
+        ]
+        yield thin(words(key), points)
+
+
+def _pattern(figures: Figures, words: Words) -> Iterator[str]:
+    peak, found, steps = figures.peak, figures.components, figures.steps
+    if peak is None:
+        yield words("pattern_none")
+        return
+    yield words("pattern_peak", event=clean(peak.event), size=words.size(Size.of(peak.num_bytes)))
+    if found.whole_bytes is not None and peak.num_bytes:
+        yield words("pattern_loaded", share=f"{found.whole_bytes / peak.num_bytes:.1%}")
+    if steps and steps.trend:
+        key = "pattern_growth" if steps.trend.is_growth else "pattern_flat"
+        slope, low, high = (round(each) for each in (steps.trend.slope, steps.trend.low, steps.trend.high))
+        yield words(key, slope=f"{slope:+,}", low=f"{low:+,}", high=f"{high:+,}")
+    elif steps:
+        yield words("pattern_no_trend")
+    if steps and steps.spread is not None:
+        yield words("pattern_spread", share=f"{steps.spread:.1%}")
+
+
+def _cut(rows: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
+    """Return the first rows, and how many are left out."""
+    return rows[:most], max(0, len(rows) - most)
+
+
+def _left_out(count: int, words: Words) -> Iterator[Node]:
+    if count:
+        yield Paragraph(words("left_out", count=f"{count:,}"))
+
+
+def _share(part: int | None, whole: int | None) -> Share:
+    return Share(None if part is None or not whole else part / whole)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"

@@ -1,0 +1,104 @@
+"""Every text of a report, in two languages: the table is `texts.json` beside this file."""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import resources
+from typing import Any, Literal, get_args
+
+from memkit._errors import ConfigError
+from memkit._units import GIB
+from memkit.report.nodes import Cell, Share, Size, clean
+
+Language = Literal["en", "zh"]
+_SEP = {"en": "; ", "zh": "；"}
+
+
+class Words:
+    """The texts of one language.
+
+    Args:
+        language: ``"en"`` or ``"zh"``.
+
+    Raises:
+        ConfigError: It is another one.
+
+    Example:
+        >>> from memkit.report.words import Words
+        >>> from memkit.report.nodes import Size
+        >>> Words("en").size(Size.of(24_824_987_648)), Words("zh")("not_recorded")
+        ('23.12 GiB (24,824,987,648 B)', '未记录')
+    """
+
+    def __init__(self, language: str) -> None:
+        if language not in get_args(Language):
+            raise ConfigError(
+                f"language={language!r}",
+                got=repr(language),
+                expected=f"one of {', '.join(get_args(Language))}",
+                fix="pass 'en' for English or 'zh' for Chinese.",
+            )
+        self.language = language
+
+    def __call__(self, key: str, **values: object) -> str:
+        """Return a text with its places filled."""
+        return texts()[key][self.language].format(**values)
+
+    def size(self, size: Size, *, exact: bool = True) -> str:
+        """Write a size in GiB with two decimals, and in bytes where ``exact``."""
+        low, high = size.low, size.high
+        if size.is_known or (low is None) != (high is None):
+            text = self._bytes(high if low is None else low, size, exact=exact)
+            key = "size_known" if size.is_known else "size_at_most" if low is None else "size_at_least"
+            return self(key, size=text)
+        if low is None:
+            return self("not_recorded")
+        return self("size_range", low=self._bytes(low, size, exact=exact), high=self._bytes(high, size, exact=exact))
+
+    def _bytes(self, num_bytes: int | None, size: Size, *, exact: bool) -> str:
+        gib, plain = gib_text(num_bytes or 0, is_change=size.is_change), bytes_text(num_bytes or 0, size)
+        return f"{gib} ({plain})" if exact else gib
+
+    def cell(self, cell: Cell, *, exact: bool = True) -> str:
+        """Write one entry of a table."""
+        if isinstance(cell, Size):
+            return self.size(cell, exact=exact)
+        if isinstance(cell, Share):
+            return self("not_recorded") if cell.value is None else share_text(cell)
+        if isinstance(cell, int):
+            return f"{cell:,}"
+        return self("not_recorded") if cell is None else cell
+
+    def join(self, parts: list[str]) -> str:
+        """Put clauses together."""
+        return _SEP[self.language].join(parts)
+
+
+@functools.cache
+def texts() -> dict[str, dict[str, str]]:
+    """Return the whole table: key, language, text."""
+    text = resources.files("memkit.report").joinpath("texts.json").read_text("utf-8")
+    table: dict[str, dict[str, str]] = json.loads(text)
+    return table
+
+
+def gib_text(num_bytes: int, *, is_change: bool = False) -> str:
+    """Write bytes in GiB."""
+    return f"{num_bytes / GIB:+.2f} GiB" if is_change and num_bytes else f"{num_bytes / GIB:.2f} GiB"
+
+
+def bytes_text(num_bytes: int, size: Size) -> str:
+    """Write bytes in full."""
+    return f"{num_bytes:+,} B" if size.is_change and num_bytes else f"{num_bytes:,} B"
+
+
+def share_text(share: Share) -> str:
+    """Write a share that is recorded."""
+    value = share.value or 0.0
+    return f"{value:+.1%}" if share.is_change and value else f"{value:.1%}"
+
+
+def describe(values: dict[str, Any]) -> str:
+    """Write a few settings in one line."""
+    return ", ".join(f"{clean(str(key))} {clean(str(value))}" for key, value in values.items())

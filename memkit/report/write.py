@@ -1,0 +1,94 @@
+"""Write a report to a file, in the format that its name asks for, and never over something else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from memkit._atomic import write_text
+from memkit._errors import InputError
+from memkit.report.html import to_html
+from memkit.report.markdown import to_markdown, to_text
+from memkit.report.nodes import Bars, Lines, Node, Paragraph, Report, Share, Size, Table
+
+MARK = "memkit.report/1"
+"""Stands at the beginning of every report: only a file that bears it is replaced."""
+
+_FORMATS = {".md": to_markdown, ".html": to_html, ".txt": to_text}
+SUFFIXES = (*_FORMATS, ".json")
+
+
+def render(report: Report, suffix: str) -> str:
+    """Return a report as text of the format of a suffix: ``".md"``, ``".html"``, ``".txt"`` or ``".json"``."""
+    return _to_json(report) if suffix == ".json" else _FORMATS[suffix](report, MARK)
+
+
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Refuse a path that no report can be written to.
+
+    Raises:
+        InputError: It names no format, or a file that is no report.
+        OSError: The file cannot be read.
+    """
+    target = Path(path)
+    call = f"write_report(path={str(target)!r})"
+    if target.suffix.lower() not in SUFFIXES:
+        raise InputError(
+            call,
+            got=f"the suffix {target.suffix!r}",
+            expected=f"one of {', '.join(SUFFIXES)}",
+            fix="write for example 'report.html'.",
+        )
+    if target.is_dir():
+        raise InputError(call, got="a directory", expected="a path for a file", fix="add a name to it.")
+    if target.exists():
+        with target.open("rb") as file:
+            if MARK.encode() not in file.read(200):
+                raise InputError(
+                    call,
+                    got="a file that is there and is no memkit report",
+                    expected="a new path, or that of an earlier report",
+                    fix="choose another name, or delete that file.",
+                )
+    return target
+
+
+def save_report(report: Report, path: str | os.PathLike[str]) -> None:
+    """Write a report, whole or not at all; see `check_target` for the errors."""
+    target = check_target(path)
+    write_text(target, render(report, target.suffix.lower()))
+
+
+def _to_json(report: Report) -> str:
+    sections = [
+        {"title": section.title, "content": [_plain(node) for node in section.nodes]} for section in report.sections
+    ]
+    value = {
+        "schema": MARK,
+        "language": report.language,
+        "title": report.title,
+        "verdict": report.verdict,
+        "figures": report.figures,
+        "sections": sections,
+    }
+    return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+
+
+def _plain(node: Node) -> dict[str, object]:
+    kind = type(node).__name__.lower()
+    if isinstance(node, Table):
+        rows = [[_plain_cell(cell) for cell in row] for row in node.rows]
+        return {"kind": kind, "caption": node.caption, "columns": node.columns, "rows": rows}
+    if isinstance(node, Bars):
+        return {"kind": kind, "caption": node.caption, "rows": node.rows}
+    if isinstance(node, Lines):
+        lines = [{"name": line.name, "x": line.x, "y": line.y, "labels": line.labels} for line in node.lines]
+        return {"kind": kind, "caption": node.caption, "x_name": node.x_name, "lines": lines}
+    return {"kind": kind, "text": node.text if isinstance(node, Paragraph) else node.items}
+
+
+def _plain_cell(cell: object) -> object:
+    if isinstance(cell, Size):
+        return cell.low if cell.is_known else {"at_least": cell.low, "at_most": cell.high}
+    return cell.value if isinstance(cell, Share) else cell

@@ -1,0 +1,168 @@
+"""Where offloaded tensors lie: ranges of an unlinked temporary file, or pinned host memory beside an accelerator."""
+
+from __future__ import annotations
+
+import bisect
+import tempfile
+import threading
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from memkit._errors import MemkitOutOfMemoryError
+
+
+class Store(Protocol):
+    """Keeps bytes elsewhere. A handle is released by whoever has got it from `write`."""
+
+    def write(self, source: torch.Tensor) -> Any:
+        """Keep a one-dimensional tensor of bytes; return its handle."""
+
+    def read(self, handle: Any, device: torch.device) -> torch.Tensor:
+        """Bring the bytes of a handle back, as a new tensor."""
+
+    def release(self, handle: Any) -> None:
+        """Forget a handle; may be called at any instant, also by the garbage collector."""
+
+
+class DiskStore:
+    """Ranges of one temporary file, which has no name: whatever ends the process, the file goes with it.
+
+    Args:
+        folder: Where it lies; None is the system's temporary folder, which on some systems is memory.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        # On Linux it never has a name (O_TMPFILE); elsewhere it is unlinked or removed by the system when closed.
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0, prefix="memkit-offload-")  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
+        self._lock = threading.Lock()  # backward may run in several threads
+        self._ranges = _Ranges()
+
+    def write(self, source: torch.Tensor) -> tuple[int, int]:
+        """Write bytes, from whatever device.
+
+        Raises:
+            MemkitOutOfMemoryError: The disk is full. Nothing is kept of the tensor; everything written before stays.
+        """
+        source = source.detach().cpu()
+        data = memoryview(source.numpy())  # type: ignore[arg-type]  # an array has a buffer
+        with self._lock:
+            place = self._ranges.take(len(data))
+            try:
+                self._file.seek(place[0])
+                written = 0
+                while written < len(data):
+                    written += self._file.write(data[written:])
+            except OSError as error:
+                self._ranges.give_back(place)
+                raise MemkitOutOfMemoryError(
+                    "offload_activations(to='disk')",
+                    got=f"{error.strerror} for {len(data)} bytes in {self._folder or tempfile.gettempdir()}",
+                    expected="room on the disk for the activations that the budget does not cover",
+                    fix="pass folder=... on a larger disk, a larger budget, or a smaller batch.",
+                ) from error
+        return place
+
+    def read(self, handle: tuple[int, int], device: torch.device) -> torch.Tensor:
+        """Read bytes into new memory."""
+        start, num_bytes = handle
+        result = torch.empty(num_bytes, dtype=torch.uint8)
+        data = memoryview(result.numpy())  # type: ignore[arg-type]  # an array has a buffer
+        with self._lock:
+            self._file.seek(start)
+            done = 0
+            while done < num_bytes:
+                count = self._file.readinto(data[done:])  # type: ignore[attr-defined]  # an unbuffered file has it
+                if not count:
+                    raise OSError(f"the offload file ends at byte {start + done}")
+                done += count
+        return result.to(device)
+
+    def release(self, handle: tuple[int, int]) -> None:
+        """Let later writes have the range."""
+        self._ranges.give_back(handle)
+
+
+class HostStore:
+    """Pinned host memory, to and from which a stream of its own copies while the accelerator computes on.
+
+    The blocks come from torch's pinned allocator, which keeps them for the next step and lends none before the copies
+    that use it are done.
+
+    Args:
+        device: The accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def write(self, source: torch.Tensor) -> torch.Tensor:
+        """Begin to copy bytes to the host; nobody waits."""
+        block = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
+        self._follow()
+        with self._stream:
+            block.copy_(source, non_blocking=True)
+        source.record_stream(self._stream)  # its memory is lent to nobody before it has been copied
+        return block
+
+    def read(self, handle: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Begin to copy bytes back; what is computed from now on waits for them, on the device."""
+        result = torch.empty(len(handle), dtype=torch.uint8, device=device)
+        self._follow()  # its memory may be that of something which is still being computed with
+        with self._stream:
+            result.copy_(handle, non_blocking=True)
+        result.record_stream(self._stream)
+        arrived = torch.Event(self._device)
+        arrived.record(self._stream)
+        arrived.wait()
+        return result
+
+    def release(self, handle: torch.Tensor) -> None:
+        """Nothing to do: the block goes back to torch's allocator with the last reference."""
+
+    def _follow(self) -> None:
+        """Let the side stream wait for all that was launched so far."""
+        launched = torch.Event(self._device)
+        launched.record()
+        self._stream.wait_event(launched)
+
+
+class _Ranges:
+    """Which parts of a file are free. Handed back ranges join their neighbours when the next one is taken."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []  # (start, size), sorted, never touching
+        self._end = 0
+        self._returned: deque[tuple[int, int]] = deque()  # appending is atomic: the garbage collector may do it
+
+    def take(self, size: int) -> tuple[int, int]:
+        while self._returned:
+            self._join(self._returned.popleft())
+        for index, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[index : index + 1] = [(start + size, room - size)] if room > size else []
+                return start, size
+        start, self._end = self._end, self._end + size
+        return start, size
+
+    def give_back(self, place: tuple[int, int]) -> None:
+        self._returned.append(place)
+
+    def _join(self, place: tuple[int, int]) -> None:
+        start, size = place
+        index = bisect.bisect(self._free, place)
+        if index < len(self._free) and self._free[index][0] == start + size:
+            size += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == start:
+            start, more = self._free.pop(index - 1)
+            size, index = size + more, index - 1
+        if start + size == self._end:
+            self._end = start
+        else:
+            self._free.insert(index, (start, size))

@@ -1,0 +1,6 @@
+"""As one that takes all memory of the machine."""
+
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,24 @@
+"""Scripts that end otherwise: as the argument says."""
+# As users write.
+# ruff: noqa: PTH123, SIM115
+
+import sys
+
+import torch
+
+if sys.argv[1] == "exit":
+    sys.exit(3)
+elif sys.argv[1] == "missing":
+    open("data/train.bin", "rb").read()
+elif sys.argv[1] == "package":
+    import a_package_that_nobody_has  # noqa: F401
+elif sys.argv[1] == "selects":
+    x = torch.ones(10, device="cuda")
+    print(x[x > 0].sum())
+elif sys.argv[1] == "by hand":  # without an optimizer of torch
+    weight = torch.ones(256, 256, device="cuda", requires_grad=True)
+    while True:
+        (weight @ weight).sum().backward()
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+        weight.grad = None

@@ -1,0 +1,165 @@
+"""The `memkit dryrun` command, as typed in a shell, on scripts as users write them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from memkit.cli import main
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MIB = 2**20
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A user's folder: what is in it stays what it is."""
+    shutil.copytree(SCRIPTS, tmp_path / "project", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "project" / "kept").mkdir()
+    (tmp_path / "project" / "kept" / "old.txt").write_text("old\n")
+    (tmp_path / "project" / "kept" / "other.txt").write_text("other\n")
+    temporary = tempfile.mkdtemp(prefix="t")  # not in tmp_path: sockets' paths are short
+    monkeypatch.setattr("tempfile.tempdir", temporary)
+    monkeypatch.chdir(tmp_path / "project")
+    before = contents(tmp_path)
+    yield tmp_path / "project"
+    assert contents(tmp_path) == before
+    Path(temporary).rmdir()  # there is nothing in it
+
+
+def contents(folder):
+    """Every file under a folder, with its bytes and when it was changed."""
+    return [(path, path.is_file() and path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def dryrun(capfd, *arguments):
+    code = main(["dryrun", *arguments])
+    out, err = capfd.readouterr()
+    return code, out, err
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_training_script(capfd):
+    code, out, err = dryrun(
+        capfd, "train.py", "--width", "1024", "--gpu", "RTX 4090", "--steps", "4", "--json", "--", "--steps", "900"
+    )
+    assert code == 0
+    assert "arguments ['train.py', '--width', '1024', '--steps', '900']" in err  # the script's output is not the report
+    report = json.loads(out)
+    assert report["fits"] is True
+    assert (report["ended"], report["num_steps"], report["problem"]) == ("after its steps", 4, None)
+    assert report["is_compiled"]
+    assert [Path(path).name for path in report["written"]] == ["last.pt", "train.log"]
+    estimate = report["estimate"]
+    num_parameters = 64 * 1024 + 1024 + 1024 * 10 + 10
+    assert estimate["parameters_bytes"] == 4 * num_parameters
+    assert estimate["optimizer_bytes"] >= 8 * num_parameters  # while the checkpoint is read there are two
+    assert estimate["reserved_bytes"] >= estimate["peak_bytes"] > 16 * num_parameters
+    assert estimate["total_bytes"] == estimate["reserved_bytes"] + estimate["context_bytes"]
+    assert any("train.py" in guess for guess in estimate["guesses"])  # loss.item()
+    assert any(holder["source"].startswith("train.py:") for holder in estimate["holders"])
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_line_that_does_not_fit(capfd):
+    code, out, _ = dryrun(capfd, "too_large.py", "--gpu", "T4")
+    assert code == 1
+    assert "DOES NOT FIT: T4 runs out of memory" in out
+    assert "at too_large.py:14 in <module>: hidden = model[:2]" in out
+    assert "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 14.56 GiB" in out
+    assert "out of memory in forward, 1, made by too_large.py:14" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
+    code, out, _ = dryrun(capfd, "too_large.py", "--recover", "--gpu", "T4", "--json")
+    assert code == 0
+    report = json.loads(out)
+    places = [(place["phase"], place["line"]) for place in report["out_of_memory"]]
+    assert places == [
+        ("forward", "too_large.py:14 in <module>"),
+        ("backward", "too_large.py:14 in <module>"),
+    ]
+    assert report["estimate"]["peak_bytes"] > 8 * 1024 * MIB  # of the first try
+
+
+@pytest.mark.usefixtures("folder")
+def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd):
+    code, out, err = dryrun(capfd, "writes.py", "--gpu", "T4")
+    assert code == 0, err
+    assert "fits T4, but no training step was seen" in out
+    assert "/made/deep/x.txt" in out
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        ("exit", ["failed (SystemExit)", "ends.py:10 in <module>: sys.exit(3)"]),
+        ("missing", ["No such file or directory: 'data/train.bin'", "way out: prepare data/train.bin as for training"]),
+        pytest.param("package", ["way out: install a_package_that_nobody_has"], marks=pytest.mark.slow),
+        ("selects", ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_fails(capfd, ending, expected):
+    code, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
+    assert code == 2
+    assert out.splitlines()[2].startswith("NOT KNOWN: the script failed")
+    for text in expected:
+        assert text in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
+    code, out, _ = dryrun(capfd, "--gpu", "T4", "--steps", "5", "--json", "ends.py", "by hand")
+    assert code == 0
+    report = json.loads(out)
+    assert (report["num_steps"], report["ended"]) == (5, "after its steps")
+    assert report["estimate"]["guesses"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["none.py", "--gpu", "T4"], "got no such file"),
+        (["ends.py", "--gpu", "A100"], "several cards begin with"),
+        (["ends.py", "--gpu", "Apple 16GB"], "a card of NVIDIA"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_wrong_use_is_one_line(capfd, arguments, text):
+    code, out, err = dryrun(capfd, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("memkit: error: ")
+    assert text in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["ends.py"], ["ends.py", "--gpu", "T4", "--steps", "0"], []])
+@pytest.mark.usefixtures("folder")
+def test_missing_options_are_wrong_usage(arguments):
+    with pytest.raises(SystemExit) as caught:
+        main(["dryrun", *arguments])
+    assert caught.value.code == 2
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_process_that_dies_is_said_so(capfd):
+    code, _, err = dryrun(capfd, "dies.py", "--gpu", "T4")
+    assert code == 2
+    assert "got killed by SIGKILL; expected a script that ends" in err
+
+
+def test_the_command_itself_does_not_import_torch():
+    script = "import sys, memkit.cli.dryrun; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[2])})

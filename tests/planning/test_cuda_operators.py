@@ -1,0 +1,250 @@
+"""Operators as CUDA takes them: autocast and its cache, attention by card, softmax, what kernels take inside."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memkit.planning.cuda_attention import Attention, attention_backend
+from memkit.planning.cuda_autocast import cuda_autocast_lists
+from memkit.planning.cuda_reductions import Processors, reduction
+from memkit.planning.cuda_workspace import inside
+from memkit.planning.virtual_gpu import VirtualGPU
+
+_aten = torch.ops.aten
+TURING, AMPERE, GAMING_AMPERE, ADA, HOPPER, BLACKWELL, GAMING_BLACKWELL = (
+    (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0),
+)  # fmt: skip
+ADA_CARD = Processors.of(ADA, 128)
+
+
+@pytest.fixture
+def card():
+    with VirtualGPU("RTX 4090") as gpu:
+        yield gpu
+
+
+def names(card):
+    recording = card._recorder.recording()
+    return [name.removeprefix("aten.") for name in recording.names["operator"]]
+
+
+# ---------------------------------------------------------------------------------------------------- autocast
+
+
+def test_the_lists_are_cudas_own():
+    lists = cuda_autocast_lists()
+    assert {"matmul", "linear", "conv2d", "scaled_dot_product_attention"} <= set(lists["LOWER_PRECISION_FP"])
+    # On a CPU these keep their precision.
+    assert {"layer_norm", "group_norm", "exp", "pow.Tensor_Scalar", "log_softmax.int"} <= set(
+        lists["FP32"] + lists["FP32_SET_OPT_DTYPE"]
+    )
+    assert {"softmax.int", "sum"} <= set(lists["FP32_SET_OPT_DTYPE"])
+    assert "index_put" in lists["PROMOTE"]
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: x @ x, torch.bfloat16),
+        (lambda x: F.softmax(x.bfloat16(), dim=0), torch.float32),
+        (lambda x: F.layer_norm(x.bfloat16(), [8]), torch.float32),
+        (lambda x: x.bfloat16().pow(2), torch.float32),
+        (lambda x: x.bfloat16().exp(), torch.float32),
+        (lambda x: torch.cat([x, x.bfloat16()]), torch.float32),
+        (lambda x: x.bfloat16() + 1, torch.bfloat16),
+        (lambda x: x.double() @ x.double(), torch.float64),
+        (lambda x: x.bfloat16().norm(), torch.float32),
+    ],
+)
+@pytest.mark.usefixtures("card")
+def test_autocast_takes_each_operator_as_its_list_says(function, dtype):
+    x = torch.ones(8, 8, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        assert function(x).dtype is dtype
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_cast_weight_is_kept_until_autocast_ends_but_not_without_gradients(card, has_gradient):
+    layer = nn.Linear(512, 512, bias=False, device="cuda")
+    x = torch.ones(4, 512, device="cuda", dtype=torch.bfloat16)
+    layer(x.float())  # cuBLAS has its workspace
+    before = card.allocated_bytes
+    with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
+        for _ in range(2):
+            layer(x)
+            assert card.allocated_bytes - before == (512 * 512 * 2 if has_gradient else 0)
+    assert card.allocated_bytes == before
+
+
+# --------------------------------------------------------------------------------------------------- attention
+
+
+def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
+    query = torch.empty(2, heads, rows, width, dtype=dtype, device="meta")
+    fields = {"query": query, "key": query, "value": query, "mask": None, "dropout": 0.0}
+    return Attention(**(fields | {"is_causal": False, "enable_gqa": False} | changes))
+
+
+@pytest.mark.parametrize(
+    ("made", "capability", "backend"),
+    [
+        (call(), TURING, "efficient"),
+        (call(), AMPERE, "flash"),
+        (call(), HOPPER, "cudnn"),
+        (call(), BLACKWELL, "cudnn"),
+        (call(), GAMING_BLACKWELL, "flash"),
+        (call(torch.bfloat16), TURING, "math"),
+        (call(torch.bfloat16), ADA, "flash"),
+        (call(torch.float32), ADA, "efficient"),
+        (call(torch.float32), HOPPER, "efficient"),
+        (call(torch.float64), ADA, "math"),
+        (call(width=256), AMPERE, "flash"),
+        (call(width=256), HOPPER, "flash"),
+        (call(width=512), ADA, "efficient"),
+        (call(torch.float32, width=30), ADA, "math"),
+        (call(mask=torch.empty(64, 64, dtype=torch.float16, device="meta")), ADA, "efficient"),
+        (call(dropout=0.1), HOPPER, "flash"),
+    ],
+)
+def test_the_kernel_that_takes_attention(made, capability, backend):
+    assert attention_backend(made, capability) == backend
+
+
+def test_wide_heads_with_a_gradient_do_not_flash_on_gaming_cards():
+    query = torch.empty(2, 8, 64, 256, dtype=torch.float16, device="meta", requires_grad=True)
+    wide = Attention(query, query, query, None, 0.1, is_causal=False, enable_gqa=False)
+    assert attention_backend(wide, AMPERE) == "flash"
+    assert attention_backend(wide, GAMING_AMPERE) == attention_backend(wide, ADA) == "efficient"
+
+
+def test_what_the_user_forbids_is_not_taken():
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert attention_backend(call(), ADA) == "math"
+
+
+def test_inference_mode_takes_the_same_attention_and_shows_it(card):
+    x = torch.ones(2, 8, 64, 64, device="cuda", dtype=torch.float16)
+    with torch.inference_mode():
+        F.scaled_dot_product_attention(x, x, x)
+    assert "_scaled_dot_product_flash_attention.default" in names(card)
+
+
+def test_inference_mode_shows_the_parts_of_operators(card):
+    x, y = torch.ones(4, 64, 8, device="cuda"), torch.ones(4, 8, 64, device="cuda").transpose(1, 2)
+    with torch.inference_mode():
+        torch.einsum("bij,bkj->bik", x, y)
+    assert "bmm.default" in names(card)
+
+
+def test_a_layer_of_inference_shows_its_operators(card):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).cuda().eval()
+    with torch.inference_mode():
+        layer(torch.ones(2, 16, 64, device="cuda"))
+    assert "addmm.default" in names(card)
+
+
+# ------------------------------------------------------------------------------------------- softmax and others
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "num_bytes"),
+    [
+        (torch.float16, torch.float32, 4 * 2**20),
+        (torch.bfloat16, torch.float32, 8 * 2**20),
+        (torch.float32, None, 4 * 2**20),
+    ],
+)
+def test_softmax_widens_float16_inside_its_kernel_and_converts_bfloat16_before(card, dtype, asked, num_bytes):
+    x = torch.ones(1024, 1024, device="cuda", dtype=dtype)
+    before = card.allocated_bytes
+    torch.cuda.reset_peak_memory_stats()
+    F.softmax(x, dim=-1, dtype=asked)
+    assert card.peak_bytes - before == num_bytes
+
+
+def test_operators_with_a_kernel_of_cudas_own_stay_whole(card):
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (F.silu(x) + F.mish(x) + F.rms_norm(x, [64])).sum().backward()
+    assert {
+        "silu_backward.default",
+        "mish_backward.default",
+        "_fused_rms_norm.default",
+        "_fused_rms_norm_backward.default",
+    } <= set(names(card))
+
+
+# --------------------------------------------------------------------------------------- what kernels take inside
+
+
+@pytest.mark.parametrize("rows", [256, 512, 1024, 2048, 4096])
+def test_a_sum_over_rows_takes_what_recorded_gpus_took(rows):
+    x = torch.empty(rows, 1024, device="meta")
+    partial = rows // 64 * 1024 * 32 * 4 * 4
+    assert reduction(_aten.sum.dim_IntList, (x, [0]), ADA_CARD) == ((partial, 32) if rows >= 1024 else ())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"), [((4096, 1024), [1]), ((8, 8), [0, 1]), ((0, 4), [0]), ((), []), ((100_000, 64), [1])]
+)
+def test_sums_within_one_block_take_nothing(shape, dims):
+    assert reduction(_aten.sum.dim_IntList, (torch.empty(shape, device="meta"), dims), ADA_CARD) == ()
+
+
+def test_the_sum_of_all_numbers_is_split_over_the_whole_card():
+    x = torch.empty(2**24, device="meta")
+    small, large = (reduction(_aten.sum.default, (x,), Processors.of(ADA, count)) for count in (16, 128))
+    assert small == (2**24 // 512 // 256 * 4, 4)  # no thread adds up more than 256 numbers
+    assert large == (128 * 3 * 4, 4)
+
+
+def test_rows_added_up_by_index_take_what_recorded_gpus_took():
+    weights, values = torch.empty(10_000, 1024, device="meta"), torch.empty(4096, 1024, device="meta")
+    for num_rows, sort_bytes in ((2048, 1), (4096, 72_191)):
+        index = torch.empty(num_rows, dtype=torch.int64, device="meta")
+        phases = inside(_aten.index_put.default, (weights, [index], values[:num_rows], True), ADA_CARD)
+        assert phases == ((num_rows * 8,), (num_rows * 8,) * 4 + (sort_bytes,))
+        assert inside(_aten.index_put.default, (weights, [index], values[:num_rows], False), ADA_CARD) == ()
+
+
+def test_an_embeddings_gradient_is_summed_in_tens_where_there_are_many_rows():
+    grad, index = torch.empty(8192, 768, device="meta"), torch.empty(8192, dtype=torch.int64, device="meta")
+    few = (grad[:3072], index[:3072], 50_257, -1, False)
+    assert inside(_aten.embedding_dense_backward.default, few, ADA_CARD) == ()
+    phases = inside(_aten.embedding_dense_backward.default, (grad, index, 50_257, -1, False), ADA_CARD)
+    assert phases[1][-1] == (819 + 8192) * 768 * 4
+
+
+def test_layer_norm_sums_in_groups_only_with_many_short_rows():
+    def taken(rows, width):
+        x, stat = torch.empty(rows, width, device="meta"), torch.empty(rows, 1, device="meta")
+        args = (x, x, [width], stat, stat, None, None, [True, True, True])
+        return inside(_aten.native_layer_norm_backward.default, args, ADA_CARD)
+
+    assert taken(65_536, 256) == taken(100_000, 4096) == ()
+    assert taken(131_072, 256) == ((4096 * 256 * 4,) * 2,)
+
+
+@pytest.mark.parametrize(("step", "is_copied"), [(1, False), (2, True)])
+def test_a_matrix_with_gaps_in_rows_and_columns_is_copied_before_it_is_multiplied(card, step, is_copied):
+    x, y = torch.ones(512, 512 * step, device="cuda")[:, ::step], torch.ones(512, 512, device="cuda")
+    x @ y  # cuBLAS has its workspace
+    before = card.allocated_bytes
+    torch.cuda.reset_peak_memory_stats()
+    x.T @ y
+    assert card.peak_bytes - before == 512 * 512 * 4 * (1 + is_copied)
+
+
+def test_kernels_take_any_form_of_their_arguments(card):
+    x = torch.ones(64, 32, device="cuda")
+    x.sum(), x.sum(dim=-1), x.T.sum(0), x[::2, ::3].mean((0, 1)), x[:0].sum(0), torch.ones((), device="cuda").sum()
+    x.max(dim=1), x.argmax(), x.var(), x.amax(), x.norm(), x[:1].sum(0)
+    x.index_put((x > 0,), x.sum(), accumulate=True)
+    assert "index_put.default" in names(card)
+
+
+def test_fused_layers_of_inference_are_back_afterwards():
+    assert torch.backends.mha.get_fastpath_enabled()
+    with VirtualGPU("RTX 4090"):
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()

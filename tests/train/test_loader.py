@@ -1,0 +1,176 @@
+"""Loaders that suit the machine they are told of, and batches that keep their containers on the way to a device."""
+
+import collections
+import dataclasses
+import logging
+import multiprocessing
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+import memkit as mk
+from memkit.train.loader import Machine, make_dataloader, plan_loader, to_device
+
+GIB = 2**30
+
+
+def machine(**facts):
+    usual = {
+        "num_cores": 16,
+        "available_bytes": 64 * GIB,
+        "shared_memory_bytes": 8 * GIB,
+        "has_accelerator": True,
+        "may_start_processes": True,
+    }
+    return Machine(**(usual | facts))
+
+
+class Images(Dataset):
+    """Samples of 1 MiB, and a random one each time."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.rand(2**18), {"label": index}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(20))
+
+
+def choice(dataset=None, **facts):
+    plan = plan_loader(dataset or Images(), 8, machine(**facts))
+    return plan.num_workers, plan.prefetch_factor, plan.pin_memory
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, (4, 2, True)),
+        ({"has_accelerator": False}, (4, 2, False)),
+        ({"num_cores": 3}, (2, 2, True)),
+        ({"num_cores": 1}, (0, None, True)),
+        ({"may_start_processes": False}, (0, None, True)),
+        ({"shared_memory_bytes": 2**26}, (4, 1, True)),  # 64 MiB, Docker's: half holds four batches of 8 MiB
+        ({"shared_memory_bytes": 2**25}, (2, 1, True)),
+        ({"shared_memory_bytes": 2**20}, (0, None, True)),
+        ({"available_bytes": 2**27}, (4, 1, True)),
+        ({"shared_memory_bytes": None}, (4, 2, True)),
+        ({"dataset": TensorDataset(torch.zeros(9))}, (0, None, True)),
+        ({"dataset": Stream()}, (4, 2, True)),
+    ],
+)
+def test_the_choice_and_its_reason(facts, expected):
+    assert choice(**facts) == expected
+
+
+def test_batches_in_flight_never_exceed_their_share():
+    for shared in range(2**20, 2**28, 2**22):
+        plan = plan_loader(Images(), 8, machine(shared_memory_bytes=shared))
+        assert plan.batch_bytes == 8 * 2**20
+        assert plan.num_workers * (plan.prefetch_factor or 0) * plan.batch_bytes <= shared / 2
+
+
+def test_the_loader_is_torchs_own_and_says_why(caplog):
+    with caplog.at_level(logging.INFO, logger="memkit"):
+        loader = make_dataloader(Images(), device="cpu", num_workers=1, shuffle=True, drop_last=True)
+    assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (1, 2, True)
+    assert not loader.pin_memory
+    assert any("there is no accelerator" in reason for reason in loader.plan.reasons)
+    assert "memory is not pinned" in caplog.text
+    assert [len(images) for images, _ in loader] == [8, 8]
+
+
+def test_looking_at_a_sample_does_not_change_what_is_drawn():
+    state = torch.get_rng_state()
+    make_dataloader(Images(), device="cpu", num_workers=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _plan_in_child(connection):
+    connection.send(make_dataloader(Images(), device="cpu").num_workers)
+
+
+def test_inside_a_worker_none_are_started():
+    ours, theirs = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=_plan_in_child, args=(theirs,), daemon=True)
+    child.start()
+    assert ours.recv() == 0
+    child.join()
+
+
+def test_a_batch_sampler_takes_the_place_of_the_batch_size():
+    loader = make_dataloader(TensorDataset(torch.arange(6)), device="cpu", batch_sampler=[[0, 1, 2, 3], [4, 5]])
+    assert [len(rows) for (rows,) in loader] == [4, 2]
+    with pytest.raises(mk.ConfigError, match=r"batch_size=0.*1 or more"):
+        make_dataloader(Images(), 0)
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scene:
+    points: torch.Tensor
+    name: str
+    parts: list
+
+
+class Own:
+    def __init__(self, value):
+        self.value = value
+
+    def to(self, device):
+        return Own(self.value.to(device))
+
+
+def test_containers_keep_their_types():
+    x = torch.ones(2)
+    batch = {
+        "pair": Pair(x, [x, "text", 3]),
+        "scene": Scene(x, "room", [x]),
+        "ordered": collections.OrderedDict(a=x),
+        "own": Own(x),
+        "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
+    }
+    moved = to_device(batch, "meta")
+    assert type(moved["pair"]) is Pair
+    assert type(moved["scene"]) is Scene
+    assert type(moved["ordered"]) is collections.OrderedDict
+    assert moved["pair"].right[1:] == ["text", 3]
+    assert moved["scene"].name == "room"
+    tensors = [moved["pair"].left, moved["pair"].right[0], moved["scene"].points, moved["scene"].parts[0]]
+    tensors += [moved["ordered"]["a"], moved["own"].value, moved["packed"].data]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert batch["scene"].points.device.type == "cpu"
+
+
+def test_what_is_there_already_is_not_copied():
+    x = torch.ones(2)
+    assert to_device([x], "cpu")[0] is x
+
+
+def test_only_pinned_memory_is_copied_without_waiting():
+    """Without an accelerator nothing can be pinned: a tensor that says it is shows what is asked of it."""
+
+    class Asked(torch.Tensor):
+        is_there = False
+
+        def is_pinned(self):
+            return self.is_there
+
+        def to(self, device, non_blocking=False):
+            calls.append((torch.device(device).type, non_blocking))
+            return self
+
+    calls = []
+    tensor = torch.ones(2).as_subclass(Asked)
+    for is_pinned in (False, True):
+        tensor.is_there = is_pinned
+        to_device([tensor], "meta")
+        to_device([tensor], "cpu")
+    assert calls == [("meta", False), ("cpu", False), ("meta", True), ("cpu", False)]

@@ -1,0 +1,124 @@
+"""An epoch that is stopped and gone on with: every sample once, none read again."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from memkit._errors import ConfigError, FileFormatError, InputTypeError
+from memkit.points.batches import BudgetBatchSampler
+from memkit.train.order import ResumableBatchSampler, ResumableLoader
+from memkit.train.state import TrainingStateManager
+
+
+class Counting(Dataset):
+    """Returns its indices, and notes them."""
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 103
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+def make(dataset=None, **settings):
+    batches = ResumableBatchSampler(103, 8, seed=5)
+    loader = DataLoader(dataset or Counting(), batch_sampler=batches, generator=torch.Generator(), **settings)
+    return ResumableLoader(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stopped_epoch_goes_on(tmp_path, num_workers):
+    """Workers have fetched ten batches when three are trained on: the rest begins at the fourth."""
+    workers = {"num_workers": num_workers} | ({"prefetch_factor": 4} if num_workers else {})
+    loader, manager = make(**workers), TrainingStateManager(tmp_path)
+    loader.set_epoch(2)
+    whole = list(loader)
+    first = list(itertools.islice(loader, 3))
+    manager.save(3, loader=loader)
+    dataset = Counting()
+    again = make(dataset, **workers)
+    manager.restore(loader=again)
+    assert again.epoch == 2
+    again.set_epoch(2)  # as the loop over epochs does
+    rest = list(again)
+    assert [batch.tolist() for batch in first + rest] == [batch.tolist() for batch in whole]
+    if not num_workers:
+        assert len(dataset.read) == 103 - 3 * 8  # nothing that is done is read
+    again.set_epoch(3)
+    assert len(list(again)) == len(again) == 13
+    assert again.state_dict()["num_done"] == 13
+
+
+def test_going_on_draws_nothing_from_the_random_state():
+    loader = make()
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_any_order_that_follows_from_seed_and_epoch_will_do():
+    def start():
+        batches = BudgetBatchSampler([1 + number % 7 for number in range(103)], max_points=20, seed=5)
+        return ResumableLoader(DataLoader(Counting(), batch_sampler=batches))
+
+    loader, again = start(), start()
+    whole = [batch.tolist() for batch in loader]
+    list(itertools.islice(loader, 4))
+    again.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for batch in again] == whole[4:]
+    assert [batch.tolist() for batch in again] == whole
+
+
+@pytest.mark.parametrize(("num_replicas", "drop_last"), [(1, False), (1, True), (4, False), (4, True)])
+def test_ranks_share_an_epoch(num_replicas, drop_last):
+    ranks = [
+        ResumableBatchSampler(103, 8, num_replicas=num_replicas, rank=rank, drop_last=drop_last)
+        for rank in range(num_replicas)
+    ]
+    batches = [list(each) for each in ranks]
+    samples = sorted(itertools.chain(*itertools.chain(*batches)))
+    assert {len(each) for each in batches} == {len(ranks[0])}
+    if drop_last:
+        assert {len(batch) for each in batches for batch in each} == {8}
+        assert len(set(samples)) == len(samples) == 103 // (8 * num_replicas) * 8 * num_replicas
+    else:
+        assert samples == list(range(103))
+        lasts = [len(each[-1]) for each in batches]
+        assert max(lasts) - min(lasts) <= 1
+    states = [each.state_dict() for each in ranks]
+    assert all(state == states[0] for state in states)
+
+
+def test_orders():
+    batches = ResumableBatchSampler(10, 4, seed=1)
+    first = list(batches)
+    assert first == [[3, 5, 2, 9], [7, 0, 8, 6], [1, 4]]  # of any torch and NumPy, for ever
+    batches.set_epoch(1)
+    assert list(batches) != first
+    assert list(ResumableBatchSampler(10, 4, seed=2)) != first
+    assert list(ResumableBatchSampler(10, 4, shuffle=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_the_position_alone_takes_the_place(tmp_path):
+    """To pass over nine million samples takes as long as to pass over none."""
+    batches = ResumableBatchSampler(10_000_000, 100, shuffle=False)
+    batches.load_state_dict(batches.state_dict(num_done=90_000))
+    assert next(iter(batches))[0] == 9_000_000
+    assert batches.state_dict()["num_done"] == 90_001
+
+
+def test_errors():
+    with pytest.raises(ConfigError, match=r"ResumableBatchSampler\(batch_size=0\)"):
+        ResumableBatchSampler(10, 0)
+    with pytest.raises(ConfigError, match="got 2 samples for the last batches of 4 ranks"):
+        ResumableBatchSampler(18, 4, num_replicas=4)
+    with pytest.raises(FileFormatError, match=r"made of \[10, 4, True, False, 1\].*made of \[11, 4"):
+        ResumableBatchSampler(11, 4).load_state_dict(ResumableBatchSampler(10, 4).state_dict())
+    with pytest.raises(InputTypeError, match="whose batch_sampler is BatchSampler"):
+        ResumableLoader(DataLoader(Counting(), 4))

@@ -1,0 +1,149 @@
+"""States of several ranks: replicas are written once, shards by each rank, and an error on one is an error on all."""
+
+import errno
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memkit._errors import ConfigError, MemkitWarning, StateError
+from memkit.train.accumulate import GradientAccumulator
+from memkit.train.state import TrainingStateManager
+from memkit.train.statefiles import list_states
+from tests.train.test_ranks import join, leave
+
+STEPS, STOP = 6, 3  # in the middle of a group of two
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Replicated:
+    def __init__(self):
+        self.model = DistributedDataParallel(make())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.accumulator = GradientAccumulator(self.optimizer, 2, model=self.model)
+
+
+class Sharded:
+    def __init__(self):
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = make()
+        fully_shard(self.model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.accumulator = GradientAccumulator(self.optimizer, 2)
+
+
+def step(training, number):
+    loss = training.model(torch.full((3, 8), 0.1 * number + dist.get_rank())).square().mean()
+    training.accumulator.backward(loss * (1 + 0.01 * random.random()))
+    training.accumulator.step()
+
+
+def whole_values(training):
+    state = [training.model.state_dict(), training.optimizer.state_dict()["state"]]
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for each in leaves]
+
+
+def stop_and_go_on(rank, folder, kind):
+    """Each rank has random numbers of its own; the resumed training ends with the same values, bit for bit."""
+    training, manager = kind(), TrainingStateManager(folder)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    for number in range(STEPS):
+        step(training, number)
+        if number + 1 == STOP:
+            manager.save(STOP, **vars(training))
+    expected = whole_values(training)
+    training.accumulator.close()
+    random.seed(77)
+    resumed = kind()
+    assert manager.restore(**vars(resumed)) == STOP
+    for number in range(STOP, STEPS):
+        step(resumed, number)
+    torch.testing.assert_close(whole_values(resumed), expected, rtol=0, atol=0)
+    assert manager.restore(**vars(resumed)) == STOP  # into tensors that are there
+
+
+def fail_on_one_rank(rank, folder):
+    model, manager = nn.Linear(4, 4), TrainingStateManager(folder)
+    with pytest.raises(ConfigError, match="got 2 ranks"):
+        TrainingStateManager(folder, background=True).save(0, model=model)
+    manager.save(1, model=model)
+    manager.save(3, model=model)
+    if rank == 0:
+        (list_states(manager.directory)[0].path / "rank-1.pt").write_bytes(b"half")
+    dist.barrier()
+    with pytest.warns(MemkitWarning, match=r"passes over .*step-3: rank-1\.pt does not match"):
+        assert manager.restore(model=model) == 1
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((OSError, StateError), match="No space left") as raised:
+        if rank == 1:
+            patch.setattr("memkit.train.state.write_file", fill_up)
+        manager.save(4, model=model)
+    assert isinstance(raised.value, OSError if rank == 1 else StateError)
+    dist.barrier()
+    assert manager.steps == (3, 1)
+    assert len(list(manager.directory.iterdir())) == 2
+
+
+def fill_up(path, write):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def worker(rank, folder):
+    join(rank, folder)
+    stop_and_go_on(rank, f"{folder}/replicated", Replicated)
+    stop_and_go_on(rank, f"{folder}/sharded", Sharded)
+    fail_on_one_rank(rank, f"{folder}/failing")
+    leave()
+
+
+def test_two_ranks_go_on_bit_for_bit(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    (saved,) = list_states(tmp_path / "replicated")
+    states = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True)["objects"] for rank in range(2)]
+    assert set(states[0]) == {"model", "optimizer", "accumulator"}
+    assert set(states[1]) == {"accumulator"}  # the others are the same on all ranks
+    assert list(states[0]["model"]) == list(make().state_dict())  # without DDP's prefix
+    (saved,) = list_states(tmp_path / "sharded")
+    files = saved.read_manifest()["files"]
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rank-0.pt", "rank-1.pt"} == set(files)
+    saved.check_files(files)
+
+
+def one_rank(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store1", rank=0, world_size=1)
+    training = Sharded()
+    with pytest.warns(MemkitWarning, match="is of 2 ranks, now there are 1"):
+        assert TrainingStateManager(f"{folder}/states").restore(**vars(training)) == STOP
+    assert training.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().shape == (16, 8)
+    torch.save([each.full_tensor() for each in training.model.parameters()], f"{folder}/one.pt")
+    leave()
+
+
+def save_after_training(rank, folder):
+    join(rank, folder)
+    training = Sharded()
+    for number in range(STOP + 1):
+        step(training, number)
+    TrainingStateManager(f"{folder}/states").save(STOP, **vars(training))
+    values = [each.full_tensor() for each in training.model.parameters()]
+    if rank == 0:
+        torch.save(values, f"{folder}/two.pt")
+    leave()
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks_go_on_in_one(tmp_path):
+    mp.spawn(save_after_training, args=(str(tmp_path),), nprocs=2)
+    mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
+    one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -1,0 +1,329 @@
+"""Steps that are whole: bit-identical to torch's, also after faults at every operator and inside real limits."""
+
+import gc
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn, optim
+
+import memkit as mk
+from memkit.train import transaction
+from memkit.train.guard import StepGuard
+from memkit.train.transaction import atomic_steps, materialize_state
+from tests.allocations import trace_allocations
+from tests.train.faults import FailingOperator
+
+SHAPES = [(40, 30), (7,), (2, 1000), (), (1,), (3, 4, 5, 2)]
+KINDS = {
+    "adamw": lambda p, **k: optim.AdamW(p, lr=0.01, **k),
+    "amsgrad": lambda p, **k: optim.Adam(p, lr=0.01, amsgrad=True, weight_decay=0.1, **k),
+    "momentum": lambda p, **k: optim.SGD(p, lr=0.01, momentum=0.9, **k),
+    "nesterov": lambda p, **k: optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, **k),  # writes to its gradients
+    "dampening": lambda p, **k: optim.SGD(p, lr=0.01, momentum=0.9, dampening=0.5, maximize=True, **k),
+    "sgd": lambda p, **k: optim.SGD(p, lr=0.01, **k),
+    "rmsprop": lambda p, **k: optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True, **k),
+    "adagrad": lambda p, **k: optim.Adagrad(p, initial_accumulator_value=0.1, lr_decay=0.1, **k),
+    "adamax": lambda p, **k: optim.Adamax(p, **k),
+    "nadam": lambda p, **k: optim.NAdam(p, decoupled_weight_decay=True, weight_decay=0.1, **k),
+    "radam": lambda p, **k: optim.RAdam(p, weight_decay=0.1, **k),
+    "adadelta": lambda p, **k: optim.Adadelta(p, **k),
+    "asgd": lambda p, **k: optim.ASGD(p, weight_decay=0.1, **k),
+    "rprop": lambda p, **k: optim.Rprop(p, **k),
+    "adafactor": lambda p, **k: optim.Adafactor(p, **k),
+    "muon": lambda p, **_: optim.Muon([each for each in p if each.dim() == 2]),
+}
+MUST = ("adamw", "momentum", "amsgrad")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_objects_to_collect():
+    """Each survived fault collects cycles, also among all that the tests before have loaded."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def make(kind, foreach):
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    parameters[5].data = parameters[5].data.contiguous(memory_format=torch.channels_last)
+    return parameters, KINDS[kind](parameters, foreach=foreach), generator
+
+
+def give_gradients(parameters, generator, number):
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = None if number == 1 and parameter.dim() == 1 else gradient  # sometimes a branch is not used
+
+
+def bits(tensors):
+    return [tensor.detach().contiguous().view(-1).view(torch.int32) for tensor in tensors]
+
+
+def everything(parameters, optimizer):
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    return bits([*parameters, *(state[name] for state in states for name in sorted(state))])
+
+
+def train(kind, foreach, num_steps=5, step=lambda optimizer, number: optimizer.step()):
+    parameters, optimizer, generator = make(kind, foreach)
+    for number in range(num_steps):
+        give_gradients(parameters, generator, number)
+        step(optimizer, number)
+    return parameters, optimizer
+
+
+def atomically(optimizer, number):
+    with atomic_steps(optimizer):
+        optimizer.step()
+
+
+def guarded(optimizer):
+    """As the accumulator and the wrapper do; also faults beside the chunks, in torch's own marks, are survived."""
+
+    def step():
+        optimizer.step()
+        return True
+
+    assert StepGuard([optimizer]).run(step)
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_is_bit_identical_to_the_plain_one(kind, in_slices, monkeypatch):
+    if in_slices:
+        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 1024)
+        monkeypatch.setattr(transaction, "_SMALLEST_SLICE", 16)
+    for foreach in (False, True):
+        expected = everything(*train(kind, foreach))
+        torch.testing.assert_close(everything(*train(kind, foreach, step=atomically)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "dampening"])
+def test_state_made_before_the_first_step_is_what_that_step_starts_from(kind):
+    parameters, optimizer, generator = make(kind, foreach=True)
+    materialize_state(optimizer)
+    assert all(parameter.grad is None for parameter in parameters)
+    names = {parameter: set(state) for parameter, state in optimizer.state.items()}
+    for number in range(3):
+        give_gradients(parameters, generator, 0)
+        live = trace_allocations(optimizer.step).live
+        assert live[-1] == 0, f"step {number} has made state"
+    expected_parameters, expected, generator = make(kind, foreach=True)
+    for _ in range(3):
+        give_gradients(expected_parameters, generator, 0)
+        expected.step()
+    assert {parameter: set(state) for parameter, state in optimizer.state.items()} == names
+    torch.testing.assert_close(
+        everything(parameters, optimizer), everything(expected_parameters, expected), rtol=0, atol=0
+    )
+
+
+def count_operators(kind, foreach, number):
+    with FailingOperator() as counter:
+        places = []
+
+        def step(optimizer, current):
+            start = counter.num_operators
+            guarded(optimizer)
+            places.append(counter.num_operators - start)
+
+        train(kind, foreach, step=step, num_steps=number + 1)
+    return places[number]
+
+
+def one_fault(kind, foreach, number, *places):
+    """Train with faults in one step; return how many there were and whether all is as without them."""
+    faults = []
+
+    def step(optimizer, current):
+        with FailingOperator(*(places if current == number else ())) as fault:
+            guarded(optimizer)
+        faults.append(fault.num_failures)
+
+    found = everything(*train(kind, foreach, step=step, num_steps=number + 2))
+    return sum(faults), found
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", MUST)
+def test_a_fault_at_any_operator_of_a_step_changes_nothing(kind, foreach, in_slices, monkeypatch):
+    """Every operator in ``benchmarks/cases/step_faults.py``; here 120. The first step makes state, the third has it."""
+    if in_slices:
+        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 2048)
+    num_faults = 0
+    for number in (0, 2):
+        expected = everything(*train(kind, foreach, num_steps=number + 2))
+        num_operators = count_operators(kind, foreach, number)
+        for place in range(1, num_operators + 1, num_operators // 4):
+            failures, found = one_fault(kind, foreach, number, place)
+            num_faults += failures
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert num_faults >= 8
+
+
+class Exhausted(FailingOperator):
+    """From one operator on, all fail that take memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returns = func._schema.returns
+        takes_memory = any(each.alias_info is None and str(each.type).startswith("Tensor") for each in returns)
+        if takes_memory and self.places and self.num_operators + 1 >= min(self.places):
+            self.places.add(self.num_operators + 1)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", MUST)
+def test_where_nothing_fits_any_more_each_parameter_is_old_or_new(kind, foreach, monkeypatch):
+    monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 8 * 1024)
+    old = everything_of_each(*train(kind, foreach, num_steps=2))
+    new = everything_of_each(*train(kind, foreach, num_steps=3))
+    seen = set()
+    for place in range(1, 30, 3):
+        parameters, optimizer, generator = make(kind, foreach)
+        for number in range(3):
+            give_gradients(parameters, generator, number)
+            if number < 2:
+                optimizer.step()
+        with Exhausted(place + 1), atomic_steps(optimizer):  # torch's mark comes first
+            try:
+                optimizer.step()
+            except mk.MemkitOutOfMemoryError as error:
+                message = str(error)
+        found = everything_of_each(parameters, optimizer)
+        is_old = [all(map(torch.equal, *pair)) for pair in zip(found, old, strict=True)]
+        is_new = [all(map(torch.equal, *pair)) for pair in zip(found, new, strict=True)]
+        assert all(map(bool.__or__, is_old, is_new))
+        num_new = is_old.count(False)
+        assert (f"{num_new} of 6 parameters are stepped" in message) if num_new else ("as they were" in message)
+        seen.add(num_new)
+    assert len(seen) > 1
+
+
+def everything_of_each(parameters, optimizer):
+    return [everything([parameter], optimizer) for parameter in parameters]
+
+
+LIMITED = """
+import resource, sys, torch
+from memkit.train.transaction import atomic_steps
+
+foreach, room, is_atomic = sys.argv[1] == "foreach", int(sys.argv[2]), sys.argv[3] == "atomic"
+torch.manual_seed(0)
+
+def make():
+    parameters = [torch.nn.Parameter(torch.randn(n, 500)) for n in (1500, 20, 700, 6000, 1)]  # 16 MB, one of 12
+    return parameters, torch.optim.AdamW(parameters, foreach=foreach)
+
+torch.manual_seed(0); parameters, optimizer = make()
+torch.manual_seed(0); twins, twin = make()
+for number in range(3):
+    for pair in zip(parameters, twins):
+        for each in pair:
+            each.grad = torch.full_like(each, 1.0 + number)
+    twin.step()
+    if number == 2:
+        data = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmData")).split()[1])
+        resource.setrlimit(resource.RLIMIT_DATA, (data + room, resource.RLIM_INFINITY))
+    try:
+        if is_atomic:
+            with atomic_steps(optimizer):
+                optimizer.step()
+        else:
+            optimizer.step()
+    except RuntimeError:
+        print("failed", end=" ")
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+same = [torch.equal(a, b) and all(torch.equal(optimizer.state[a][n], twin.state[b][n]) for n in twin.state[b])
+        for a, b in zip(parameters, twins)]
+print("same" if all(same) else "torn")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are set as Linux does")
+@pytest.mark.parametrize("foreach", ["foreach", pytest.param("single", marks=pytest.mark.slow)])
+def test_a_step_goes_through_inside_a_real_limit_where_the_plain_one_is_torn(foreach):
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = []
+    for how in ("atomic", "plain"):
+        done = subprocess.run(
+            [sys.executable, "-c", LIMITED, foreach, "2500000", how], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.strip())
+    assert found == ["same", "failed torn"]
+
+
+@pytest.mark.parametrize("kind", [*MUST, "radam", "nadam"])
+@pytest.mark.parametrize("sizes", [(64,) * 8, (512, 8), (1000,)])
+def test_the_peak_is_at_most_a_tenth_above_parameters_gradients_and_state(kind, sizes):
+    parameters = [nn.Parameter(torch.randn(size, 16_000)) for size in sizes]  # 33 to 64 MB
+    optimizer = KINDS[kind](parameters, foreach=True)
+    materialize_state(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    there = sum(tensor.nbytes for tensor in [*parameters, *parameters, *states])
+    assert trace_allocations(lambda: atomically(optimizer, 0)).peak <= 0.1 * there
+
+
+def test_hooks_schedules_scalers_and_closures_see_one_step():
+    parameters, optimizer, generator = make("adamw", foreach=True)
+    optimizer.add_param_group({"params": [extra := nn.Parameter(torch.ones(5))], "lr": 0.5, "weight_decay": 0.0})
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+    optimizer.param_groups[0]["foreach"] = False
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda each, *_: calls.append(("after", len(each.param_groups))))
+    schedule = optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        calls.append("closure")
+        give_gradients(parameters, generator, 0)
+        extra.grad = torch.ones(5)
+        return "loss"
+
+    with atomic_steps(optimizer):
+        assert optimizer.step(closure) == "loss"
+        assert optimizer.step(closure=closure) == "loss"
+        schedule.step()  # warns unless the optimiser has stepped
+        scaler.scale((extra * 2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert calls == ["before", "closure", ("after", 2)] * 2 + ["before", ("after", 2)]
+    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.005), 0.25]
+    assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+    assert optimizer.state[extra]["step"] == 3
+
+
+def test_other_optimizers_are_refused_by_name():
+    class Mine(optim.SGD):
+        pass
+
+    parameters = [nn.Parameter(torch.ones(2))]
+    for optimizer in (optim.LBFGS(parameters), Mine(parameters)):
+        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__), atomic_steps(optimizer):
+            pass
+        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__):
+            materialize_state(optimizer)
+
+
+def test_state_that_does_not_fit_is_not_half_made():
+    parameters, optimizer, _ = make("amsgrad", foreach=True)
+    for place in range(1, 20, 5):
+        with FailingOperator(*itertools.islice(itertools.count(place), 200)), pytest.raises(mk.MemkitOutOfMemoryError):
+            materialize_state(optimizer)
+        assert not optimizer.state
+        assert all(parameter.grad is None for parameter in parameters)
+    with FailingOperator(4):  # a single fault is survived
+        materialize_state(optimizer)
+    assert len(optimizer.state) == len(parameters)
