@@ -92,8 +92,8 @@ def read_starts(folder: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A training that survives kill -9.")
     parser.add_argument("--smoke", action="store_true", help="fewer epochs and kills")
-    num_epochs, num_kills = (4, 2) if parser.parse_args().smoke else (20, 8)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:  # on the disk, not in a temporary file system
+    num_epochs, num_kills = (4, 1) if parser.parse_args().smoke else (20, 8)
+    with tempfile.TemporaryDirectory() as folder:
         left_alone, _ = run(Path(folder) / "left_alone", num_epochs, 0)
         killed, starts = run(Path(folder) / "killed", num_epochs, num_kills)
     print("             loss     weights")

@@ -70,7 +70,7 @@ class Block(nn.Module):
         q, k = rotated(q, turns), rotated(k, turns)
         k, v = (y[:, :, :, None].expand(-1, -1, -1, HEADS // KV_HEADS, -1).flatten(2, 3) for y in (k, v))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # as PyTorch chose at that time; 2.13 takes cuDNN's on an H100
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # assumed of that run; 2.13 takes cuDNN's on an H100
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from memkit._errors import MemkitError
 from memkit._version import __version__
-from memkit.cli import demo, dryrun, estimate, gpus, presets
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
-_COMMANDS = (demo, dryrun, estimate, gpus, presets)
+_COMMANDS = ("compare", "demo", "dryrun", "estimate", "gpus", "presets", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,9 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    # Only the command that is asked for is loaded; where none is, the help and the errors speak of all.
+    for name in given[:1] if given and given[0] in _COMMANDS else _COMMANDS:
+        importlib.import_module(f"memkit.cli.{name}").add_parser(commands)
+    arguments = parser.parse_args(given)
     try:
         code: int = arguments.run(arguments)
     except (MemkitError, OSError) as error:

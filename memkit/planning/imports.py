@@ -70,9 +70,10 @@ class AtImport(MetaPathFinder):
         if spec is None or spec.loader is None:
             return None
         if fullname == "torchvision":
-            _declare_operators(spec)
+            if not _declared:  # who asks whether it is there finds it, too
+                _declare_operators(spec)
             return None
-        run, change = spec.loader.exec_module, self._changes.pop(fullname)
+        run, change = spec.loader.exec_module, self._changes[fullname]
 
         def run_and_change(module: ModuleType) -> None:
             run(module)

@@ -13,7 +13,7 @@ from memkit.report.cards import Card, Fit, card_nodes, find_fits
 from memkit.report.comparing import compare_figures, compare_section
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
 from memkit.report.figures import Figures, read_figures
-from memkit.report.nodes import Paragraph, Report, Section, SectionMaker
+from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share, Size
 from memkit.report.rating import Rating, rate
 from memkit.report.usage import usage_sections
 from memkit.report.words import Words
@@ -67,14 +67,36 @@ def build_report(
     )
 
 
+def build_comparison(before: EventLog, after: EventLog, *, language: str = "en") -> Report:
+    """Make a report of nothing but the differences between two logs; errors as for `build_report`."""
+    words = Words(language)
+    old, new = _figures("before", before, None), _figures("after", after, None)
+    changes = compare_figures(old, new)
+    peak = changes[0]
+    sizes = (Size.of(peak.before_bytes), Size.of(peak.after_bytes), Size.of(peak.change_bytes, is_change=True))
+    cells: tuple[Cell, ...] = (*sizes, Share(peak.share, is_change=True))
+    texts = [words.cell(cell) for cell in cells]
+    return Report(
+        title=words("compare_title"),
+        verdict=words("compare_line", before=texts[0], after=texts[1], change=texts[2], share=texts[3]),
+        highlights=tuple(
+            (words(key), cell)
+            for key, cell in zip(("col_before", "col_after", "col_change", "col_change_share"), cells, strict=True)
+        ),
+        sections=(compare_section(old, new, words),),
+        language=language,
+        figures={"changes": _jsonable(changes), "peak_share": peak.share},
+    )
+
+
 def _figures(name: str, log: object, total_bytes: int | None) -> Figures:
-    call = f"write_report({name}=...)"
+    call = f"{name}=..."
     if not isinstance(log, EventLog):
         raise InputTypeError(
             call,
             got=f"a {type(log).__name__}",
             expected="what memkit.read_memory_events returns",
-            fix="read the file first: write_report(memkit.read_memory_events(path), ...).",
+            fix="read the file first: pass memkit.read_memory_events(path).",
         )
     if not log.events:
         raise InputError(

@@ -78,10 +78,10 @@ def compare_section(before: Figures, after: Figures, words: Words) -> Section:
 def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
     changes = compare_figures(before, after)
     yield Paragraph(words("compare_text"))
-    differences = tuple(_settings(before, after, words))
+    differences = tuple(_settings(before, after))
     if differences:
-        columns = (words("col_fact"), words("col_before"), words("col_after"))
-        yield Table(columns, differences, words("compare_settings"))
+        heads = (words("col_fact"), words("col_before"), words("col_after"))
+        yield Table(heads, differences, words("compare_settings"))
     rows = [
         (
             _name(change, words),
@@ -106,7 +106,7 @@ def _name(change: Change, words: Words) -> str:
     return words(f"compare_{change.group}", name=name)
 
 
-def _settings(before: Figures, after: Figures, words: Words) -> Iterator[tuple[Cell, ...]]:
+def _settings(before: Figures, after: Figures) -> Iterator[tuple[Cell, ...]]:
     """Say in what the runs' own settings differ: then a difference of memory may have other causes."""
     old, new = _flat(before), _flat(after)
     for name in sorted({*old, *new}):

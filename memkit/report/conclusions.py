@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from collections.abc import Iterator, Sequence
 
 from memkit._eventlog import EventLog
@@ -31,9 +31,7 @@ def verdict(figures: Figures, fits: Sequence[Fit], words: Words) -> str:
     return words("sentence", text=words.join(parts))
 
 
-def highlights(
-    figures: Figures, rating: Rating, fits: Sequence[Fit], words: Words
-) -> tuple[tuple[str, Cell], ...]:
+def highlights(figures: Figures, rating: Rating, fits: Sequence[Fit], words: Words) -> tuple[tuple[str, Cell], ...]:
     """Return the figures that stand at the top."""
     held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
     return (
@@ -109,7 +107,7 @@ def _origin(peak: Peak | None, words: Words) -> str | None:
 
 
 def _date(wall_s: float) -> str:
-    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return dt.datetime.fromtimestamp(wall_s, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def efficiency(rating: Rating, words: Words) -> Section:
@@ -140,9 +138,7 @@ def advice_section(advice: Sequence[Advice], words: Words) -> Section:
     columns = (words("col_advice"), words("col_evidence"), words("col_saves"))
     for horizon in HORIZONS:
         rows = tuple(
-            (each.action, each.evidence, _saving(each.saves_bytes, words))
-            for each in advice
-            if each.horizon == horizon
+            (each.action, each.evidence, _saving(each.saves_bytes, words)) for each in advice if each.horizon == horizon
         )
         caption = words(f"horizon_{horizon}")
         nodes.append(Table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption)))
@@ -187,7 +183,8 @@ def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
     known = [(load.num_bytes, load.name) for load in found.loads if load.num_bytes is not None]
     if known and found.whole_bytes:
         size, name = max(known)
-        yield words("finding_largest", name=clean(name), size=words.size(Size.of(size)), share=f"{size / found.whole_bytes:.1%}")
+        share = f"{size / found.whole_bytes:.1%}"
+        yield words("finding_largest", name=clean(name), size=words.size(Size.of(size)), share=share)
     if found.unattributed_bytes:
         yield words("finding_unattributed", size=words.size(Size.of(found.unattributed_bytes)))
     if figures.is_cumulative:

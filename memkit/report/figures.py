@@ -26,8 +26,8 @@ class Peak:
         step: Its step.
         rank: Its process.
         origin: Who counted.
-        is_exact: Whether a counter of largest values says so; else it is what was held at some event, and the peak is
-            at least this.
+        is_exact: Whether a counter over the whole run says so, or a prediction; else it is what was held at some event
+            or in some stage, and the peak is at least this.
     """
 
     num_bytes: int
@@ -108,10 +108,9 @@ class Figures:
 
     @property
     def held_bytes(self) -> int | None:
-        """What the device has to hold: the allocator's peak, or where that is not recorded, the tensors' own."""
-        if self.layers.reserved_bytes is not None:
-            return self.layers.reserved_bytes
-        return None if self.peak is None else self.peak.num_bytes
+        """What the device has to hold: the allocator's peak, and where that is not recorded, the tensors' own."""
+        tensors = self.peak.num_bytes if self.peak else None
+        return max((each for each in (tensors, self.layers.reserved_bytes) if each is not None), default=None)
 
     @property
     def unattributed(self) -> Size:
@@ -164,7 +163,7 @@ def _find_peak(log: EventLog, events: Iterable[Event]) -> Peak | None:
     if winner is None:
         return None
     origin = log.origin(winner, name)
-    is_exact = name != "allocated_bytes" and origin.kind != "sampled"
+    is_exact = origin.kind == "predicted" or (name == "peak_total_bytes" and origin.kind != "sampled")
     return Peak(best, winner.event, winner.step, winner.rank, origin, is_exact)
 
 

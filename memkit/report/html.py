@@ -15,7 +15,10 @@ from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Rep
 from memkit.report.words import Words, bytes_text, gib_text, share_text
 
 # The page may run its own script and style, and load nothing.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
 _WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page stretches them
 _NUM_COLOURS = 4
 
@@ -29,7 +32,8 @@ def to_html(report: Report, mark: str) -> str:
         f'<!doctype html>\n<html lang="{report.language}">\n<!-- {mark} -->\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        f'<link rel="icon" href="data:,">\n<title>{_text(report.title)}</title>\n<style>\n{_resource("page.css")}</style>',
+        f'<link rel="icon" href="data:,">\n<title>{_text(report.title)}</title>',
+        f"<style>\n{_resource('page.css')}</style>",
         f'</head>\n<body>\n<header>\n<div class="bar-top"><h1>{_text(report.title)}</h1>',
         f'<button type="button">{_text(words("theme"))}</button></div>',
         f'<p class="verdict">{_text(report.verdict)}</p>\n<dl class="tiles">{"".join(tiles)}</dl>',
@@ -71,9 +75,10 @@ def _node(node: Node, words: Words) -> Iterator[str]:
 def _table(table: Table, words: Words) -> Iterator[str]:
     right = [' class="n"' if each else "" for each in is_right(len(table.columns), table.rows)]
     label = _text(table.caption or table.columns[0])
+    two = ' class="two"' if len(table.columns) == 2 else ""
     if table.is_folded:
         yield f"<details><summary>{label}: {_text(words('show_rows', count=len(table.rows)))}</summary>"
-    yield f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table>'
+    yield f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table{two}>'
     if table.caption and not table.is_folded:
         yield f"<caption>{label}</caption>"
     head = "".join(f'<th scope="col"{right[n]}>{_text(name)}</th>' for n, name in enumerate(table.columns))
@@ -157,7 +162,7 @@ def _scale(largest: int) -> tuple[float, list[str]]:
     """Choose the top of an axis in bytes, and the texts of its marks from zero to there."""
     gib = max(largest, 1) / GIB
     step = 10 ** math.floor(math.log10(gib / 4))
-    step *= next(factor for factor in (1, 2, 2.5, 5, 10) if 4 * step * factor >= gib * (1 - 1e-9))
+    step *= next(factor for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if 4 * step * factor >= gib * (1 - 1e-9))
     return 4 * step * GIB, [f"{step * tick:.3g} GiB" for tick in range(5)]
 
 

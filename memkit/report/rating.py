@@ -42,7 +42,7 @@ RULES = (
     Rule("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
     Rule("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
 )
-"""Room left at the peak; reserved but not in tensors; growth over all steps; how far steps lie apart; without a name."""
+"""Room at the peak; reserved, not in tensors; growth over all steps; how far steps lie apart; without a component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ def rate(figures: Figures) -> Rating:
 
 
 def _values(figures: Figures) -> dict[str, float | None]:
-    layers, peak, steps = figures.layers, figures.peak, figures.steps
-    held, total = figures.held_bytes, layers.total_bytes
+    peak, steps = figures.peak, figures.steps
+    held, reserved, total = figures.held_bytes, figures.layers.reserved_bytes, figures.layers.total_bytes
     peak_bytes = peak.num_bytes if peak else None
     unattributed = figures.unattributed.low
     trend = steps.trend if steps else None
@@ -100,9 +100,7 @@ def _values(figures: Figures) -> dict[str, float | None]:
         growth = max(0.0, trend.slope) * num_steps / peak_bytes if trend.low > 0 else 0.0
     return {
         "headroom": max(0.0, 1 - held / total) if held is not None and total else None,
-        "fragmentation": (
-            max(0.0, 1 - peak_bytes / layers.reserved_bytes) if peak_bytes is not None and layers.reserved_bytes else None
-        ),
+        "fragmentation": max(0.0, 1 - peak_bytes / reserved) if peak_bytes is not None and reserved else None,
         "growth": growth,
         "spread": steps.spread if steps else None,
         "unattributed": max(0.0, unattributed / peak_bytes) if unattributed is not None and peak_bytes else None,

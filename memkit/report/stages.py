@@ -78,7 +78,7 @@ class Steps:
         measure: What a change is: ``"incremental"``, as the program wrote it; ``"held"``, the difference of what was
             held at the ends of two steps; ``"record"``, the growth of a record over the run; None without any.
         trend: Growth of what is held; None for too few steps.
-        kept: Of incremental bytes, whether a later record shows that they cannot all have stayed: False then, else None.
+        kept: False where a later record shows that not all incremental bytes stayed; else None: the log cannot tell.
     """
 
     steps: tuple[Step, ...]
@@ -136,9 +136,7 @@ def find_stages(observed: Iterable[Observed]) -> tuple[Stage, ...]:
             value is not None for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
         ):
             found.setdefault(each.event.phase or each.event.event, _Bounds()).add(each)
-    return tuple(
-        Stage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items()
-    )
+    return tuple(Stage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items())
 
 
 def find_steps(observed: Sequence[Observed]) -> Steps | None:

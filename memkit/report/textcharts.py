@@ -64,7 +64,9 @@ def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
     """Set rows in columns."""
     widths = [max(display_width(row[column]) for row in rows) for column in range(len(is_right))]
     return [
-        "  ".join(pad(text, width, right=right) for text, width, right in zip(row, widths, is_right, strict=True)).rstrip()
+        "  ".join(
+            pad(text, width, right=right) for text, width, right in zip(row, widths, is_right, strict=True)
+        ).rstrip()
         for row in rows
     ]
 

@@ -192,9 +192,7 @@ def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
     walls = [each.event.wall_s for each in events]
     has_clock = bool(walls) and None not in walls
     start = min((wall for wall in walls if wall is not None), default=0.0)
-    places = [
-        (wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)
-    ]
+    places = [(wall or 0.0) - start if has_clock else float(index) for index, wall in enumerate(walls)]
     lines = [line for line in _time_lines(events, places, words) if len(line.x) > 1]
     if lines:
         axis = words("axis_seconds") if has_clock else words("axis_event")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any, Literal, get_args
 
@@ -12,7 +13,6 @@ from memkit._units import GIB
 from memkit.report.nodes import Cell, Share, Size, clean
 
 Language = Literal["en", "zh"]
-_SEP = {"en": "; ", "zh": "；"}
 
 
 class Words:
@@ -70,9 +70,9 @@ class Words:
             return f"{cell:,}"
         return self("not_recorded") if cell is None else cell
 
-    def join(self, parts: list[str]) -> str:
+    def join(self, parts: Iterable[str]) -> str:
         """Put clauses together."""
-        return _SEP[self.language].join(parts)
+        return self("separator").join(parts)
 
 
 @functools.cache

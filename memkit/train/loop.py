@@ -33,7 +33,7 @@ class StateStore(Protocol):
     """Keeps the state of objects, such as `memkit.TrainingStateManager`."""
 
     def save(self, step: int, /, **objects: Any) -> None:
-        """Save the state of all objects, and the random state."""
+        """Save the state of all objects, and the random state; ``metric`` is a number, the monitor's latest."""
 
     def restore(self, **objects: Any) -> int | None:
         """Put the newest state back; None where there is none."""

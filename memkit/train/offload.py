@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -14,9 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memkit._errors import ConfigError, StateError
 from memkit._units import parse_bytes
+from memkit._whereabouts import running_node
 from memkit.train.offload_files import DiskStore, HostStore, Store
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
+_ALIGNMENT = 16  # bytes of the largest element
 
 
 class offload_activations(contextlib.AbstractContextManager["offload_activations"]):  # noqa: N801 - used like a function
@@ -75,19 +78,19 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._budget = parse_bytes(budget, name="budget")
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
         self._to, self._folder, self._model = to, None if folder is None else Path(folder), model
-        self._stores: dict[torch.device | None, Store] = {}
-        self._lasting: set[int] = set()  # storages of the model, refreshed on entry
-        self._records: dict[int, weakref.ref[_Record]] = {}  # by the storage's address; a dead one is replaced
-        self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by id, oldest first
+        self._stores: dict[torch.device, Store] = {}
+        self._lasting: set[int] = set()  # storages of the model
+        self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
+        self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
         self._active: list[saved_tensors_hooks] = []
         self.held_bytes = self.written_bytes = 0
 
-    def __enter__(self) -> offload_activations:
+    def __enter__(self) -> Self:
         """Begin to offload."""
         if self._model is not None:
             tensors = [*self._model.parameters(), *self._model.buffers()]
-            self._lasting = {tensor.untyped_storage()._cdata for tensor in tensors}  # noqa: SLF001 - its identity
-        hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._lasting = {_address(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)}
+        hooks = saved_tensors_hooks(self._pack, _Packed.unpack)
         hooks.__enter__()
         self._active.append(hooks)
         return self
@@ -96,26 +99,166 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         """Stop; what was saved stays where it is until its backward."""
         self._active.pop().__exit__(*error)
 
+    @contextlib.contextmanager
+    def around(self, other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Enter another context, and offload in it."""
+        with other, self:
+            yield
+
     def _pack(self, tensor: torch.Tensor) -> _Packed:
-        tensor = tensor.detach()  # an operator's own result would keep its graph alive; the version is shared
-        if not self._may_move(tensor):
-            return _Packed(None, tensor, tensor._version)
-        storage = tensor.untyped_storage()
-        first, extent = _extent(tensor)
-        if storage.nbytes() <= _WORTH_WHOLE * extent:
-            first, extent = 0, storage.nbytes()
-        key = storage._cdata  # noqa: SLF001 - the storage's address, valid as long as the weak reference to it
-        known = self._records.get(key)
-        record = known() if known else None
-        if record is None or not record.has(storage, first, extent, tensor._version):
-            record = _Record(self, tensor, storage, first, extent)
-            self._records[key] = weakref.ref(record)
-            self._hold(record)
-        return _Packed(record, tensor.to("meta") if record.original is None else tensor, tensor._version)
+        moves = self._may_move(tensor)
+        tensor = tensor.detach()  # an operator's own result would keep its graph alive; the version stays shared
+        return _Packed(tensor, self._record(tensor) if moves else None)
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout != torch.strided or tensor.is_quantized:
+        if isinstance(tensor, nn.Parameter) or isinstance(_base(tensor), nn.Parameter) or not _has_storage(tensor):
             return False
-        if tensor.is_conj() or tensor.is_neg() or tensor.nbytes < self._min_bytes:
+        if tensor.nbytes < self._min_bytes or tensor.device.type == "meta":
             return False
-        return True
+        return (self._to == "disk" or tensor.device.type != "cpu") and (
+            _address(tensor.untyped_storage()) not in self._lasting
+        )
+
+    def _record(self, tensor: torch.Tensor) -> _Record:
+        """Find the record of a tensor's storage, or make one and move out what no longer fits."""
+        storage = tensor.untyped_storage()
+        record = self._records.get(_address(storage))
+        first, size = _extent(tensor)
+        if record is not None and record.covers(storage, _version(tensor), first, size):
+            return record
+        if storage.nbytes() <= _WORTH_WHOLE * size:
+            first, size = 0, storage.nbytes()
+        record = self._records[_address(storage)] = _Record(self, tensor, first, size)
+        self._held[id(record)] = weakref.ref(record)
+        self.held_bytes += record.num_bytes
+        while self.held_bytes > self._budget and self._held:
+            oldest = self._held.popitem(last=False)[1]()
+            if oldest is not None and oldest.original is not None:
+                self._move_out(oldest, oldest.original)
+        return record
+
+    def _move_out(self, record: _Record, original: torch.Tensor) -> None:
+        if _version(original) == record.version:  # else backward will say that it was changed
+            key = torch.device("cpu") if self._to == "disk" else original.device
+            if key not in self._stores:
+                self._stores[key] = DiskStore(self._folder) if self._to == "disk" else HostStore(key)
+            record.store = self._stores[key]
+            record.handle = record.store.write(_view_bytes(original.untyped_storage(), record.first, record.num_bytes))
+            self.written_bytes += record.num_bytes
+        record.original = None
+        self.held_bytes -= record.num_bytes
+
+    def _forget(self, record: _Record) -> None:
+        if record.original is not None:
+            self._held.pop(id(record), None)
+            self.held_bytes -= record.num_bytes
+        if record.store is not None:
+            record.store.release(record.handle)
+
+
+def make_offload(choice: Collection[str], model: nn.Module, device: torch.device) -> offload_activations | None:
+    """Return the offload that the wrapper's setting asks for, to the next larger memory."""
+    if "activations" not in choice:
+        return None
+    return offload_activations(to="disk" if device.type == "cpu" else "host", model=model)
+
+
+class _Record:
+    """The bytes of one storage, or of a small part of it: where they are, kept or moved out."""
+
+    def __init__(self, owner: offload_activations, tensor: torch.Tensor, first: int, num_bytes: int) -> None:
+        self._owner = owner
+        self._source = weakref.ref(tensor.untyped_storage())
+        self._loaded: weakref.ref[torch.UntypedStorage] | None = None
+        self._device = tensor.device
+        self.version = _version(tensor)
+        self.first, self.num_bytes = first, num_bytes
+        self.original: torch.Tensor | None = tensor  # while it is kept
+        self.store: Store | None = None
+        self.handle: Any = None
+
+    def __del__(self) -> None:
+        self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
+
+    def covers(self, storage: torch.UntypedStorage, version: int, first: int, size: int) -> bool:
+        """Say whether it holds these bytes of this storage as they are now."""
+        inside = self.first <= first and first + size <= self.first + self.num_bytes
+        return inside and self._source() is storage and self.version == version
+
+    def load(self) -> tuple[torch.UntypedStorage, int]:
+        """Return a storage with the bytes, and which byte of the record's own storage is its first."""
+        if self.original is not None:
+            _check_version(self.original, self.version)
+            return self.original.untyped_storage(), 0
+        if self.store is None:
+            _refuse_changed()
+        storage = self._loaded() if self._loaded else None  # another view may just have brought it back
+        if storage is None:
+            storage = self.store.read(self.handle, self._device).untyped_storage()
+            self._loaded = weakref.ref(storage)
+        return storage, self.first
+
+
+class _Packed:
+    """What autograd keeps in place of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor, record: _Record | None) -> None:
+        self._record = record
+        if record is None:
+            self._tensor, self._saved_version = tensor, _version(tensor)
+        else:
+            self._layout = (tensor.dtype, tensor.device, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor as it was saved."""
+        if self._record is None:
+            _check_version(self._tensor, self._saved_version)
+            return self._tensor
+        storage, first = self._record.load()
+        dtype, device, offset, shape, stride = self._layout
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, offset - first // dtype.itemsize, shape, stride)
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is nothing but a view of one storage."""
+    plain = type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout == torch.strided
+    return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _address(storage: torch.UntypedStorage) -> int:
+    return storage._cdata  # noqa: SLF001 - torch's own identity of a storage
+
+
+def _base(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor._base  # noqa: SLF001 - what a view is a view of; torch has no other name for it
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version  # noqa: SLF001 - how often it was changed in place, as autograd itself asks
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return first byte and size of what a view reaches of its storage; the first lies well for every dtype."""
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.element_size()
+    first = start - start % _ALIGNMENT
+    return first, start + reach * tensor.element_size() - first
+
+
+def _view_bytes(storage: torch.UntypedStorage, first: int, size: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (size,), (1,))
+
+
+def _check_version(tensor: torch.Tensor, version: int) -> None:
+    if _version(tensor) != version:
+        _refuse_changed(f", which has the shape {tuple(tensor.shape)}")
+
+
+def _refuse_changed(shape: str = "") -> NoReturn:
+    node = running_node()
+    raise StateError(
+        "backward() of what offload_activations saved",
+        got=f"a tensor{shape} that was changed in place after it was saved for {node.name() if node else 'backward'}",
+        expected="saved tensors that stay as they are until backward",
+        fix="change a copy (x = x + 1 in place of x += 1), or change it after backward.",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import threading
 import warnings
@@ -120,6 +121,7 @@ class TrainingStateManager:
                 failed.
             ConfigError: ``background=True`` on several ranks.
         """
+        step = operator.index(step)  # also a NumPy integer
         if step < 0:
             raise InputError(
                 f"TrainingStateManager.save({step})",

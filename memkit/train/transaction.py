@@ -86,8 +86,8 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
     ``optimizer.step()`` is called as before, by you, a loss scaler or a trainer; schedules, step hooks (those that were
     registered before the block), closures and tensor learning rates work. Inside, it runs on a 32nd of the parameters
     at a time, and keeps their old values until they are done. After an out-of-memory they are put back, with their
-    gradients and state, and are stepped in halves. A parameter above the 32nd is stepped in slices. The result is bit-identical to the
-    plain step.
+    gradients and state, and are stepped in halves. A parameter above the 32nd is stepped in slices. The result is
+    bit-identical to the plain step.
 
     Args:
         optimizer: One of torch's own optimisers but LBFGS, or several.

@@ -20,6 +20,7 @@ from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
 from memkit.train.models import count_compilations, device_of, eval_mode, unwrap_model
+from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
@@ -53,6 +54,7 @@ class MemoryEfficientTrainingWrapper:
         accumulation_steps: Micro-batches per batch, at least; each call of `train_step` is one optimiser step.
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, or a
             callable ``(name, module) -> bool``.
+        offload: ``("activations",)``: what forwards save for backward waits in host memory; on the CPU, on the disk.
         max_grad_norm: Clip the total gradient norm.
         scheduler: Stepped after each real optimiser step.
         average: A running average of the weights, updated after each real optimiser step.
@@ -96,13 +98,10 @@ class MemoryEfficientTrainingWrapper:
         probe: bool = True,
     ) -> None:
         check_settings(accumulation_steps, on_oom, offload, memory, scheduler)
-        self.model = model
-        self._device = device_of(model)
+        self.model, self._device = model, device_of(model)
         self._optimizers = list_optimizers(optimizer)
         self._accumulation_steps = accumulation_steps
-        self._scheduler = scheduler
-        self._average = average
-        self._split_fn = split_fn
+        self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
         self._wants_probe = probe and split_fn is None
         self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
         self._window: Window | None = None
@@ -128,6 +127,7 @@ class MemoryEfficientTrainingWrapper:
             has_rows = split_fn is None and self._accumulator.shards is None
             self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=has_rows)
             self._watch = BufferWatch(model)
+            self._offload = make_offload(offload, model, self._device)
             self._cleanup = cleanup.pop_all()
 
     @property
@@ -200,8 +200,8 @@ class MemoryEfficientTrainingWrapper:
             self._probe(lambda model: SplitVerdict(None, modules=scan_modules(model)))
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for forward and loss, as ``precision`` says."""
-        return self._precision.autocast()
+        """A context for forward and loss, as ``precision`` and ``offload`` say."""
+        return self._precision.autocast() if self._offload is None else self._offload.around(self._precision.autocast())
 
     def backward(
         self,

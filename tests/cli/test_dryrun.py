@@ -98,7 +98,7 @@ def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd):
     code, out, err = dryrun(capfd, "writes.py", "--gpu", "T4")
     assert code == 0, err
     assert "fits T4, but no training step was seen" in out
-    assert "/made/deep/x.txt" in out
+    assert "/copied/deep/x.txt" in out
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import memkit as mk
 from memkit import _device
@@ -95,11 +95,14 @@ def orders(kind):
         return loader_of(generator=torch.Generator().manual_seed(5))
     if kind == "workers":
         return loader_of(num_workers=1)
+    if kind == "distributed":
+        data = torch.utils.data.TensorDataset(*digits())
+        return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, num_replicas=2, rank=1))
     batches = ResumableBatchSampler(200, 16, seed=3)
     return ResumableLoader(DataLoader(torch.utils.data.TensorDataset(*digits()), batch_sampler=batches))
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "resumable"])
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "distributed", "resumable"])
 def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)
     result = whole.run(num_epochs=3)
@@ -126,6 +129,15 @@ def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
         resumed = loop.run(num_epochs=3)
     assert resumed == result
     assert torch.equal(weights(model), weights(expected))
+
+
+def test_epochs_of_a_distributed_sampler_differ():
+    """A loop that forgets set_epoch trains on the same order in every epoch."""
+    loader, seen = orders("distributed"), []
+    loop, _ = make(loader)
+    loop._loss_fn = lambda model, batch: (seen.append(batch[0].sum().item()), loss_fn(model, batch))[1]
+    loop.run(num_epochs=2)
+    assert sorted(seen[: len(seen) // 2]) != sorted(seen[len(seen) // 2 :])
 
 
 def test_a_sigterm_inside_a_validation_is_obeyed_and_the_validation_made_up_for(tmp_path):

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,9 +118,16 @@ def test_without_metrics_there_is_no_best(manager):
 def test_newest_is_what_was_saved_last(manager):
     value_of(manager, 10)
     manager.save(11, model=model_of(3.0))
-    manager.save(11, model=model_of(4.0))
+    manager.save(np.int64(11), model=model_of(4.0))
     assert manager.steps == (11, 11, 20)
     assert value_of(manager) == (11, 4.0)
+
+
+def test_steps_are_whole_numbers(manager):
+    with pytest.raises(InputError, match=r"save\(-1\): got -1; expected a step of 0 or more"):
+        manager.save(-1, model=model_of(3.0))
+    with pytest.raises(TypeError):
+        manager.save(1.5, model=model_of(3.0))
 
 
 @pytest.mark.parametrize("settings", [{"keep": 0}, {"mode": "least"}])

@@ -186,7 +186,7 @@ def test_where_nothing_fits_any_more_each_parameter_is_old_or_new(kind, foreach,
     old = everything_of_each(*train(kind, foreach, num_steps=2))
     new = everything_of_each(*train(kind, foreach, num_steps=3))
     seen = set()
-    for place in range(1, 30, 3):
+    for place in (1, 5, 60, 90):
         parameters, optimizer, generator = make(kind, foreach)
         for number in range(3):
             give_gradients(parameters, generator, number)

@@ -1,0 +1,37 @@
+"""`memkit report`: a memory log as a page for people."""
+
+from __future__ import annotations
+
+import argparse
+
+from memkit._eventlog import read_memory_events
+from memkit.assemble.report import make_report
+from memkit.report.write import SUFFIXES, check_target, save_report
+
+_OUTPUT = "memory_analysis_report.md"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("report", help="write a memory log as a page for people")
+    parser.add_argument("--log", required=True, metavar="FILE", help="the log; also a directory, or a run of ranks")
+    formats = ", ".join(SUFFIXES)
+    parser.add_argument("--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
+    parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")
+    parser.add_argument("--gpu", metavar="NAME", help="the card that it ran on, where the log does not say")
+    parser.add_argument("--language", default="en", metavar="LANGUAGE", help="en, or zh for Chinese")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_target(arguments.output)  # before the work
+    report = make_report(
+        read_memory_events(arguments.log),
+        baseline=None if arguments.baseline is None else read_memory_events(arguments.baseline),
+        gpu=arguments.gpu,
+        language=arguments.language,
+    )
+    save_report(report, arguments.output)
+    print(report.verdict)
+    print(arguments.output)
+    return 0
