@@ -26,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> int:
         check_target(arguments.output)  # before the work
     before, after = read_memory_events(arguments.before), read_memory_events(arguments.after)
     report = build_comparison(before, after, language=arguments.language)
-    growth = report.figures["peak_share"]
+    growth = report.figures()["peak_share"]
     if arguments.max_growth is not None and growth is None:
         raise InputError(
             f"compare --max-growth {arguments.max_growth:g}",

@@ -2,7 +2,7 @@
 
 The folder mirrors the file system: what the process writes to ``/a/b`` lies in ``FOLDER/a/b``, is read from there,
 and is listed beside what the real ``/a`` holds. What is removed is only forgotten. So it is for files that Python opens
-(all that stands on it: NumPy, Pillow, logging, TensorBoard) and for `torch.save`; not for libraries that open files in
+(all that stands on it: NumPy, Pillow, logging) and for `torch.save`; not for libraries that open files in
 C, nor for other programs that the process starts.
 """
 # It stands in for os, on which pathlib is built.

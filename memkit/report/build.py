@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def build_report(
         highlights=highlights(figures, rating, fits, words),
         sections=tuple(built),
         language=language,
-        figures=_plain(figures, rating, advice, fits, before),
+        figures=functools.partial(_plain, figures, rating, advice, fits, before),
     )
 
 
@@ -85,7 +86,7 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
         ),
         sections=(compare_section(old, new, words),),
         language=language,
-        figures={"changes": _jsonable(changes), "peak_share": peak.share},
+        figures=lambda: {"changes": _jsonable(changes), "peak_share": peak.share},
     )
 
 

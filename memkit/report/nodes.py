@@ -5,7 +5,8 @@ Sizes stay numbers down to the renderers, so that every format shows the same fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from memkit._eventlog import EventLog
@@ -154,15 +155,15 @@ class Report:
         highlights: Those figures one by one: what it is, and its value.
         sections: In the order of reading.
         language: ``"en"`` or ``"zh"``.
-        figures: The numbers behind it, as plain JSON values.
+        figures: Makes the numbers behind it, as plain JSON values.
     """
 
     title: str
     verdict: str
     highlights: tuple[tuple[str, Cell], ...]
     sections: tuple[Section, ...]
-    language: str = "en"
-    figures: dict[str, Any] = field(default_factory=dict)
+    language: str
+    figures: Callable[[], dict[str, Any]]
 
 
 class SectionMaker(Protocol):

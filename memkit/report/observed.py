@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memkit._eventlog import EventLog
 from memkit._events import Event
@@ -12,8 +12,7 @@ from memkit._events import Event
 _STEP = re.compile(r"step[_ -]?(\d{1,18})", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(NamedTuple):
     """One event, with what can be concluded from its place.
 
     Attributes:

@@ -69,7 +69,7 @@ def _to_json(report: Report) -> str:
         "language": report.language,
         "title": report.title,
         "verdict": report.verdict,
-        "figures": report.figures,
+        "figures": report.figures(),
         "sections": sections,
     }
     return json.dumps(value, ensure_ascii=False, indent=1) + "\n"

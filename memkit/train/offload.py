@@ -226,7 +226,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    return storage._cdata  # noqa: SLF001 - torch's own identity of a storage
+    return int(storage._cdata)  # noqa: SLF001 - torch's own identity of a storage
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -239,8 +239,8 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return first byte and size of what a view reaches of its storage; the first lies well for every dtype."""
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.element_size()
+    reach = 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
     first = start - start % _ALIGNMENT
     return first, start + reach * tensor.element_size() - first
 

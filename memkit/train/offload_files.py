@@ -77,7 +77,7 @@ class DiskStore:
             self._file.seek(start)
             done = 0
             while done < num_bytes:
-                count = self._file.readinto(data[done:])  # type: ignore[attr-defined]  # an unbuffered file has it
+                count = self._file.readinto(data[done:])
                 if not count:
                     raise OSError(f"the offload file ends at byte {start + done}")
                 done += count

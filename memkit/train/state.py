@@ -188,13 +188,15 @@ class TrainingStateManager:
             },
         }
 
+        sharded = flattener.sharded  # the flattener itself keeps the originals of what it has copied
+
         def write() -> None:
-            self._write(step, metric, state, flattener.sharded, crew)
+            self._write(step, metric, state, sharded, crew)
 
         if not self._background:
             write()
             return
-        if crew.size > 1 or flattener.sharded:
+        if crew.size > 1 or sharded:
             raise ConfigError(
                 "TrainingStateManager(background=True)",
                 got=f"{crew.size} ranks",

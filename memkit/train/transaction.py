@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import optim
@@ -20,6 +20,9 @@ from memkit._device import release_cached_memory
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
 from memkit.train.ranks import local_part
+
+if TYPE_CHECKING:
+    from collections import OrderedDict
 
 Group = dict[str, Any]
 
@@ -131,7 +134,8 @@ def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -
             before = each.register_step_pre_hook(stepper.run)  # the last, so that others' have done what they do
             stack.callback(before.remove)
             after = each.register_step_post_hook(stepper.end)
-            each._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # noqa: SLF001 - no public way to be first
+            hooks = cast("OrderedDict[int, Any]", each._optimizer_step_post_hooks)  # noqa: SLF001 - no public way
+            hooks.move_to_end(after.id, last=False)  # the first, so that others' find all as it was
             stack.callback(after.remove)
         yield
 

@@ -199,6 +199,15 @@ def test_a_killed_loop_goes_on_bit_by_bit(kind, when, tmp_path):
     assert_same(base, plain)
 
 
+def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
+    with TrainingStateManager(tmp_path) as state:
+        create_enhanced_train_loop(TrainLoop(2), state=state).run_loop()
+        other = TrainLoop(2)
+        other.ema_params = []
+        with pytest.raises(mk.FileFormatError, match="4 tensors beside the model; expected version 1, 0 tensors"):
+            create_enhanced_train_loop(other, state=state).run_loop()
+
+
 def test_our_own_loop_and_its_validation(tmp_path):
     expected, plain = make()
     expected.run(num_epochs=2)
@@ -219,7 +228,11 @@ def test_our_own_loop_and_its_validation(tmp_path):
         assert stopped.run_loop() == "early stopping"
         assert own.num_steps == stopped.num_steps < 26
         own, model = make()
-        create_enhanced_train_loop(own, state=state, val_interval=5, num_epochs=2, monitor=None).run_loop()
+        monitor = ValidationMonitor(patience=100, mode="max")
+        longer = create_enhanced_train_loop(
+            own, loader_of(50), val_interval=5, num_epochs=2, monitor=monitor, state=state
+        )
+        assert longer.run_loop() == "epochs"
     assert torch.equal(weights(model), weights(plain))
 
 

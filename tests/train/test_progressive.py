@@ -92,6 +92,8 @@ def test_it_goes_on_after_the_last_epoch_that_was_done():
     again.load_state_dict(first.state_dict())
     assert again.run(loader_of()) == 4  # the third epoch anew, and the fourth
     assert {side for _, side, _ in again._step_fn.steps} == {8}
+    with pytest.raises(mk.FileFormatError, match="version 9; expected version 1"):
+        again.load_state_dict({"version": 9})
 
 
 def test_an_iterator_is_refused_when_it_is_used_up():

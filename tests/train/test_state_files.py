@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -252,14 +253,19 @@ def test_the_background_writes_what_was_there_at_the_call(tmp_path, monkeypatch)
     may_write, write = threading.Event(), statefiles.drafting
     monkeypatch.setattr("memkit.train.state.drafting", lambda directory: (may_write.wait(), write(directory))[1])
     model = model_of(1.0)
+    values = np.ones(64, dtype=np.float32)
+    model.bias.grad, memory = torch.from_numpy(values), weakref.ref(values)
+    del values
     with TrainingStateManager(tmp_path, background=True) as manager:
-        manager.save(1, model=model)
+        manager.save(1, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         nn.init.constant_(model.weight, 5.0)
+        model.zero_grad()
+        assert memory() is None  # what was copied may go
         assert manager.steps == ()
         may_write.set()
         manager.wait()
         assert manager.steps == (1,)
-    assert value_of(manager) == (1, 1.0)
+    assert value_of(manager, 1) == (1, 1.0)
 
 
 def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path):

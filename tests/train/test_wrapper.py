@@ -481,7 +481,7 @@ class TestMisuse:
 
     @pytest.mark.parametrize(
         "settings",
-        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"activations"}}],
+        [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"parameters"}}],
     )
     def test_settings(self, settings):
         with pytest.raises(mk.ConfigError, match=next(iter(settings))):

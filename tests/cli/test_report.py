@@ -1,0 +1,81 @@
+"""The `memkit report` and `memkit compare` commands, as typed in a shell."""
+
+import json
+import random
+
+import pytest
+
+from benchmarks.cases.log_fuzz import damaged, real_logs
+from memkit.cli import main
+from tests.report.pages import S1
+
+
+def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "--log", str(S1)]) == 0
+    verdict, path = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("Peak 23.15 GiB (24,860,109,824 B) in tensors, at inference_end; ")
+    assert path == "memory_analysis_report.md"
+    assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Memory report\n")
+
+
+def test_baseline_card_and_language(capsys, tmp_path):
+    arguments = ["--baseline", str(S1), "--gpu", "5090", "--language", "zh", "--output", str(tmp_path / "r.json")]
+    assert main(["report", "--log", str(S1), *arguments]) == 0
+    record = json.loads((tmp_path / "r.json").read_text("utf-8"))
+    assert record["language"] == "zh"
+    assert record["figures"]["rating"]["points"] == 84
+    assert {change["presence"] for change in record["figures"]["changes"]} == {"both"}
+    assert "张量峰值" in capsys.readouterr().out
+
+
+def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
+    larger = tmp_path / "larger.json"
+    larger.write_text(S1.read_text().replace("24860109824", "26103115315"))
+    assert main(["compare", str(S1), str(larger), "--max-growth", "5.1"]) == 0
+    out = capsys.readouterr().out
+    assert "+1.16 GiB (+1,243,005,491 B)" in out
+    assert "+5.0%" in out
+    assert main(["compare", str(S1), str(larger), "--max-growth", "4.9"]) == 1
+    assert main(["compare", str(larger), str(S1), "--max-growth", "0", "--output", str(tmp_path / "c.md")]) == 0
+    assert "-1.16 GiB (-1,243,005,491 B)" in (tmp_path / "c.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["report", "--log", "none.json"], "no file there"),
+        (["report", "--log", str(S1), "--output", "report.pdf"], "the suffix '.pdf'"),
+        (["report", "--log", str(S1), "--output", str(S1)], "a file that is there and is no memkit report"),
+        (["report", "--log", str(S1), "--language", "de"], "expected one of en, zh"),
+        (["report", "--log", str(S1), "--gpu", "none"], "a name of no card"),
+        (["compare", str(S1), "none.json"], "no file there"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, text):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith("memkit: error: ")
+    assert err.count("\n") == 1
+    assert text in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_logs_give_a_report_or_one_line(capsys, tmp_path):
+    originals, chance = real_logs(tmp_path), random.Random(1)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    codes = set()
+    for _ in range(300):
+        log = tmp_path / "damaged"
+        log.write_bytes(damaged(originals, chance))
+        target = folder / f"r.{chance.choice(('md', 'html', 'txt', 'json'))}"
+        code = main(["report", "--log", str(log), "--output", str(target)])
+        out, err = capsys.readouterr()
+        codes.add(code)
+        assert (code, err) == (0, "") or (code == 2 and not out and err.count("\n") == 1)
+        assert [path.name for path in folder.iterdir()] == ([target.name] if code == 0 else [])
+        target.unlink(missing_ok=True)
+    assert codes == {0, 2}

@@ -1,0 +1,100 @@
+"""The first program's example is right in every figure, in every format."""
+
+import json
+import re
+
+import pytest
+
+from memkit.assemble.report import write_report
+from memkit.planning.gpus import find_gpu
+from memkit.report.figures import read_figures
+from tests.report.pages import ALL, END, STEP, T5, Page, first_log, markdown_rows
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    for suffix in ("md", "html", "txt", "json"):
+        write_report(first_log(), folder / f"report.{suffix}")
+    return {suffix: (folder / f"report.{suffix}").read_text("utf-8") for suffix in ("md", "html", "txt", "json")}
+
+
+def test_the_figures():
+    figures = read_figures(first_log(), None)
+    assert (figures.peak.num_bytes, figures.peak.event, figures.peak.is_exact) == (END, "inference_end", True)
+    assert figures.is_cumulative
+    found = figures.components
+    assert [(load.name, load.num_bytes) for load in found.loads] == [("t5", T5), ("vae", None), ("dit", None)]
+    assert (found.whole_bytes, found.unattributed_bytes) == (ALL, ALL - T5)
+    assert figures.unattributed.low == END - T5
+    steps = figures.steps
+    assert [(step.number, step.change_bytes) for step in steps.steps] == [(1, STEP), (2, STEP), (10, STEP)]
+    assert (steps.num_missing, steps.measure, steps.spread) == (7, "incremental", 0)
+    assert steps.kept is False  # the record rose by one step's bytes, not by three
+    assert figures.seconds is None
+    assert figures.layers.reserved_bytes is None
+
+
+SHOWN = {
+    "t5": ["10.58 GiB (11,362,869,248 B)", "45.8%", "growth since init"],
+    "unattributed": ["12.54 GiB (13,462,118,400 B)", "54.2%", "has room for what is not recorded: vae, dit"],
+    "all that was loaded": ["23.12 GiB (24,824,987,648 B)", "100.0%", "model_loaded"],
+    "vae": ["not recorded", "not recorded", " "],
+    "t5_loaded": ["1", "10.58 GiB (11,362,869,248 B)", "45.7%", "not recorded"],
+    "forward_pass": ["1", "not recorded", "not recorded", "+0.03 GiB (+35,122,176 B)"],
+    "inference_end": ["1", "23.15 GiB (24,860,109,824 B)", "100.0%", "not recorded"],
+    "1": ["+0.03 GiB (+35,122,176 B)"],
+    "10": ["+0.03 GiB (+35,122,176 B)"],
+    "RTX 4090": ["too small", "23.03 GiB (24,725,225,472 B)", "100.5%", "observed"],
+    "RTX 5090": ["fits", "30.37 GiB (32,607,633,408 B)", "76.2%", "observed"],
+}
+
+
+def test_markdown(written):
+    rows = markdown_rows(written["md"])
+    assert {name: rows[name] for name in SHOWN} == {name: [cell.strip() for cell in row] for name, row in SHOWN.items()}
+    names = list(rows)
+    assert names.index("1") < names.index("2") < names.index("10")
+
+
+def test_html_shows_the_same(written):
+    page = Page(written["html"])
+    for name, cells in SHOWN.items():
+        plain = [cell.replace(" (", "").replace(")", "").strip() for cell in cells]
+        assert page.rows[name] == plain, name
+
+
+def test_every_size_of_the_text_is_in_markdown_and_html(written):
+    page = " ".join(Page(written["html"]).texts)
+    sizes = set(re.findall(r"[+-]?[\d,]+ B\b", written["txt"]))
+    assert len(sizes) > 15
+    for size in sizes:
+        assert size in written["md"]
+        assert size in page
+
+
+def test_json_has_plain_bytes(written):
+    figures = json.loads(written["json"])["figures"]
+    assert figures["peak"]["num_bytes"] == END
+    assert figures["components"]["loads"][0] == {"name": "t5", "num_bytes": T5, "since": "init", "is_record": True}
+    assert figures["unattributed_bytes"] == END - T5
+    assert figures["rating"]["points"] is None
+    assert figures["cards"]["RTX 4090"] == "no"
+    assert figures["cards"]["RTX 5090"] == "fits"
+
+
+def test_what_is_missing_is_said_and_never_zero(written):
+    for text in (written["md"], written["txt"], written["html"]):
+        assert "The peaks of this log are cumulative" in text
+        assert "7 numbers in between are not in the log" in text
+        assert "device; " in text
+        assert "No rating: 3 figures are needed and 2 can be derived from this log." in text
+
+
+def test_the_card_may_be_named(tmp_path):
+    write_report(first_log(), tmp_path / "report.json", gpu="RTX 5090")
+    rating = json.loads((tmp_path / "report.json").read_text())["figures"]["rating"]
+    headroom = rating["marks"]["headroom"]
+    assert headroom["value"] == pytest.approx(1 - END / find_gpu("RTX 5090").total_bytes)
+    unattributed = (0.6 - (END - T5) / END) / 0.5
+    assert rating["points"] == round(100 * (30 + 15 + 10 * unattributed) / (30 + 15 + 10)) == 84

@@ -1,0 +1,218 @@
+"""Pages: the same in every format, in both languages, safe with any name, small, self-contained, never half written."""
+
+import ast
+import json
+import re
+import string
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases.log_fuzz import header, typical_event
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._eventlog import EventLog
+from memkit._events import Event
+from memkit.assemble.report import make_report, write_report
+from memkit.report import words as words_module
+from memkit.report.nodes import Bars, Bullets, Line, Lines, Paragraph, Section, Share, Size, Table
+from memkit.report.thin import thin
+from memkit.report.words import Words, texts
+from memkit.report.write import MARK, render
+from tests.report.pages import S1, Page, first_log, log_of
+
+ROOM = Path(words_module.__file__).parent
+EVIL = "<script>alert(1)</script>|`x`\n# [a](javascript:b) ![i](http://e.vil/i.png) \x1b[31m\u202e </script><!-- https://e.vil"
+
+
+# ---- words
+
+
+def test_every_text_is_in_both_languages_with_the_same_places():
+    for key, pair in texts().items():
+        assert set(pair) == {"en", "zh"}, key
+        english, chinese = (
+            sorted(name for _, name, _, _ in string.Formatter().parse(text) if name) for text in pair.values()
+        )
+        assert english == chinese, key
+        assert pair["en"].isascii() or key == "compare_line", key
+
+
+def test_every_text_that_is_asked_for_is_there_and_every_one_is_used():
+    code = "\n".join(path.read_text("utf-8") for path in ROOM.glob("*.py"))
+    tree = ast.parse(code.replace("from __future__ import annotations", ""))
+    constants = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    starts = tuple(re.findall(r'words\(f"([a-z_]+_)\{', code))
+    unused = {key for key in texts() if key not in constants and not key.startswith(starts)}
+    assert not unused
+    asked = set(re.findall(r'(?:words|self)\("([a-z_]+)"', code))
+    assert asked <= set(texts())
+
+
+def test_chinese_has_the_same_figures(tmp_path):
+    english, chinese = (render(make_report(first_log(), language=each), ".txt") for each in ("en", "zh"))
+    numbers = re.compile(r"[\d,.]+ (?:B|GiB)\b|\d+\.\d%")
+    assert sorted(numbers.findall(english)) == sorted(numbers.findall(chinese))
+    assert "显存报告" in chinese
+    assert "未记录" in chinese
+    assert "recorded" not in chinese
+    with pytest.raises(ConfigError, match="expected one of en, zh"):
+        write_report(first_log(), tmp_path / "r.md", language="de")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (Size.of(None), "not recorded"),
+        (Size.of(0), "0.00 GiB (0 B)"),
+        (Size(None, 2**30), "at most 1.00 GiB (1,073,741,824 B)"),
+        (Size(2**30, None), "at least 1.00 GiB (1,073,741,824 B)"),
+        (Size(2**30, 2**31), "1.00 GiB (1,073,741,824 B) to 2.00 GiB (2,147,483,648 B)"),
+        (Size.of(-(2**29), is_change=True), "-0.50 GiB (-536,870,912 B)"),
+    ],
+)
+def test_sizes(size, text):
+    assert Words("en").size(size) == text
+
+
+# ---- names that come from a file
+
+
+def evil_log():
+    return log_of(
+        Event(EVIL, peak_bytes=5, phase=f"a/{EVIL}", wall_s=1.0),
+        Event(f"{EVIL}_loaded", allocated_bytes=7, component=EVIL, wall_s=2.0),
+        Event("step_1", step=1, allocated_bytes=7, peak_total_bytes=9, note={"peak_by_module": {EVIL: 4, "b": 3}}),
+        config={EVIL: EVIL},
+    )
+
+
+def test_names_stay_text_in_html():
+    page = Page(render(make_report(evil_log(), baseline=first_log()), ".html"))
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert scripts == [*[{"type": "application/json"}] * (len(scripts) - 1), {}]
+    assert not {tag for tag, _ in page.tags} & {"img", "iframe", "object", "form", "base"}
+    assert "\x1b" not in "".join(page.texts)
+    assert any("<script>alert(1)</script>" in text for text in page.texts)
+
+
+def test_names_stay_text_in_markdown_and_on_a_terminal():
+    report = make_report(evil_log(), baseline=first_log())
+    text = render(report, ".md")
+    bare = re.sub(r"\\.", "", "\n".join(line for line in text.splitlines() if not line.startswith("    ")))
+    assert not re.search(r"<(?!!-- memkit|/?details|/?summary)", bare)
+    assert "](" not in bare
+    assert "https://" not in bare
+    for plain in (text, render(report, ".txt")):
+        assert all(line.isprintable() for line in plain.splitlines())
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    for rule in (index for index, line in enumerate(tables) if line.startswith("|---")):
+        assert len(set(re.findall(r"(?<!\\)\|", tables[rule]))) == 1
+    widths = [len(re.findall(r"(?<!\\)\|", line)) for line in tables]
+    assert all(widths[n] == widths[n - 1] for n, line in enumerate(tables) if line.startswith("|---"))
+
+
+def test_a_page_loads_nothing_and_every_link_leads_somewhere():
+    page = Page(render(make_report(first_log()), ".html"))
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    for tag, attributes in page.tags:
+        assert "src" not in attributes
+        if "href" in attributes:
+            assert attributes["href"] == "data:," if tag == "link" else attributes["href"][1:] in ids
+    policies = [each["content"] for _, each in page.tags if each.get("http-equiv") == "Content-Security-Policy"]
+    assert policies[0].startswith("default-src 'none'; ")
+
+
+# ---- size and truth of charts
+
+
+def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
+    events = [typical_event(step) for step in range(30_000)]
+    spike = 24_824_987_648 + 12_345
+    events[17_321] = replace(events[17_321], allocated_bytes=spike)
+    events += [Event(f"name {n} {'x' * 200}", peak_bytes=n, wall_s=1.75e9 + 100) for n in range(3_000)]
+    text = render(make_report(EventLog((header(),), tuple(replace(each, run=0) for each in events))), ".html")
+    assert len(text.encode()) < 300_000
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
+    held = next(line for line in json.loads(data)["lines"] if line["n"] == "in tensors")
+    assert max(held["y"]) == spike
+    assert 400 < len(held["y"]) <= 480
+
+
+def test_thin_keeps_each_bucket_within_its_ends():
+    points = [(float(n), (n * 7919) % 1000, str(n)) for n in range(5_000)]
+    line = thin("a", points)
+    assert list(line.x) == sorted(line.x)
+    assert {(x, y) for x, y in zip(line.x, line.y, strict=True)} <= {(x, y) for x, y, _ in points}
+    assert thin("b", points[:480]).x == tuple(x for x, _, _ in points[:480])
+
+
+# ---- sections of one's own
+
+
+def own_section(log, language):
+    rows = (("a|b", 3, Size.of(2**30), Share(0.5), None),)
+    return Section(
+        f"Batch <{language}>",
+        (
+            Paragraph("# 1. no heading"),
+            Bullets(("- no list",), is_numbered=True),
+            Table(("name", "count", "size", "share", "none"), rows, "A table"),
+            Bars((("a", 3), ("b", 0)), "Bars"),
+            Lines((Line("c", (0.0, 1.0), (1, 2), ("x", "y")),), "step", "A curve"),
+        ),
+    )
+
+
+def test_sections_of_ones_own():
+    report = make_report(first_log(), sections=[own_section, lambda log, language: None])
+    text = render(report, ".md")
+    assert "## Batch &lt;en&gt;" in text
+    assert "| a\\|b | 3 | 1.00 GiB (1,073,741,824 B) | 50.0% | not recorded |" in text
+    assert "\n\\# 1. no heading" in text
+    assert "\n1. \\- no list" in text
+    assert "Batch <en>" in Page(render(report, ".html")).texts
+    with pytest.raises(InputTypeError, match=r"got a str; expected a memkit\.report\.nodes\.Section"):
+        make_report(first_log(), sections=[lambda log, language: "text"])
+
+
+# ---- files
+
+
+def test_only_a_report_is_replaced(tmp_path):
+    for suffix in (".md", ".html", ".txt", ".json"):
+        path = tmp_path / f"report{suffix}"
+        write_report(first_log(), path)
+        write_report(first_log(), path)
+        assert MARK in path.read_text("utf-8")[:200]
+    notes = tmp_path / "notes.md"
+    notes.write_text("mine")
+    with pytest.raises(InputError, match="a file that is there and is no memkit report"):
+        write_report(first_log(), notes)
+    assert notes.read_text() == "mine"
+    with pytest.raises(InputError, match=r"got the suffix '\.pdf'"):
+        write_report(first_log(), tmp_path / "report.pdf")
+    with pytest.raises(InputError, match="got a directory"):
+        (tmp_path / "d.md").mkdir()
+        write_report(first_log(), tmp_path / "d.md")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"report.md", "report.html", "report.txt", "report.json", "notes.md", "d.md"}
+
+
+def test_what_is_no_log(tmp_path):
+    with pytest.raises(InputTypeError, match="read the file first"):
+        write_report(S1, tmp_path / "r.md")
+    with pytest.raises(InputError, match="got a log without events"):
+        write_report(EventLog((), ()), tmp_path / "r.md")
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_needs_no_torch(tmp_path):
+    script = (
+        "import sys; from memkit.cli import main\n"
+        f"assert main(['report', '--log', {str(S1)!r}, '--output', {str(tmp_path / 'r.html')!r}]) == 0\n"
+        "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

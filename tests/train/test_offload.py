@@ -1,0 +1,294 @@
+"""Offloaded activations: same gradients, a tenth of the memory; views, in-place changes, full disks, kills."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memkit as mk
+from memkit.train.offload import offload_activations
+from memkit.train.offload_files import DiskStore, _Ranges
+from tests.allocations import trace_allocations
+from tests.train.faults import MODELS
+
+
+def deep(depth=16, width=128):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(depth)))
+
+
+def gradients(model, x, offload):
+    torch.manual_seed(1)
+    model.zero_grad()
+    with offload:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def never():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("budget", [0, 500, 10**9])
+def test_gradients_are_bit_equal_and_nothing_stays(name, budget):
+    torch.manual_seed(0)
+    model, x = MODELS[name](), torch.randn(13, 6)
+    expected = gradients(model, x, never())
+    offload = offload_activations(to="disk", budget=budget, min_bytes=1, model=model)
+    torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+    assert offload.held_bytes == 0
+    assert not offload._records
+    assert (offload.written_bytes > 0) == (budget < 10**9)
+
+
+def test_activations_need_a_tenth_of_the_memory():
+    model, x = deep(depth=24), torch.randn(1024, 128)
+    offload = offload_activations(to="disk")
+    expected = [gradient.clone() for gradient in gradients(model, x, never())]
+    plain = trace_allocations(lambda: gradients(model, x, never())).peak
+    assert trace_allocations(lambda: gradients(model, x, offload)).peak * 10 <= plain
+    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_what_stays_after_the_forward_is_within_the_budget_and_nearly_all_of_it(share):
+    model, x = deep(), torch.randn(512, 128)
+    kept = []
+
+    def forward(offload):
+        with offload:
+            kept.append(model(x).mean())
+
+    saved = int(trace_allocations(lambda: forward(never())).live[-1])
+    kept.clear()
+    budget = int(share * saved)
+    live = trace_allocations(lambda: forward(offload_activations(to="disk", budget=budget, min_bytes=64))).live
+    largest = 512 * 128 * 4
+    assert budget - largest <= live[-1] <= budget + 64
+
+
+def test_several_views_of_a_storage_are_written_once_and_keep_their_strides():
+    x = torch.randn(64, 3, 128, requires_grad=True)
+    offload = offload_activations(to="disk", min_bytes=64)
+    seen = []
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            base = x * 2
+            ctx.save_for_backward(base, base[:, 1], base.transpose(0, 2), base.view(torch.int32), base[5:7, :, ::2])
+            return base.sum()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.extend(ctx.saved_tensors)
+            return gradient.expand(64, 3, 128)
+
+    with offload:
+        loss = Saves.apply(x)
+    assert offload.written_bytes == x.nbytes
+    trace = trace_allocations(loss.backward)
+    assert trace.peak <= 2 * x.nbytes + 4  # read once; the gradient of x, and where it starts
+    base = x.detach() * 2
+    for found, expected in zip(
+        seen, [base, base[:, 1], base.transpose(0, 2), base.view(torch.int32), base[5:7, :, ::2]], strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert found.stride() == expected.stride()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in seen}) == 1
+
+
+def test_a_small_view_of_a_large_storage_is_written_alone():
+    data = torch.randn(1000, 64)
+    w = torch.ones(64, requires_grad=True)
+    offload = offload_activations(to="disk", min_bytes=64)
+    with offload:
+        loss = (data[3:7] * w).sum() + (data[500:504] * w).sum()
+    assert offload.written_bytes <= 2 * (4 * 64 * 4 + 16) + 64 * 4
+    loss.backward()
+    torch.testing.assert_close(w.grad, data[3:7].sum(0) + data[500:504].sum(0))
+
+
+def test_parameters_and_buffers_stay():
+    model = nn.Sequential(nn.Conv1d(8, 8, 3), nn.Linear(30, 30, bias=False), nn.BatchNorm1d(8)).eval()
+    x = torch.randn(2, 8, 32)
+    model[2].running_mean.requires_grad_(False)
+    for given_model, at_most in ((model, 0), (None, 64)):
+        offload = offload_activations(to="disk", min_bytes=1, model=given_model)
+        expected = gradients(model, x, never())
+        torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+        activations = x.nbytes + 2 * 2 * 8 * 30 * 4
+        assert activations <= offload.written_bytes <= activations + 2 * 2 * 8 * 30 * 4 + at_most
+
+
+@pytest.mark.parametrize("budget", [0, 10**6])
+@pytest.mark.parametrize("twice", ["retain_graph", "second_order"])
+def test_a_graph_can_be_used_twice(budget, twice):
+    x = torch.randn(50, 50, requires_grad=True)
+    results = []
+    for context in (never(), offload_activations(to="disk", budget=budget, min_bytes=1)):
+        with context:
+            loss = (x.tanh().exp() * x).sum()
+            first = torch.autograd.grad(loss, x, retain_graph=True, create_graph=twice == "second_order")[0]
+            second = torch.autograd.grad(loss if twice == "retain_graph" else first.sum(), x)[0]
+        results.append((first.detach(), second))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_an_in_place_change_is_refused_as_in_plain_autograd_or_harmless():
+    x = torch.randn(100, requires_grad=True)
+    with offload_activations(to="disk", budget=10**6, min_bytes=1):
+        y = x * 2
+        loss = y.pow(2).sum()
+        y.add_(1)
+    with pytest.raises(mk.StateError, match=r"changed in place after it was saved for PowBackward0"):
+        loss.backward()
+    with offload_activations(to="disk", budget=500, min_bytes=1):  # changed while it stays, then pushed out
+        y = x * 2
+        loss = y.pow(2).sum()
+        y.add_(1)
+        loss = loss + x.exp().sum()
+    with pytest.raises(mk.StateError, match="changed in place"):
+        loss.backward()
+    with offload_activations(to="disk", budget=0, min_bytes=1):
+        y = x * 2
+        loss = y.pow(2).sum()
+        y.add_(1)
+        loss = loss + y.pow(2).sum()  # the same storage, with other values
+    loss.backward()
+    torch.testing.assert_close(x.grad, 8 * x + 4 * (2 * x + 1))
+
+
+def test_a_failed_or_forgotten_graph_leaves_nothing():
+    model, x = deep(depth=3), torch.randn(256, 128)
+    offload = offload_activations(to="disk", budget="200KiB")
+    with pytest.raises(RuntimeError, match="shapes"), offload:
+        nn.Sequential(model, nn.Linear(3, 3))(x)
+    with offload:
+        model(x)
+    assert offload.held_bytes == 0
+    assert not offload._records
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+def test_a_full_disk_is_out_of_memory_and_everything_before_it_stays(monkeypatch):
+    model, x = deep(depth=4), torch.randn(512, 128)
+    expected = gradients(model, x, never())
+    offload = offload_activations(to="disk")
+    with offload:
+        loss = model(x).square().mean()  # in the true file
+    store = offload._stores[torch.device("cpu")]
+    true_file = store._file
+    with Path("/dev/full").open("r+b", buffering=0) as full:
+        monkeypatch.setattr(store, "_file", full)
+        with (
+            pytest.raises(mk.MemkitOutOfMemoryError, match=r"No space left on device for \d+ bytes") as caught,
+            offload,
+        ):
+            model(x)
+        monkeypatch.setattr(store, "_file", true_file)
+    assert mk.is_out_of_memory(caught.value)  # so that the wrapper takes a smaller micro-batch
+    model.zero_grad()
+    loss.backward()
+    del loss
+    torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+
+
+KILLED = """
+import os, signal, sys, tempfile, torch
+from memkit.train.offload import offload_activations
+tempfile.tempdir = sys.argv[1]
+x = torch.randn(1000, 1000, requires_grad=True)
+offload = offload_activations(to="disk")
+with offload:
+    loss = x.exp().sum()
+assert offload.written_bytes == x.nbytes
+print(len(os.listdir(sys.argv[1])), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")
+def test_a_killed_process_leaves_no_file(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.strip() == "0"
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 50)), max_size=60))
+def test_ranges_never_overlap_and_are_used_again(actions):
+    ranges, taken = _Ranges(), []
+    for take, number in actions:
+        if take or not taken:
+            place = ranges.take(number)
+            assert all(place[0] >= sum(other) or sum(place) <= other[0] for other in taken)
+            taken.append(place)
+        else:
+            ranges.give_back(taken.pop(number % len(taken)))
+    for place in taken:
+        ranges.give_back(place)
+    assert ranges.take(1) == (0, 1)
+    assert (ranges._end, ranges._free) == (1, [])
+
+
+def test_the_file_does_not_grow_from_step_to_step():
+    model, x = deep(depth=4), torch.randn(256, 128)
+    offload = offload_activations(to="disk")
+    sizes = set()
+    for _ in range(4):
+        gradients(model, x, offload)
+        sizes.add(os.fstat(offload._stores[torch.device("cpu")]._file.fileno()).st_size)
+    assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("checkpoint", [None, ["1", "2"]])
+def test_the_wrapper_offloads_on_request(checkpoint):
+    x = torch.randn(64, 128)
+    results = []
+    for offload in ((), ("activations",)):
+        model = deep(depth=4)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.AdamW(model.parameters()), accumulation_steps=2, checkpoint=checkpoint, offload=offload
+        )
+        torch.manual_seed(1)
+        for _ in range(2):
+            trainer.train_step(x, lambda model, micro: model(micro).square().mean())
+        results.append([parameter.detach() for parameter in model.parameters()])
+        assert bool(trainer._offload and trainer._offload.written_bytes) == bool(offload)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_wrong_settings():
+    for settings in ({"to": "tape"}, {"to": "disk", "budget": "much"}, {"to": "disk", "min_bytes": -1}):
+        with pytest.raises(mk.MemkitError):
+            offload_activations(**settings)
+    model = nn.Linear(2, 2)
+    with pytest.raises(mk.ConfigError, match="activations"):
+        mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), offload="activations")
+
+
+def test_on_the_host_what_lies_there_already_stays():
+    offload = offload_activations(to="host")
+    gradients(deep(depth=2), torch.randn(64, 128), offload)
+    assert offload.written_bytes == 0
+
+
+def test_the_folder_is_the_callers(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    store = DiskStore(tmp_path)
+    handle = store.write(torch.arange(10, dtype=torch.uint8))
+    torch.testing.assert_close(store.read(handle, torch.device("cpu")), torch.arange(10, dtype=torch.uint8))
