@@ -20,7 +20,7 @@ from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, Sta
 from memkit.train.models import device_of, eval_mode
 from memkit.train.reducers import Reducer
 from memkit.train.sizes import SizeMemory
-from memkit.train.validation import ValidationFn, ValidationMonitor, validate
+from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, validate
 
 _LOGGER = logging.getLogger("memkit")
 _CALL = "create_enhanced_train_loop(...)"
@@ -44,7 +44,6 @@ class EnhancedTrainLoop:
         self,
         base: Any,
         run: Callable[[], Any],
-        model: nn.Module,
         *,
         validate_now: Callable[[], dict[str, Any] | None] | None,
         val_interval: int,
@@ -52,12 +51,11 @@ class EnhancedTrainLoop:
         monitor: ValidationMonitor | None,
         state: StateStore | None,
         objects: Mapping[str, Any],
-        save_interval: int,
         stop: StopSignal,
     ) -> None:
-        self._base, self._run, self._model = base, run, model
-        self._validate_now, self._val_interval = validate_now, val_interval
-        self._monitor, self._state, self._save_interval = monitor, state, save_interval
+        self._base, self._run = base, run
+        self._validate_now, self._interval = validate_now, val_interval
+        self._monitor, self._state = monitor, state
         self._counters = Counters(base)
         self._objects = {**objects, "enhanced": self, "counters": self._counters}
         if monitor is not None:
@@ -77,16 +75,17 @@ class EnhancedTrainLoop:
         """
         if self._state is not None:
             self._state.restore(**self._objects)
-        ended_by = self._must_end()
+        ended_by, is_early = self._must_end(), False
         if ended_by is None:
             result = None
             with self._stop, self._hooked(), contextlib.suppress(_Ended):
                 result = self._run()
             # Our own loop takes the signals itself while it runs.
             ended_by = result.ended_by if isinstance(result, LoopResult) else self._must_end()
-            if ended_by is not None and callable(getattr(self._base, "save", None)):
-                self._base.save()  # as it would have at its own end
+            is_early = ended_by is not None
         self._save_once()
+        if is_early and callable(getattr(self._base, "save", None)):
+            self._base.save()  # as it would have at its own end
         return ended_by or "epochs"
 
     def state_dict(self) -> dict[str, Any]:
@@ -122,22 +121,22 @@ class EnhancedTrainLoop:
 
     def _after_step(self) -> None:
         self.num_steps += 1
-        if self._validate_now is not None and self.num_steps % self._val_interval == 0:
+        if self.num_steps % self._interval == 0:
             self._validate()
-        if self._state is not None and self.num_steps % self._save_interval == 0:
             self._save_once()
         if self._must_end() is not None:
             raise _Ended
 
     def _validate(self) -> None:
-        assert self._validate_now is not None  # noqa: S101 - who calls has looked
+        if self._validate_now is None:
+            return
         with self.memory.phase("validation"), _rng.preserved():
             _rng.restore(self._draws)
             self.figures = self._validate_now()
         if self.figures is not None:
             _LOGGER.info("step %d, validation: %s", self.num_steps, self.figures)
             if self._monitor is not None:
-                self._monitor.update(self.figures[self._monitor.metric])
+                self._monitor.update(metric_of(self.figures, self._monitor))
         if self.memory.available_bytes() == 0:
             given_back = self.memory.release()
             _LOGGER.warning(
@@ -254,14 +253,12 @@ def create_enhanced_train_loop(
     return EnhancedTrainLoop(
         base,
         run,
-        model,
         validate_now=validate_now,
         val_interval=val_interval,
         memory=MemoryManager(device_of(model), memory_fraction),
         monitor=monitor,
         state=state,
         objects=parts | dict(objects or {}),
-        save_interval=val_interval,
         stop=stop,
     )
 

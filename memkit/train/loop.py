@@ -21,7 +21,7 @@ from memkit.train.position import Position
 from memkit.train.reducers import Reducer
 from memkit.train.settings import StepResult
 from memkit.train.timeline import Timeline, memory_figures, memory_line
-from memkit.train.validation import ValidationFn, ValidationMonitor, rows_of_loss, validate
+from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.train.wrapper import Loss, MemoryEfficientTrainingWrapper
 
 _LOGGER = logging.getLogger("memkit")
@@ -262,27 +262,16 @@ class MemoryEfficientTrainLoop:
             return
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
-            self._monitor.update(self._metric(self._monitor.metric))
+            self._monitor.update(metric_of(figures, self._monitor))
         _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
         self._write("validation", figures)
-
-    def _metric(self, name: str) -> Any:
-        assert self._figures is not None  # noqa: S101 - right after a validation
-        if name not in self._figures:
-            raise ConfigError(
-                f"ValidationMonitor(metric={name!r})",
-                got=f"a validation of {', '.join(self._figures)}",
-                expected=f"one with {name!r}",
-                fix="name one of them, or let val_fn return it.",
-            )
-        return self._figures[name]
 
     def _save_once(self) -> None:
         if self._state is None or self._saved_at == self.num_steps:
             return
         metric = {}
         if self._monitor and self._figures and self._validated_at == self.num_steps:
-            metric = {"metric": self._metric(self._monitor.metric)}
+            metric = {"metric": metric_of(self._figures, self._monitor)}
         with self._timeline.phase("save"):
             self._state.save(self.num_steps, **metric, **self.objects())
         self._saved_at = self.num_steps

@@ -162,6 +162,22 @@ def validate(
     return {name: reducer.result() for name, reducer in given.items()}
 
 
+def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
+    """Return the figure that a monitor watches.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if monitor.metric not in figures:
+        raise ConfigError(
+            f"ValidationMonitor(metric={monitor.metric!r})",
+            got=f"a validation of {', '.join(figures)}",
+            expected=f"one with {monitor.metric!r}",
+            fix="name one of them, or let val_fn return it.",
+        )
+    return figures[monitor.metric]
+
+
 def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
     """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``."""
 
