@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from memkit._units import format_bytes, parse_bytes
     from memkit.assemble.density import DensityInvariantTrainer
     from memkit.assemble.density_records import PointBatch, PointScene
+    from memkit.assemble.enhanced import create_enhanced_train_loop
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
     from memkit.chunk.voxels import SparseVoxels
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
-    from memkit.planning.allocator import CachingAllocator
-    from memkit.planning.allocator_settings import AllocatorSettings
+    from memkit.planning.card.allocator import CachingAllocator
+    from memkit.planning.card.allocator_settings import AllocatorSettings
+    from memkit.planning.card.virtual_gpu import VirtualGPU
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import Holder, MemoryEstimate
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from memkit.planning.presets import get_preset_config
     from memkit.planning.shards import Shard
     from memkit.planning.summary import print_config_summary
-    from memkit.planning.virtual_gpu import VirtualGPU
     from memkit.points.batches import BudgetBatchSampler
     from memkit.points.edges import sample_edges
     from memkit.points.grid import GridIndex
@@ -57,16 +58,28 @@ if TYPE_CHECKING:
     from memkit.points.sampler import GridAwareSampler
     from memkit.points.voxels import first_points, fragments, voxel_mean
     from memkit.train.accumulate import GradientAccumulator
+    from memkit.train.compact import CompactRecords, CompactStrings
     from memkit.train.contrastive import cached_backward
+    from memkit.train.loader import LoaderPlan, make_dataloader, to_device
+    from memkit.train.loop import LoopResult, MemoryEfficientTrainLoop
     from memkit.train.penalty import gradient_penalty
+    from memkit.train.progressive import ProgressiveTrainer, Stage
+    from memkit.train.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
+    from memkit.train.schedules import make_schedule
+    from memkit.train.state import TrainingStateManager
+    from memkit.train.validation import ValidationMonitor
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _HOMES = {
-    "AllocatorSettings": "planning.allocator_settings",
+    "Accuracy": "train.reducers",
+    "AllocatorSettings": "planning.card.allocator_settings",
     "BudgetBatchSampler": "points.batches",
-    "CachingAllocator": "planning.allocator",
+    "CachingAllocator": "planning.card.allocator",
     "ChunkedProcessor": "chunk.processor",
+    "CompactRecords": "train.compact",
+    "CompactStrings": "train.compact",
     "ConfigError": "_errors",
+    "ConfusionCounts": "train.reducers",
     "DensityInvariantTrainer": "assemble.density",
     "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
@@ -78,27 +91,37 @@ _HOMES = {
     "Holder": "planning.estimate",
     "InputError": "_errors",
     "InputTypeError": "_errors",
+    "LoaderPlan": "train.loader",
+    "LoopResult": "train.loop",
+    "Mean": "train.reducers",
     "MemkitError": "_errors",
     "MemkitOutOfMemoryError": "_errors",
     "MemkitWarning": "_errors",
+    "MemoryEfficientTrainLoop": "train.loop",
     "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
     "MemoryManager": "memory.manager",
     "PointBatch": "assemble.density_records",
     "PointScene": "assemble.density_records",
+    "ProgressiveTrainer": "train.progressive",
     "Shard": "planning.shards",
     "SparseVoxels": "chunk.voxels",
     "SparsityAwareProcessor": "chunk.sparse",
+    "Stage": "train.progressive",
     "StateError": "_errors",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
-    "VirtualGPU": "planning.virtual_gpu",
+    "TrainingStateManager": "train.state",
+    "ValidationMonitor": "train.validation",
+    "VirtualGPU": "planning.card.virtual_gpu",
+    "WeightedMean": "train.reducers",
     "all_gpus": "planning.gpus",
     "cached_backward": "train.contrastive",
     "chunked_linear_cross_entropy": "chunk.cross_entropy",
     "chunked_loss": "chunk.loss",
     "chunked_map": "chunk.map",
     "chunked_segment_reduce": "chunk.segments",
+    "create_enhanced_train_loop": "assemble.enhanced",
     "estimate_memory_usage": "planning.predict",
     "find_gpu": "planning.gpus",
     "first_points": "points.voxels",
@@ -107,6 +130,8 @@ _HOMES = {
     "get_preset_config": "planning.presets",
     "gradient_penalty": "train.penalty",
     "is_out_of_memory": "_oom",
+    "make_dataloader": "train.loader",
+    "make_schedule": "train.schedules",
     "parse_bytes": "_units",
     "print_config_summary": "planning.summary",
     "read_memory_events": "_eventlog",
@@ -114,15 +139,20 @@ _HOMES = {
     "sample_edges": "points.edges",
     "submanifold_conv3d": "chunk.submanifold",
     "tiled_apply": "chunk.tiled",
+    "to_device": "train.loader",
     "voxel_mean": "points.voxels",
 }
 
 __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
+    "Accuracy",
     "AllocatorSettings",
     "BudgetBatchSampler",
     "CachingAllocator",
     "ChunkedProcessor",
+    "CompactRecords",
+    "CompactStrings",
     "ConfigError",
+    "ConfusionCounts",
     "DensityInvariantTrainer",
     "DynamicResolutionProcessor",
     "FileFormatError",
@@ -134,21 +164,30 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "Holder",
     "InputError",
     "InputTypeError",
+    "LoaderPlan",
+    "LoopResult",
+    "Mean",
     "MemkitError",
     "MemkitOutOfMemoryError",
     "MemkitWarning",
+    "MemoryEfficientTrainLoop",
     "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
     "MemoryManager",
     "PointBatch",
     "PointScene",
+    "ProgressiveTrainer",
     "Shard",
     "SparseVoxels",
     "SparsityAwareProcessor",
+    "Stage",
     "StateError",
     "Tracker",
     "TrainingConfig",
+    "TrainingStateManager",
+    "ValidationMonitor",
     "VirtualGPU",
+    "WeightedMean",
     "__version__",
     "all_gpus",
     "cached_backward",
@@ -156,6 +195,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "chunked_loss",
     "chunked_map",
     "chunked_segment_reduce",
+    "create_enhanced_train_loop",
     "estimate_memory_usage",
     "find_gpu",
     "first_points",
@@ -164,6 +204,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "get_preset_config",
     "gradient_penalty",
     "is_out_of_memory",
+    "make_dataloader",
+    "make_schedule",
     "parse_bytes",
     "print_config_summary",
     "read_memory_events",
@@ -171,6 +213,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "sample_edges",
     "submanifold_conv3d",
     "tiled_apply",
+    "to_device",
     "voxel_mean",
 ]
 

@@ -209,9 +209,9 @@ def watch(script: str, where: str) -> None:
     """In a process of its own."""
     import torch
 
+    from memkit.planning.card.imports import AtImport
+    from memkit.planning.card.script import ScriptGPU, Steps, _EndOfStepsError
     from memkit.planning.dryrun import StepRecorder
-    from memkit.planning.imports import AtImport
-    from memkit.planning.script import ScriptGPU, Steps, _EndOfStepsError
 
     sys.path[0] = str(Path(script).resolve().parent)
     sys.meta_path.insert(0, AtImport(lambda path: path))  # so that torchvision can be imported

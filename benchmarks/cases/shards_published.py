@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.result import write_result
-from memkit.planning.allocator_settings import AllocatorSettings
-from memkit.planning.card_run import on_card
+from memkit.planning.card.allocator_settings import AllocatorSettings
+from memkit.planning.card.stage import on_card
 from memkit.planning.dryrun import DryRun
 from memkit.planning.gpus import find_gpu
 from memkit.planning.shards import Shard, as_first_rank

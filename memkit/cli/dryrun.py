@@ -84,7 +84,7 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
             "selected_fraction": arguments.selected_fraction,
         }
         code = subprocess.run(
-            [sys.executable, "-m", "memkit.planning.script", json.dumps(order)],
+            [sys.executable, "-m", "memkit.planning.card.script", json.dumps(order)],
             cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
             env=os.environ | {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"},  # noqa: TID251 - handed on
             stdout=sys.stderr.fileno(),

@@ -67,7 +67,7 @@ def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_t
 class DryRun:
     """A user's step; the fields are the arguments of `memkit.estimate_memory_usage`.
 
-    Where it runs and how it is spread are two choices: `on_cpu` or `memkit.planning.card_run.on_card`, `alone` or
+    Where it runs and how it is spread are two choices: `on_cpu` or `memkit.planning.card.stage.on_card`, `alone` or
     `memkit.planning.shards.as_first_rank`.
     """
 

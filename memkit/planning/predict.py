@@ -124,7 +124,7 @@ def estimate_memory_usage(
     _check("selected_fraction", selected_fraction, is_share, "None, or a share in (0, 1]")
     stage, spread = on_cpu, alone
     if target != "cpu":
-        from memkit.planning.card_run import on_card
+        from memkit.planning.card.stage import on_card
         from memkit.planning.gpus import find_gpu
 
         stage = partial(on_card, find_gpu(target))

@@ -88,7 +88,7 @@ def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
             Size.of(change.before_bytes),
             Size.of(change.after_bytes),
             Size.of(change.change_bytes, is_change=True),
-            Share(change.share, is_change=True) if change.presence == "both" else words(f"change_{change.presence}"),
+            _share(change, words),
         )
         for change in changes[:_MOST_ROWS]
         if change.before_bytes is not None or change.after_bytes is not None
@@ -97,6 +97,12 @@ def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
     yield Table(columns, tuple(rows))
     if len(changes) > _MOST_ROWS:
         yield Paragraph(words("left_out", count=f"{len(changes) - _MOST_ROWS:,}"))
+
+
+def _share(change: Change, words: Words) -> Cell:
+    if change.presence != "both":
+        return words(f"change_{change.presence}")
+    return "" if change.before_bytes == 0 else Share(change.share, is_change=True)
 
 
 def _name(change: Change, words: Words) -> str:

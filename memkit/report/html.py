@@ -114,7 +114,7 @@ def _bars(bars: Bars) -> Iterator[str]:
 
 
 def _curves(chart: Lines, words: Words) -> Iterator[str]:
-    start, end = min(line.x[0] for line in chart.lines), max(line.x[-1] for line in chart.lines)
+    start, end = min(min(line.x) for line in chart.lines), max(max(line.x) for line in chart.lines)
     top, ticks = _scale(max(max(line.y) for line in chart.lines))
     across = _WIDTH / (end - start or 1)
     yield f'<figure><figcaption>{_text(chart.caption)}</figcaption><div class="plot">'

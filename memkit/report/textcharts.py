@@ -29,8 +29,8 @@ def bar_lines(bars: Bars) -> list[str]:
 
 def curve_lines(chart: Lines) -> list[str]:
     """Draw each curve as one line of heights; each place shows the largest value that falls on it."""
-    start = min(line.x[0] for line in chart.lines)
-    end = max(line.x[-1] for line in chart.lines)
+    start = min(min(line.x) for line in chart.lines)
+    end = max(max(line.x) for line in chart.lines)
     top = max(max(line.y) for line in chart.lines)
     width = max(display_width(line.name) for line in chart.lines)
     lines = [

@@ -16,7 +16,7 @@ def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
 
     Args:
         name: The curve's name.
-        points: Place, bytes and label, in order.
+        points: Place, bytes and label. They are put in the order of their places: a clock can be set back.
 
     Example:
         >>> from memkit.report.thin import thin
@@ -24,7 +24,7 @@ def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
         >>> len(line.x) <= 480, max(line.y), line.labels[line.y.index(7)]
         (True, 7, '7777')
     """
-    kept: Sequence[tuple[float, int, str]] = points
+    kept = points = sorted(points, key=lambda point: point[0])
     if len(points) > 2 * _NUM_BUCKETS:
         kept = []
         for bucket in range(_NUM_BUCKETS):

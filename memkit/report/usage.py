@@ -210,8 +210,8 @@ def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
         if num_left:
             rows.append((words("rest", count=f"{num_left:,}"), Size.of(rest), _share(rest, split.whole_bytes)))
         caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
-        yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows), caption)
         yield Bars(tuple((clean(name), size) for name, size in parts), caption, split.whole_bytes)
+        yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows))
         yield Paragraph(words("split_missing", size=words.size(Size.of(missing, is_change=True))))
 
 

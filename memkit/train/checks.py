@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit.train.step_in_backward import steps_in_backward
 
 
 def check_loss(loss: object) -> None:
@@ -105,6 +106,8 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
+        if steps_in_backward(each):
+            refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
     return optimizers
 
 

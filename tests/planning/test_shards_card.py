@@ -10,12 +10,12 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._errors import ConfigError, StateError
-from memkit.planning.card_memory import CardMemory
-from memkit.planning.card_run import on_card
+from memkit.planning.card.memory import CardMemory
+from memkit.planning.card.stage import on_card
+from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.gpus import find_gpu
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.shards import Shard
-from memkit.planning.virtual_gpu import VirtualGPU
 from tests.planning.ranks import REPLICATED, SHARDED, build, rank_run
 
 MIB = 2**20

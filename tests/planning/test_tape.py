@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit._units import KIB, MIB
-from memkit.planning.allocator import CachingAllocator
+from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.tape import Block, Tape, allocated_bytes
 
 

@@ -141,6 +141,14 @@ def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
     assert 400 < len(held["y"]) <= 480
 
 
+def test_a_clock_that_is_set_back_breaks_no_chart():
+    events = [Event(f"e{n}", wall_s=1.75e9 - 1000 * n, allocated_bytes=n + 1) for n in range(3)]
+    report = make_report(log_of(*events))
+    assert "0 .. 2000: seconds since the first event" in render(report, ".txt")
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', render(report, ".html"))
+    assert json.loads(data)["lines"][0]["x"] == [0.0, 1000.0, 2000.0]
+
+
 def test_thin_keeps_each_bucket_within_its_ends():
     points = [(float(n), (n * 7919) % 1000, str(n)) for n in range(5_000)]
     line = thin("a", points)

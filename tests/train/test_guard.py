@@ -93,7 +93,7 @@ def test_a_loss_scaler_goes_on_after_a_failed_step(num_optimizers, num_failures)
     models = [nn.Linear(2, 2) for _ in range(num_optimizers)]
     optimizers = [Foreign(model.parameters(), lr=0.1) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    accumulator = mk.GradientAccumulator(optimizers, scaler=scaler, guard_first_steps=True)
+    accumulator = mk.GradientAccumulator(optimizers, scaler=scaler, guard_steps=True)
     for failures in (num_failures, 0):
         Foreign.failures = failures
         accumulator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))

@@ -1,7 +1,7 @@
 """The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
 
-`memkit.cli.dryrun` starts it as ``python -m memkit.planning.script ORDER``, where ORDER is a JSON object: folder (of
-this run alone), cwd, script, arguments, gpu, steps, selected_fraction. What is found goes to
+`memkit.cli.dryrun` starts it as ``python -m memkit.planning.card.script ORDER``, where ORDER is a JSON object: folder
+(of this run alone), cwd, script, arguments, gpu, steps, selected_fraction. What is found goes to
 ``folder/report.json``; the script's own output goes where this process's goes.
 """
 
@@ -27,16 +27,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._errors import MemkitError
 from memkit._whereabouts import Place
-from memkit.planning.card_memory import CardRecorder
+from memkit.planning.card.imports import AtImport
+from memkit.planning.card.memory import CardRecorder
+from memkit.planning.card.redirected import Redirection
+from memkit.planning.card.tensors import patched
+from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.imports import AtImport
-from memkit.planning.redirected import Redirection
-from memkit.planning.virtual_card import patched
-from memkit.planning.virtual_gpu import VirtualGPU
 
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
 # Code in these folders is nobody's own.
-_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
 
 
 class _EndOfStepsError(BaseException):

@@ -9,9 +9,9 @@ import torch
 from memkit._errors import InputError, StateError
 from memkit._records import DeviceMemory
 from memkit._units import MIB, parse_bytes
-from memkit.planning.allocator_blocks import ACTIVE, CACHED, GONE, PENDING, UNMAPPED, Block, Driver, Pool
-from memkit.planning.allocator_report import SegmentRecord, no_room, records_of
-from memkit.planning.allocator_settings import AllocatorSettings
+from memkit.planning.card.allocator_blocks import ACTIVE, CACHED, GONE, PENDING, UNMAPPED, Block, Driver, Pool
+from memkit.planning.card.allocator_report import SegmentRecord, no_room, records_of
+from memkit.planning.card.allocator_settings import AllocatorSettings
 
 _LARGEST_SMALL = MIB  # requests up to this size share segments of 2 MiB
 _SMALL_SEGMENT = 2 * MIB

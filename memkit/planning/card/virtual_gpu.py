@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 from torch.compiler import set_stance
 
 from memkit._errors import StateError
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_settings import AllocatorSettings
-from memkit.planning.card_memory import CardMemory, CardRecorder
-from memkit.planning.cuda_api import cuda_answers
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_settings import AllocatorSettings
+from memkit.planning.card.answers import cuda_answers
+from memkit.planning.card.memory import CardMemory, CardRecorder
+from memkit.planning.card.tensors import CARD, CardMode, on_stage
 from memkit.planning.dryrun import summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
 from memkit.planning.libraries import told_that_tensors_are_real
-from memkit.planning.virtual_card import CARD, CardMode, on_stage
 
 
 class VirtualGPU:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memkit._errors import ConfigError
 from memkit._units import GIB, KIB, MIB
-from memkit.planning.allocator_settings import AllocatorSettings
+from memkit.planning.card.allocator_settings import AllocatorSettings
 
 parse = AllocatorSettings.parse
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memkit._units import GIB, KIB, MIB
-from memkit.planning.allocator_blocks import UNMAPPED, Block, Driver
+from memkit.planning.card.allocator_blocks import UNMAPPED, Block, Driver
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit._units import MIB
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_settings import AllocatorSettings
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_settings import AllocatorSettings
 
 CARD = 160 * MIB
 OTHER = 10 * MIB

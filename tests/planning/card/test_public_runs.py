@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from memkit.planning import cuda_operators, cuda_workspace
-from tests.planning.liger_rows import ROWS, as_printed, peak_bytes
-from tests.planning.public_runs import RUNS, num_alike
+from memkit.planning.card import operators, workspace
+from tests.planning.card.liger_rows import ROWS, as_printed, peak_bytes
+from tests.planning.card.public_runs import RUNS, num_alike
 
 _BY_NAME = {run.name: run for run in RUNS}
 _ONE_EARLIER = 2  # adding up rows by index gives one of five blocks back earlier than the model does
@@ -48,9 +48,9 @@ def test_every_published_operator_is_exact_in_every_digit():
 
 
 WRONG = {
-    "silu_backward in parts": ("swiglu", mock.patch.object(cuda_operators, "_WHOLE", ())),
-    "no factors of channels": ("group_norm", mock.patch.dict(cuda_workspace._KERNELS, clear=True)),
-    "no partial sums": ("jsd", mock.patch.object(cuda_workspace, "reduction", return_value=())),
+    "silu_backward in parts": ("swiglu", mock.patch.object(operators, "_WHOLE", ())),
+    "no factors of channels": ("group_norm", mock.patch.dict(workspace._KERNELS, clear=True)),
+    "no partial sums": ("jsd", mock.patch.object(workspace, "reduction", return_value=())),
 }
 
 
@@ -58,7 +58,7 @@ WRONG = {
 def test_a_wrong_rule_is_seen(wrong):
     kernel, change = WRONG[wrong]
     rows = [row for row in ROWS if row["kernel"] == kernel]
-    cuda_operators._has_parts.cache_clear()
+    operators._has_parts.cache_clear()
     with change:
         assert any(as_printed(peak_bytes(row)) != row["measured_mib"] for row in rows)
-    cuda_operators._has_parts.cache_clear()
+    operators._has_parts.cache_clear()

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from memkit._units import MIB
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_blocks import ACTIVE, CACHED, Block, Driver, Pool
-from memkit.planning.allocator_settings import AllocatorSettings
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_blocks import ACTIVE, CACHED, Block, Driver, Pool
+from memkit.planning.card.allocator_settings import AllocatorSettings
 
-FOLDER = Path(__file__).parents[1] / "data" / "allocator_traces"
+FOLDER = Path(__file__).parents[2] / "data" / "allocator_traces"
 TRACES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads((FOLDER / "index.json").read_text())}
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, OOM, SNAPSHOT, MAP, UNMAP = range(9)
 GIVES = {SEGMENT_ALLOC, MAP}

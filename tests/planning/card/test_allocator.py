@@ -6,11 +6,11 @@ import torch
 from memkit._errors import ConfigError, InputError, StateError
 from memkit._oom import is_out_of_memory
 from memkit._units import GIB, MIB
-from memkit.planning import allocator
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_blocks import Block, Pool
-from memkit.planning.allocator_settings import AllocatorSettings
-from tests.planning.allocator_replay import TRACES, Replay, replay
+from memkit.planning.card import allocator
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_blocks import Block, Pool
+from memkit.planning.card.allocator_settings import AllocatorSettings
+from tests.planning.card.allocator_replay import TRACES, Replay, replay
 
 # Torch 2.13 on a GPU, from a public log; the figures are the log's own, so that only the words are compared.
 REAL_MESSAGE = (

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit.planning.cuda_reductions import Processors, reduction
+from memkit.planning.card.reductions import Processors, reduction
 from memkit.planning.kernels import RESULTS as CPU_RESULTS
 from memkit.planning.kernels import is_matrix
 

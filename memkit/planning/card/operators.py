@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey
 
-from memkit.planning.cuda_attention import attention
-from memkit.planning.cuda_autocast import CastCache, Kernel, autocast_kernels
+from memkit.planning.card.attention import attention
+from memkit.planning.card.autocast import CastCache, Kernel, autocast_kernels
 
 _aten = torch.ops.aten
 # Operators that CUDA has a kernel for, and other devices make of others.

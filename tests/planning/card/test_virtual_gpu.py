@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError, StateError
 from memkit._oom import is_out_of_memory, recover_from_oom
+from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 KIB, MIB = 2**10, 2**20

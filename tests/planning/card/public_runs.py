@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memkit.planning.allocator_blocks import Block
-from memkit.planning.virtual_gpu import VirtualGPU
-from tests.planning.allocator_replay import ALLOC, FREE_REQUESTED
-from tests.planning.allocator_replay import FOLDER as TRACES
+from memkit.planning.card.allocator_blocks import Block
+from memkit.planning.card.virtual_gpu import VirtualGPU
+from tests.planning.card.allocator_replay import ALLOC, FREE_REQUESTED
+from tests.planning.card.allocator_replay import FOLDER as TRACES
 
 # ------------------------------------------------------------- the language model of a university course (CS336)
 

@@ -23,9 +23,9 @@ from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
 
 from memkit._errors import StateError
-from memkit.planning.cuda_autocast import CastCache
-from memkit.planning.cuda_operators import cuda_operators
-from memkit.planning.cuda_workspace import RESULTS
+from memkit.planning.card.autocast import CastCache
+from memkit.planning.card.operators import cuda_operators
+from memkit.planning.card.workspace import RESULTS
 from memkit.planning.fakes import DryMode
 from memkit.planning.kernels import Kernels
 

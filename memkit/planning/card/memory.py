@@ -12,16 +12,16 @@ from torch._C import _current_graph_task_id as current_backward
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memkit._resizing import UNSHARD
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_blocks import Block
-from memkit.planning.convolution import convolution_bound
-from memkit.planning.cuda_operators import is_undivided, run_divided
-from memkit.planning.cuda_reductions import Processors
-from memkit.planning.cuda_workspace import MULTIPLYING, inside
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_blocks import Block
+from memkit.planning.card.convolution import convolution_bound
+from memkit.planning.card.operators import is_undivided, run_divided
+from memkit.planning.card.reductions import Processors
+from memkit.planning.card.tensors import CARD
+from memkit.planning.card.workspace import MULTIPLYING, inside
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU
-from memkit.planning.virtual_card import CARD
 
 _NO_BACKWARD = -1
 # What a card whose workspace is not known is taken to have: the default before compute capability 9.

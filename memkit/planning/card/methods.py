@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from memkit.planning.virtual_card import patched
+from memkit.planning.card.tensors import patched
 
 _OLD_TYPES = {
     "FloatTensor": torch.float32,

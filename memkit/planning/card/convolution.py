@@ -36,13 +36,13 @@ def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     if not torch.backends.cudnn.enabled:
         positions = x if transposed else y
         column = weight.numel() // weight.shape[1 if transposed else 0]
-        return math.prod(positions.shape[2:]) * column * x.element_size()
+        return int(math.prod(positions.shape[2:]) * column * x.element_size())
     copies = sum(tensor.numel() * tensor.element_size() for tensor in (x, weight, y))  # into channels-last order
     methods = [copies]
     is_small = all(size <= 3 for size in weight.shape[2:]) and set(dilation) == {1}
     if torch.backends.cudnn.benchmark and is_small:
         methods.append(_winograd(x, y))
-    return _FIXED_BYTES + max(methods)
+    return int(_FIXED_BYTES + max(methods))
 
 
 def _winograd(x: Tensor, y: Tensor) -> int:

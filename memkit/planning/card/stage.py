@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.allocator_settings import AllocatorSettings
-from memkit.planning.card_memory import CardMemory, CardRecorder
-from memkit.planning.cuda_api import cuda_answers
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.allocator_settings import AllocatorSettings
+from memkit.planning.card.answers import cuda_answers
+from memkit.planning.card.memory import CardMemory, CardRecorder
+from memkit.planning.card.tensors import CARD, CardMode, on_stage
 from memkit.planning.dryrun import Stage
 from memkit.planning.gpus import GPU, capability_of
-from memkit.planning.virtual_card import CARD, CardMode, on_stage
 
 _UNLIMITED = 2**60
 

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit.planning.cuda_attention import Attention, attention_backend
-from memkit.planning.cuda_autocast import cuda_autocast_lists
-from memkit.planning.cuda_reductions import Processors, reduction
-from memkit.planning.cuda_workspace import inside
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit.planning.card.attention import Attention, attention_backend
+from memkit.planning.card.autocast import cuda_autocast_lists
+from memkit.planning.card.reductions import Processors, reduction
+from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit.planning.card.workspace import inside
 
 _aten = torch.ops.aten
 TURING, AMPERE, GAMING_AMPERE, ADA, HOPPER, BLACKWELL, GAMING_BLACKWELL = (

@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 from torch import cuda
 
-from memkit.planning.allocator import CachingAllocator
-from memkit.planning.card_memory import CardMemory
-from memkit.planning.cuda_tensors import card_methods
+from memkit.planning.card.allocator import CachingAllocator
+from memkit.planning.card.memory import CardMemory
+from memkit.planning.card.methods import card_methods
+from memkit.planning.card.tensors import CARD, patched
 from memkit.planning.gpus import GPU
-from memkit.planning.virtual_card import CARD, patched
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""A card that is not there: its tensors, its operators, its allocator."""

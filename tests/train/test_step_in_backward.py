@@ -1,0 +1,93 @@
+"""Stepping inside backward: bit-identical, without the gradients' memory, and refused where it is not exact."""
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit.train.step_in_backward import step_in_backward
+from memkit.train.transaction import materialize_state
+from tests.allocations import trace_allocations
+
+KINDS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups),
+}
+
+
+class Tied(nn.Module):
+    """One matrix used at both ends, as in language models, and a layer that only odd batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.hidden, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, odd):
+        h = torch.tanh(self.hidden(self.embed(x)))
+        return (self.sometimes(h) if odd else h) @ self.embed.weight.T
+
+
+def train(kind, in_backward):
+    torch.manual_seed(0)
+    model = Tied()
+    decayed, others = [model.embed.weight, model.hidden.weight], [model.hidden.bias, *model.sometimes.parameters()]
+    optimizer = KINDS[kind]([{"params": decayed}, {"params": others, "lr": 0.1}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(None))
+
+    def loop():
+        for number in range(4):
+            x = torch.arange(number, number + 6)
+            nn.functional.cross_entropy(model(x, number % 2), x).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    if in_backward:
+        with step_in_backward(optimizer):
+            loop()
+    else:
+        loop()
+    assert len(calls) == 4
+    return list(model.state_dict().values()), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_bit_identical_to_stepping_after_backward(kind):
+    torch.testing.assert_close(train(kind, in_backward=True), train(kind, in_backward=False), rtol=0, atol=0)
+
+
+def test_the_gradients_are_never_there_all_at_once():
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    materialize_state(optimizer)
+    x = torch.randn(2, 300)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    all_gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert trace_allocations(step).peak >= all_gradients
+    with step_in_backward(optimizer):
+        assert trace_allocations(step).peak < 0.4 * all_gradients
+
+
+def test_where_it_is_not_exact_it_is_refused():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_in_backward(optimizer):
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(mk.StateError, match="cannot be accumulated"):
+            model(torch.ones(1, 3)).sum().backward()
+        for make in (mk.GradientAccumulator, lambda each: mk.MemoryEfficientTrainingWrapper(model, each)):
+            with pytest.raises(mk.ConfigError, match="step_in_backward"):
+                make(optimizer)
+    mk.GradientAccumulator(optimizer)
+    with pytest.raises(mk.ConfigError, match="LBFGS"), step_in_backward(torch.optim.LBFGS(model.parameters())):
+        pass
