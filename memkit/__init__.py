@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from memkit.train.contrastive import cached_backward
     from memkit.train.loader import LoaderPlan, make_dataloader, to_device
     from memkit.train.loop import LoopResult, MemoryEfficientTrainLoop
+    from memkit.train.order import ResumableBatchSampler, ResumableLoader
     from memkit.train.penalty import gradient_penalty
     from memkit.train.progressive import ProgressiveTrainer, Stage
     from memkit.train.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
@@ -104,6 +105,8 @@ _HOMES = {
     "PointBatch": "assemble.density_records",
     "PointScene": "assemble.density_records",
     "ProgressiveTrainer": "train.progressive",
+    "ResumableBatchSampler": "train.order",
+    "ResumableLoader": "train.order",
     "Shard": "planning.shards",
     "SparseVoxels": "chunk.voxels",
     "SparsityAwareProcessor": "chunk.sparse",
@@ -177,6 +180,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "PointBatch",
     "PointScene",
     "ProgressiveTrainer",
+    "ResumableBatchSampler",
+    "ResumableLoader",
     "Shard",
     "SparseVoxels",
     "SparsityAwareProcessor",

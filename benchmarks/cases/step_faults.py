@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from benchmarks.result import write_result
 from memkit.train.guard import StepGuard
-from memkit.train.transaction import materialize_state
+from memkit.train.parameterwise import materialize_state
 from tests.allocations import trace_allocations
 from tests.train.faults import FailingOperator
 

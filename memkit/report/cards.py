@@ -59,7 +59,7 @@ def card_nodes(figures: Figures, fits: tuple[Fit, ...], words: Words) -> Iterato
     if figures.held_bytes is None:
         yield Paragraph(words("cards_none"))
         return
-    key = "cards_reserved" if figures.layers.reserved_bytes is not None else "cards_tensors"
+    key = "cards_reserved" if figures.layers.reserved_bytes == figures.held_bytes else "cards_tensors"
     yield Paragraph(words(key, size=words.size(Size.of(figures.held_bytes))))
     counts = {verdict: sum(fit.verdict == verdict for fit in fits) for verdict in ("fits", "tight", "no")}
     yield Paragraph(words("cards_counts", total=len(fits), **counts))

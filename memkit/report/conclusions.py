@@ -118,7 +118,7 @@ def efficiency(rating: Rating, words: Words) -> Section:
             words(f"rule_{each.rule.name}"),
             Share(each.value),
             None if each.mark is None else f"{100 * each.mark:.0f} / 100",
-            Share(each.rule.weight / total if each.mark is not None and total else None),
+            Share(each.rule.weight / total) if each.mark is not None else "",
             words.join([f"{share_text(Share(place))} → {100 * mark:.0f}" for place, mark in each.rule.points]),
         )
         for each in rating.marks

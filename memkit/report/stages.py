@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -56,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Growth of what is held, in bytes for each step: the median of the slopes of all pairs, and its 95 % interval."""
+    """Growth of what is held, in bytes for each step: the median slope of all pairs, and its 95 % interval."""
 
     slope: float
     low: float
@@ -202,7 +201,7 @@ def _find_trend(held: Sequence[tuple[int, int]]) -> Trend | None:
     half = 1.96 * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
     low = max(0, round((len(slopes) - half) / 2))
     high = min(len(slopes) - 1, round((len(slopes) + half) / 2))
-    return Trend(statistics.median(slopes), slopes[low], slopes[high])
+    return Trend(slopes[len(slopes) // 2], slopes[low], slopes[high])
 
 
 def _find_kept(observed: Sequence[Observed], increments: Sequence[int | None]) -> Literal[False] | None:

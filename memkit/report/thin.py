@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from memkit.report.nodes import Line, clean
 
-_NUM_BUCKETS = 240  # two points each: finer than the pixels of a chart on a phone, as fine as those on paper
+_NUM_BUCKETS = 240  # two points each, finer than the pixels of a chart on a phone, as fine as those on paper
 
 
 def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
-    """Make a curve of at most 480 points.
+    """Make a curve of at most 482 points.
 
-    Every local peak that is the largest of its bucket stays, and so the largest of all, with its name.
+    Every local peak that is the largest of its bucket stays, and so the largest of all, with its name; so do both ends.
 
     Args:
         name: The curve's name.
@@ -21,7 +21,7 @@ def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
     Example:
         >>> from memkit.report.thin import thin
         >>> line = thin("held", [(float(i), 7 if i == 7777 else 1, str(i)) for i in range(100_000)])
-        >>> len(line.x) <= 480, max(line.y), line.labels[line.y.index(7)]
+        >>> len(line.x) <= 482, max(line.y), line.labels[line.y.index(7)]
         (True, 7, '7777')
     """
     kept = points = sorted(points, key=lambda point: point[0])
@@ -32,6 +32,7 @@ def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
             sizes = [size for _, size, _ in points[start:end]]
             ends = {start + sizes.index(min(sizes)), start + sizes.index(max(sizes))}
             kept += [points[index] for index in sorted(ends)]
+        kept = [*dict.fromkeys([points[0], *kept, points[-1]])]
     return Line(
         name, tuple(x for x, _, _ in kept), tuple(y for _, y, _ in kept), tuple(clean(label) for _, _, label in kept)
     )

@@ -49,7 +49,7 @@ def _layers(figures: Figures, words: Words) -> Iterator[Node]:
         if extra is not None:
             bars.append((words(key), extra))
         below = level if level is not None else None
-    rows.append((words("layer_host"), Size.of(layers.host_bytes), Size.of(None), Share(None)))
+    rows.append((words("layer_host"), Size.of(layers.host_bytes), "", ""))
     columns = (words("col_layer"), words("col_layer_own"), words("col_layer_level"), words("col_of_device"))
     yield Paragraph(words("layers_text"))
     yield Table(columns, tuple(rows))

@@ -84,8 +84,9 @@ def texts() -> dict[str, dict[str, str]]:
 
 
 def gib_text(num_bytes: int, *, is_change: bool = False) -> str:
-    """Write bytes in GiB."""
-    return f"{num_bytes / GIB:+.2f} GiB" if is_change and num_bytes else f"{num_bytes / GIB:.2f} GiB"
+    """Write bytes in GiB; what rounds to nothing has no sign."""
+    text = f"{num_bytes / GIB:+.2f}" if is_change else f"{num_bytes / GIB:.2f}"
+    return f"{text.lstrip('+-') if float(text) == 0 else text} GiB"
 
 
 def bytes_text(num_bytes: int, size: Size) -> str:

@@ -16,8 +16,9 @@ from memkit._device import has_room, release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
+from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import chunked_steps, steps_parameterwise
+from memkit.train.transaction import chunked_steps
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all

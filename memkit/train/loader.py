@@ -80,6 +80,13 @@ class LoaderPlan:
         persistent_workers: Whether workers live on from epoch to epoch.
         batch_bytes: Bytes of the tensors of a batch; None where they are not known.
         reasons: A sentence for each choice.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> dataset = torch.utils.data.TensorDataset(torch.zeros(20, 3))
+        >>> plan = mk.make_dataloader(dataset, batch_size=8, device="cpu").plan
+        >>> plan.num_workers, plan.batch_bytes, plan.reasons[-1]
+        (0, 96, 'memory is not pinned: there is no accelerator to copy to')
     """
 
     num_workers: int

@@ -56,6 +56,12 @@ class LoopResult:
         num_steps: Steps, likewise; a step that mixed precision skipped counts.
         num_skipped: Steps of this run that the loss scaler skipped.
         validation: The figures of the last validation of this run; None where there was none.
+
+    Example:
+        >>> import memkit as mk
+        >>> result = mk.LoopResult("SIGTERM", num_epochs=3, num_steps=120, num_skipped=0, validation=None)
+        >>> "asked to stop" if result.ended_by == "SIGTERM" else "done"
+        'asked to stop'
     """
 
     ended_by: EndedBy

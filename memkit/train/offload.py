@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, StateError
 from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
+from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, HostStore, Store
+from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _ALIGNMENT = 16  # bytes of the largest element
@@ -156,11 +159,15 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             record.store.release(record.handle)
 
 
-def make_offload(choice: Collection[str], model: nn.Module, device: torch.device) -> offload_activations | None:
-    """Return the offload that the wrapper's setting asks for, to the next larger memory."""
+def make_offload(
+    choice: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], cleanup: contextlib.ExitStack
+) -> offload_activations | None:
+    """Do what the wrapper's setting asks for, to the next larger memory; return the offload of activations."""
+    if "optimizer" in choice:
+        cleanup.enter_context(moved_state(optimizers))
     if "activations" not in choice:
         return None
-    return offload_activations(to="disk" if device.type == "cpu" else "host", model=model)
+    return offload_activations(to="disk" if device_of(model).type == "cpu" else "host", model=model)
 
 
 class _Record:

@@ -54,8 +54,8 @@ def check_settings(
         _refuse("accumulation_steps", accumulation_steps, "a whole number of micro-batches, 1 or more")
     if on_oom not in {"split", "raise"}:
         _refuse("on_oom", on_oom, "'split' or 'raise'")
-    if isinstance(offload, str) or not set(offload) <= {"activations"}:
-        _refuse("offload", offload, "('activations',) or nothing; for the optimiser's state see docs/offload.md")
+    if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
+        _refuse("offload", offload, "a collection of 'activations' and 'optimizer', or nothing")
     if isinstance(scheduler, ReduceLROnPlateau):
         _refuse(
             "scheduler", "ReduceLROnPlateau", "a schedule that steps without a metric; step this one after validation"

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from memkit._device import process_rank
 from memkit._errors import ConfigError, StateError
-from memkit.train.transaction import Group, step_group, steps_parameterwise
+from memkit.train.parameterwise import Group, step_group, steps_parameterwise
 
 _CALL = "step_in_backward(optimizer)"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -19,67 +18,27 @@ from torch.optim import Optimizer
 from memkit._device import release_cached_memory
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit.train.parameterwise import (
+    ELEMENTWISE,
+    PARAMETERWISE,
+    Group,
+    create_state,
+    lent_state,
+    put_state,
+    step_group,
+    steps_parameterwise,
+)
 from memkit.train.ranks import local_part
 
 if TYPE_CHECKING:
     from collections import OrderedDict
 
-Group = dict[str, Any]
 
 _NUM_CHUNKS = (
     32  # of a chunk's size come copies of all it has, and up to four temporary results: < a tenth of the whole
 )
 _SMALLEST_CHUNK_BYTES = 2**20
 _SMALLEST_SLICE = 1024  # elements
-# Each element is stepped by itself, so a large parameter can be stepped slice by slice.
-_ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
-    optim.RAdam, optim.ASGD, optim.Rprop,
-)  # fmt: skip
-# Each parameter is stepped by itself. Exact types: a subclass may do anything.
-_PARAMETERWISE = (*_ELEMENTWISE, optim.Adafactor, optim.Muon, optim.SparseAdam)
-
-
-def steps_parameterwise(optimizer: Optimizer) -> bool:
-    """Say whether an optimiser is known to step each parameter by itself, so that its step can go in chunks."""
-    return type(optimizer) in _PARAMETERWISE and not optimizer.defaults.get("differentiable", False)
-
-
-def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
-    """Make an optimiser's state now, and not in its first step: the second step then needs no more than the first.
-
-    The values are those that the first step would start from. Call it before the first forward. State is made for all
-    trainable parameters, also for those that will never have a gradient. SGD with both momentum and dampening starts
-    from its first gradient, so its state stays for the first step.
-
-    Args:
-        optimizer: One of torch's optimisers, or several.
-
-    Raises:
-        ConfigError: The optimiser is not one of those that are known to make their state before they step.
-        MemkitOutOfMemoryError: The state does not fit; none was made for the parameter group that failed.
-
-    Memory:
-        The state: twice the parameters for Adam.
-
-    Example:
-        >>> import torch, memkit as mk
-        >>> optimizer = torch.optim.AdamW(torch.nn.Linear(3, 1).parameters())
-        >>> mk.materialize_state(optimizer)
-        >>> sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
-        40
-    """
-    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
-        if not steps_parameterwise(each) or not hasattr(each, "_init_group"):
-            raise ConfigError(
-                f"materialize_state({type(each).__name__})",
-                got=f"a {type(each).__name__}",
-                expected=f"one of {', '.join(kind.__name__ for kind in _PARAMETERWISE[:-1])}",
-                fix="let its first step make the state.",
-            )
-        for group in each.param_groups:
-            trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
-            retry_once(lambda: create_state(each, group, trainable), "materialize_state(optimizer)")  # noqa: B023
 
 
 @contextlib.contextmanager
@@ -118,7 +77,7 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
             raise ConfigError(
                 f"atomic_steps({type(each).__name__})",
                 got=f"a {type(each).__name__}",
-                expected=f"one of {', '.join(kind.__name__ for kind in _PARAMETERWISE)}",
+                expected=f"one of {', '.join(kind.__name__ for kind in PARAMETERWISE)}",
                 fix="use one of these, or step without it.",
             )
     with chunked_steps(optimizers):
@@ -138,39 +97,6 @@ def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -
             hooks.move_to_end(after.id, last=False)  # the first, so that others' find all as it was
             stack.callback(after.remove)
         yield
-
-
-def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-    """Run the optimiser's own step on some parameters of a group, without its hooks."""
-    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": list(parameters)}]
-    try:
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # beneath torch's call of the hooks
-    finally:
-        optimizer.param_groups = groups
-
-
-def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-    """Make the state of parameters that have none, by the optimiser's own code; all of it or nothing."""
-    own_init = optimizer._init_group  # type: ignore[attr-defined]  # noqa: SLF001 - all of torch's have it
-    lists: list[list[Any]] = [[] for _ in list(inspect.signature(own_init).parameters)[1:]]
-    states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
-    lacking = [parameter for parameter in parameters if parameter.grad is None]  # which it would skip
-    try:
-        for parameter in lacking:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-            parameter.grad = parameter.detach().new_zeros((), dtype=dtype).expand(parameter.shape)
-        own_init({**group, "params": list(parameters)}, *lists)
-        if type(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-            for parameter in parameters:  # minus zero plus the first gradient is that gradient, bit for bit
-                if optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0).detach()
-    except BaseException:
-        for parameter, state in states.items():
-            _reset(optimizer, parameter, state)
-        raise
-    finally:
-        for parameter in lacking:
-            parameter.grad = None
 
 
 class _ChunkedStep:
@@ -255,7 +181,7 @@ class _ChunkedStep:
             num_failures = num_failures + 1 if length == smallest else 0
             if num_failures > 1:
                 if not start:
-                    _reset(self._optimizer, parameter, before)
+                    put_state(self._optimizer, parameter, before)
                 self._refuse(failure, f"; one more is stepped in {start} of its {size} rows" if start else "")
             length = max(smallest, length // 2)
         retry_once(part.keep_counters, "optimizer.step()")
@@ -328,14 +254,7 @@ class _Undo:
         for tensor, value in self._values:
             tensor.copy_(value)
         for parameter, state in self._states.items():
-            _reset(self._optimizer, parameter, state)
-
-
-def _reset(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    if state:
-        optimizer.state[parameter] = state
-    else:
-        optimizer.state.pop(parameter, None)
+            put_state(self._optimizer, parameter, state)
 
 
 def _try(step: Callable[[], None]) -> str | None:
@@ -356,12 +275,13 @@ def _try(step: Callable[[], None]) -> str | None:
 @torch.no_grad()
 def _step_or_undo(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Step parameters together; any error leaves them as they were."""
-    undo = _Undo(optimizer, parameters)
-    try:
-        step_group(optimizer, group, parameters)
-    except BaseException:
-        retry_once(undo.restore, "undoing a part of optimizer.step()")
-        raise
+    with lent_state(optimizer, parameters):
+        undo = _Undo(optimizer, parameters)
+        try:
+            step_group(optimizer, group, parameters)
+        except BaseException:
+            retry_once(undo.restore, "undoing a part of optimizer.step()")
+            raise
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:
@@ -370,7 +290,7 @@ def _num_bytes(parameter: torch.Tensor) -> int:
 
 def _has_slices(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> bool:
     """Say whether a parameter may be stepped slice by slice."""
-    if type(optimizer) not in _ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
+    if type(optimizer) not in ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
         return False
     if type(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] != 0:
         return False  # its state starts from the first gradient

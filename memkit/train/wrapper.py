@@ -54,7 +54,7 @@ class MemoryEfficientTrainingWrapper:
         accumulation_steps: Micro-batches per batch, at least; each call of `train_step` is one optimiser step.
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, or a
             callable ``(name, module) -> bool``.
-        offload: ``("activations",)``: what forwards save for backward waits in host memory; on the CPU, on the disk.
+        offload: ``"activations"`` that wait for backward, ``"optimizer"``: state; to host memory, from there to disk.
         max_grad_norm: Clip the total gradient norm.
         scheduler: Stepped after each real optimiser step.
         average: A running average of the weights, updated after each real optimiser step.
@@ -120,14 +120,14 @@ class MemoryEfficientTrainingWrapper:
                 scaler=self._precision.scaler,
                 model=model,
                 accumulate_dtype=torch.float32 if half else None,
-                guard_steps=on_oom == "split",
+                guard_steps=on_oom == "split" or "optimizer" in offload,
             )
             cleanup.callback(self._accumulator.close)
             self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
             has_rows = split_fn is None and self._accumulator.shards is None
             self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=has_rows)
             self._watch = BufferWatch(model)
-            self._offload = make_offload(offload, model, self._device)
+            self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()
 
     @property

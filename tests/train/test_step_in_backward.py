@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import memkit as mk
+from memkit.train.parameterwise import materialize_state
 from memkit.train.step_in_backward import step_in_backward
-from memkit.train.transaction import materialize_state
 from tests.allocations import trace_allocations
 
 KINDS = {

@@ -1,0 +1,137 @@
+"""The optimiser's state elsewhere than the parameters: on the disk, or an accelerator's in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit._errors import ConfigError, MemkitOutOfMemoryError
+from memkit.train.parameterwise import materialize_state
+from memkit.train.transaction import atomic_steps
+
+_ALIGNMENT = 64  # bytes
+
+
+@contextlib.contextmanager
+def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | Path | None = None) -> Iterator[None]:
+    """Keep an optimiser's state, for the block, elsewhere: on the disk, or an accelerator's in pinned host memory.
+
+    The state is made and moved on entry, and brought back at the end. `atomic_steps` runs the step chunk by chunk. On
+    an accelerator each chunk's state comes to the device, is stepped there by the optimiser's own code, and goes back.
+    On the CPU the state is a mapped, unlinked file, which the system may write out and drop from memory. The result is
+    bit-identical. ``optimizer.state_dict()`` and ``load_state_dict()`` work as ever.
+
+    Args:
+        optimizer: One of torch's own optimisers that `materialize_state` takes, or several.
+        folder: Where the file lies; None is the system's temporary folder. Some systems keep that in memory.
+
+    Raises:
+        ConfigError: Another optimiser, or parameters that are sharded.
+        MemkitOutOfMemoryError: The disk is full; the state is as it was.
+
+    Memory:
+        One chunk's state and what `atomic_steps` needs.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> model = torch.nn.Linear(300, 300)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with mk.offload_state(optimizer):
+        ...     model(torch.ones(2, 300)).sum().backward()
+        ...     optimizer.step()
+    """
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    with moved_state(optimizers, folder), atomic_steps(optimizers):
+        yield
+
+
+@contextlib.contextmanager
+def moved_state(optimizers: Sequence[Optimizer], folder: str | Path | None = None) -> Iterator[None]:
+    """Do what `offload_state` does, where somebody else runs the steps in chunks."""
+    for parameter in _parameters(optimizers):
+        if type(parameter) not in {torch.Tensor, nn.Parameter}:
+            raise ConfigError(
+                "offload_state(optimizer)",
+                got=f"parameters of type {type(parameter).__name__}",
+                expected="parameters that are whole on this device",
+                fix="keep the state where it is: sharding has divided it already.",
+            )
+    materialize_state(optimizers)
+    with contextlib.ExitStack() as stack:
+        for each in optimizers:
+            _move_out(each, folder)
+            reload = each.register_load_state_dict_post_hook(lambda loaded: _move_out(loaded, folder))
+            stack.callback(reload.remove)
+        try:
+            yield
+        finally:
+            for each in optimizers:
+                _move(each, lambda value, device: value.to(device, copy=True))
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group["params"]]
+
+
+def _move(optimizer: Optimizer, move: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
+    """Replace what lies in the state of each parameter, but for its counters, all of it or nothing."""
+    moved = {
+        parameter: {name: move(value, parameter.device) if value.dim() else value for name, value in state.items()}
+        for parameter, state in optimizer.state.items()
+    }
+    for parameter, state in moved.items():
+        optimizer.state[parameter] = state
+
+
+def _move_out(optimizer: Optimizer, folder: str | Path | None) -> None:
+    values = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    on_host = [value for value in values if value.device.type == "cpu"]
+    mapped = dict(zip(map(id, on_host), _map_file(on_host, folder), strict=True))
+
+    def move(value: torch.Tensor, _: torch.device) -> torch.Tensor:
+        if id(value) in mapped:
+            return mapped[id(value)]
+        return torch.empty_like(value, device="cpu", pin_memory=True).copy_(value)
+
+    _move(optimizer, move)
+
+
+def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list[torch.Tensor]:
+    """Write tensors into a file without a name, and map it. Written first: a full disk is then an error, no crash."""
+    with tempfile.TemporaryFile(dir=folder, prefix="memkit-state-") as file:
+        starts = []
+        try:
+            for value in values:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                starts.append(file.tell())
+                dense = torch.as_strided(value, (_span(value),), (1,), value.storage_offset())
+                file.write(memoryview(dense.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # it has a buffer
+            file.flush()
+        except OSError as error:
+            raise MemkitOutOfMemoryError(
+                "offload_state(optimizer)",
+                got=f"{error.strerror} in {folder or tempfile.gettempdir()}",
+                expected="room on the disk for the optimiser's state",
+                fix="pass folder=... on a larger disk.",
+            ) from error
+        if not starts:
+            return []
+        data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    return [
+        data[start : start + _span(value) * value.element_size()]
+        .view(value.dtype)
+        .as_strided(value.shape, value.stride())
+        for start, value in zip(starts, values, strict=True)
+    ]
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements of its storage a tensor reaches over."""
+    return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,95 @@
+"""Optimiser state elsewhere: bit-identical steps, no memory of the process, state that is lent and given back."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit.train import parameterwise, transaction
+from memkit.train.state_offload import offload_state
+from tests.allocations import trace_allocations
+from tests.train.faults import FailingOperator
+from tests.train.test_transaction import MUST, bits, everything, give_gradients, guarded, make, train
+
+
+@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("kind", ["adafactor", "muon", "nadam", "nesterov", "rprop", *MUST])
+def test_steps_are_bit_identical(kind, lent, monkeypatch):
+    """``lent``: as on an accelerator, whose state comes to it and goes back for each chunk, also for slices."""
+    if lent:
+        monkeypatch.setattr(parameterwise, "_lies_elsewhere", lambda value, parameter: value.dim() > 0)
+        monkeypatch.setattr(transaction, "_SMALLEST_CHUNK_BYTES", 2048)
+    expected = everything(*train(kind, foreach=True))
+    parameters, optimizer, generator = make(kind, foreach=True)
+    with offload_state(optimizer):
+        for number in range(5):
+            give_gradients(parameters, generator, number)
+            homes = [value for state in optimizer.state.values() for value in state.values()]
+            optimizer.step()
+            assert all(map(lambda a, b: a is b, homes, [v for s in optimizer.state.values() for v in s.values()]))
+    torch.testing.assert_close(everything(parameters, optimizer), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", MUST)
+def test_faults_leave_lent_state_whole(kind, monkeypatch):
+    monkeypatch.setattr(parameterwise, "_lies_elsewhere", lambda value, parameter: value.dim() > 0)
+    expected = everything(*train(kind, foreach=True, num_steps=1))
+    for place in range(2, 120, 23):
+        parameters, optimizer, generator = make(kind, foreach=True)
+        give_gradients(parameters, generator, 0)
+        parameterwise.materialize_state(optimizer)
+        with FailingOperator(place):
+            guarded(optimizer)
+        torch.testing.assert_close(everything(parameters, optimizer), expected, rtol=0, atol=0)
+
+
+def test_the_state_takes_no_memory_of_the_process_and_comes_back():
+    model = nn.Linear(1000, 1000)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1000)).sum().backward()
+    contexts = []
+
+    def enter():
+        contexts.append(offload_state(optimizer))
+        contexts[0].__enter__()
+
+    assert trace_allocations(enter).live[-1] < 1000  # counters
+    optimizer.step()
+    with torch.no_grad():
+        values = [value.clone() for state in optimizer.state.values() for value in state.values()]
+    assert trace_allocations(lambda: contexts[0].__exit__(None, None, None)).live[-1] >= 8 * 1000 * 1000
+    found = [value for state in optimizer.state.values() for value in state.values()]
+    torch.testing.assert_close(bits(found), bits(values), rtol=0, atol=0)
+
+
+def test_a_loaded_state_is_moved_out_again():
+    parameters, optimizer, generator = make("adamw", foreach=False)
+    with offload_state(optimizer):
+        give_gradients(parameters, generator, 0)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        before = [value.clone() for value in everything(parameters, optimizer)[len(parameters) :]]
+        optimizer.step()
+        assert trace_allocations(lambda: optimizer.load_state_dict(saved)).live[-1] < 1000
+        torch.testing.assert_close(everything(parameters, optimizer)[len(parameters) :], before, rtol=0, atol=0)
+
+
+def test_the_wrapper_does_it_on_request():
+    x, results = torch.randn(8, 16), []
+    for offload in ((), ("optimizer", "activations")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, offload=offload) as trainer:
+            for _ in range(3):
+                trainer.train_step(x, lambda model, micro: model(micro).square().mean())
+        results.append(everything(list(model.parameters()), optimizer))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+
+
+def test_unknown_optimizers_are_refused_by_name():
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(mk.ConfigError, match="LBFGS"), offload_state(torch.optim.LBFGS(parameters)):
+        pass
