@@ -11,15 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import table
+from benchmarks.tables_runs import dryrun_scripts, kill_nine, loop_cost, loop_semantics
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _TABLE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def tail_group(result: dict[str, Any]) -> str:
@@ -364,6 +362,10 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         dry_run,
         public_runs,
         liger_rows,
+        dryrun_scripts,
+        kill_nine,
+        loop_cost,
+        loop_semantics,
     )
 }
 

@@ -11,6 +11,7 @@ from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import Figures, Peak
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
 from memkit.report.rating import Rating
+from memkit.report.usage import rise_text
 from memkit.report.words import Words, describe, share_text
 
 _MOST_PROBLEMS = 10
@@ -191,7 +192,7 @@ def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
         yield words("cumulative_text")
     if figures.steps and figures.steps.trend:
         yield words("finding_growth" if figures.steps.trend.is_growth else "finding_flat")
-    if figures.steps and figures.steps.kept is False:
-        yield words("steps_given_back")
+    if figures.steps and figures.steps.rise is not None:
+        yield rise_text(figures.steps.rise, words)
     if rating.points is not None:
         yield words("finding_rating", points=rating.points)

@@ -77,14 +77,14 @@ class Steps:
         measure: What a change is: ``"incremental"``, as the program wrote it; ``"held"``, the difference of what was
             held at the ends of two steps; ``"record"``, the growth of a record over the run; None without any.
         trend: Growth of what is held; None for too few steps.
-        kept: False where a later record shows that not all incremental bytes stayed; else None: the log cannot tell.
+        rise: What the steps added together, and by how much a record rose over them, where that is less; else None.
     """
 
     steps: tuple[Step, ...]
     num_missing: int
     measure: Measure | None
     trend: Trend | None
-    kept: Literal[False] | None
+    rise: tuple[int, int] | None
 
     @property
     def spread(self) -> float | None:
@@ -160,7 +160,7 @@ def find_steps(observed: Sequence[Observed]) -> Steps | None:
         num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
         measure=measure,
         trend=_find_trend(held),
-        kept=_find_kept(observed, [one.bounds.added for one in found.values()]),
+        rise=_find_rise(observed, [one.bounds.added for one in found.values()]),
     )
 
 
@@ -204,22 +204,17 @@ def _find_trend(held: Sequence[tuple[int, int]]) -> Trend | None:
     return Trend(slopes[len(slopes) // 2], slopes[low], slopes[high])
 
 
-def _find_kept(observed: Sequence[Observed], increments: Sequence[int | None]) -> Literal[False] | None:
-    """Say whether a record after the steps is below what was there before plus all that the steps added."""
-    added = [value for value in increments if value is not None]
-    if len(added) < 2:
-        return None
+def _find_rise(observed: Sequence[Observed], increments: Sequence[int | None]) -> tuple[int, int] | None:
+    """Compare what steps added with the growth of the record from before the first to after the last of them."""
+    added = sum(value for value in increments if value is not None)
     indices = [index for index, each in enumerate(observed) if each.event.incremental_bytes and each.step is not None]
     if not indices:
         return None
     first, last = observed[indices[0]], indices[-1]
     start = first.before.peak_total_bytes if first.before else None
-    after = [
-        each.event.peak_total_bytes
-        for each in observed[last + 1 :]
-        if each.track == first.track and each.event.peak_total_bytes is not None
-    ]
-    return False if start is not None and after and max(after) < start + sum(added) else None
+    records = (each.event.peak_total_bytes for each in observed[last + 1 :] if each.track == first.track)
+    end = max((record for record in records if record is not None), default=None)
+    return (added, end - start) if start is not None and end is not None and end - start < added else None
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

@@ -161,11 +161,17 @@ def _steps(steps: Steps | None, words: Words) -> Iterator[Node]:
         lowest, highest = (words.size(Size.of(end(changes), is_change=True)) for end in (min, max))
         key = "steps_same" if lowest == highest else "steps_changes"
         yield Paragraph(words(key, lowest=lowest, highest=highest))
-    if steps.kept is False:
-        yield Paragraph(words("steps_given_back"))
+    if steps.rise is not None:
+        yield Paragraph(rise_text(steps.rise, words))
     lines = [line for line in _step_lines(steps, words) if len(line.x) > 1]
     if lines:
         yield Lines(tuple(lines), words("axis_step"), words("steps_chart"))
+
+
+def rise_text(rise: tuple[int, int], words: Words) -> str:
+    """Say that a record rose by less than what the steps added."""
+    added, grown = (words.size(Size.of(each)) for each in rise)
+    return words("steps_rise", added=added, grown=grown)
 
 
 def _step_row(step: Step, *, has_peak: bool, has_held: bool) -> tuple[Cell, ...]:

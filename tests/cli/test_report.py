@@ -13,7 +13,7 @@ def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["report", "--log", str(S1)]) == 0
     verdict, path = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("Peak 23.15 GiB (24,860,109,824 B) in tensors, at inference_end; ")
+    assert verdict.startswith("Peak 23.15 GiB (24,860,109,824 B) in tensors, first seen at inference_end; ")
     assert path == "memory_analysis_report.md"
     assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Memory report\n")
 

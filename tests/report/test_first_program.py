@@ -30,7 +30,7 @@ def test_the_figures():
     steps = figures.steps
     assert [(step.number, step.change_bytes) for step in steps.steps] == [(1, STEP), (2, STEP), (10, STEP)]
     assert (steps.num_missing, steps.measure, steps.spread) == (7, "incremental", 0)
-    assert steps.kept is False  # the record rose by one step's bytes, not by three
+    assert steps.rise == (3 * STEP, STEP)
     assert figures.seconds is None
     assert figures.layers.reserved_bytes is None
 
@@ -87,6 +87,7 @@ def test_what_is_missing_is_said_and_never_zero(written):
     for text in (written["md"], written["txt"], written["html"]):
         assert "The peaks of this log are cumulative" in text
         assert "7 numbers in between are not in the log" in text
+        assert "Together the steps added 0.10 GiB (105,366,528 B), and the record of the run rose by 0.03 GiB" in text
         assert "device; " in text
         assert "No rating: 3 figures are needed and 2 can be derived from this log." in text
 
