@@ -33,10 +33,8 @@ from memkit.train.ranks import local_part
 if TYPE_CHECKING:
     from collections import OrderedDict
 
-
-_NUM_CHUNKS = (
-    32  # of a chunk's size come copies of all it has, and up to four temporary results: < a tenth of the whole
-)
+# A chunk costs copies of all that it has, and up to four temporary results: less than a tenth of the whole.
+_NUM_CHUNKS = 32
 _SMALLEST_CHUNK_BYTES = 2**20
 _SMALLEST_SLICE = 1024  # elements
 

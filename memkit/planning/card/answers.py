@@ -29,6 +29,8 @@ def cuda_answers(gpu: GPU, memory: CardMemory) -> Iterator[None]:
         for name, answer in (_accelerator(gpu, allocator) | streams).items():
             if hasattr(torch.accelerator, name):
                 stack.enter_context(patched(torch.accelerator, name, answer))
+        # LSTMs run step by step: what cuDNN keeps for their backward is its own secret.
+        stack.enter_context(patched(torch.backends.cudnn, "is_acceptable", lambda tensor: False))  # noqa: ARG005
         stack.enter_context(card_methods(cuda))
         for name, answer in _TORCH.items():
             stack.enter_context(patched(torch, name, answer))

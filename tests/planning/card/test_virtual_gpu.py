@@ -258,6 +258,14 @@ def test_fused_optimizers_take_nothing_beyond_their_state(card, make):
 
 
 @pytest.mark.usefixtures("card")
+def test_recurrent_layers_run_without_a_warning():
+    layer = nn.LSTM(8, 16, num_layers=2, batch_first=True).cuda()
+    out, _ = layer(torch.ones(2, 5, 8, device="cuda"))
+    out.sum().backward()
+    assert layer.weight_hh_l1.grad.is_cuda
+
+
+@pytest.mark.usefixtures("card")
 def test_a_gradient_scaler_steps():
     model = nn.Linear(8, 8).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
