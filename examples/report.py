@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import memkit as mk
-from memkit.assemble.report import write_report
+from memkit import write_report
 from memkit.report.nodes import Paragraph, Section
 
 

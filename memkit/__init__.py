@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memkit.assemble.density import DensityInvariantTrainer
     from memkit.assemble.density_records import PointBatch, PointScene
     from memkit.assemble.enhanced import create_enhanced_train_loop
+    from memkit.assemble.report import write_report
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
-    from memkit.planning.shards import Shard
+    from memkit.planning.shard import Shard
     from memkit.planning.summary import print_config_summary
     from memkit.points.batches import BudgetBatchSampler
     from memkit.points.edges import sample_edges
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from memkit.points.sample import GridSample
     from memkit.points.sampler import GridAwareSampler
     from memkit.points.voxels import first_points, fragments, voxel_mean
+    from memkit.report.exports import export_log
     from memkit.train.accumulate import GradientAccumulator
     from memkit.train.compact import CompactRecords, CompactStrings
     from memkit.train.contrastive import cached_backward
@@ -107,7 +109,7 @@ _HOMES = {
     "ProgressiveTrainer": "train.progressive",
     "ResumableBatchSampler": "train.order",
     "ResumableLoader": "train.order",
-    "Shard": "planning.shards",
+    "Shard": "planning.shard",
     "SparseVoxels": "chunk.voxels",
     "SparsityAwareProcessor": "chunk.sparse",
     "Stage": "train.progressive",
@@ -126,6 +128,7 @@ _HOMES = {
     "chunked_segment_reduce": "chunk.segments",
     "create_enhanced_train_loop": "assemble.enhanced",
     "estimate_memory_usage": "planning.predict",
+    "export_log": "report.exports",
     "find_gpu": "planning.gpus",
     "first_points": "points.voxels",
     "format_bytes": "_units",
@@ -144,6 +147,7 @@ _HOMES = {
     "tiled_apply": "chunk.tiled",
     "to_device": "train.loader",
     "voxel_mean": "points.voxels",
+    "write_report": "assemble.report",
 }
 
 __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
@@ -202,6 +206,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "chunked_segment_reduce",
     "create_enhanced_train_loop",
     "estimate_memory_usage",
+    "export_log",
     "find_gpu",
     "first_points",
     "format_bytes",
@@ -220,6 +225,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "tiled_apply",
     "to_device",
     "voxel_mean",
+    "write_report",
 ]
 
 # A library logs, and leaves it to the application whether anybody sees it.

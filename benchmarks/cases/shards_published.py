@@ -27,7 +27,8 @@ from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.stage import on_card
 from memkit.planning.dryrun import DryRun
 from memkit.planning.gpus import find_gpu
-from memkit.planning.shards import Shard, as_first_rank
+from memkit.planning.shard import Shard
+from memkit.planning.shards import as_first_rank
 
 _aten = torch.ops.aten
 WIDTH, NUM_BLOCKS, HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4096, 32, 32, 8, 14336, 128256

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
     from memkit.planning.dryrun import LossFn
     from memkit.planning.optimizers import MakeOptimizer
-    from memkit.planning.shards import Shard
+    from memkit.planning.shard import Shard
 
 
 @overload
@@ -129,7 +129,8 @@ def estimate_memory_usage(
 
         stage = partial(on_card, find_gpu(target))
     if shard is not None:
-        from memkit.planning.shards import Shard, as_first_rank
+        from memkit.planning.shard import Shard
+        from memkit.planning.shards import as_first_rank
 
         _check("shard", shard, isinstance(shard, Shard), "None, or a Shard such as Shard('fsdp2', 8)")
         spread = partial(as_first_rank, shard)

@@ -68,6 +68,11 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
             retry_once(lambda: create_state(each, group, trainable), "materialize_state(optimizer)")  # noqa: B023
 
 
+def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
+    """Say whether a step may change gradients: SGD adds the momentum to them; fused ones take the loss scale out."""
+    return bool(group.get("fused")) or (type(optimizer) is optim.SGD and group["nesterov"])
+
+
 def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Run the optimiser's own step on some parameters of a group, without its hooks."""
     groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": list(parameters)}]
@@ -134,5 +139,6 @@ def lent_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iter
             retry_once(functools.partial(state[name].copy_, value), "optimizer.step()")
 
 
-def _lies_elsewhere(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    return value.dim() > 0 and value.device != parameter.device  # counters always lie on the host
+def _lies_elsewhere(value: object, parameter: torch.Tensor) -> bool:
+    # Counters always lie on the host, and SparseAdam's are no tensors.
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device

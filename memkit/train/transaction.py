@@ -27,6 +27,7 @@ from memkit.train.parameterwise import (
     put_state,
     step_group,
     steps_parameterwise,
+    writes_gradients,
 )
 from memkit.train.ranks import local_part
 
@@ -233,23 +234,23 @@ class _Slice:
 
 
 class _Undo:
-    """Old values of some parameters, their gradients (SGD with Nesterov writes to them) and their state."""
+    """Old values of some parameters and their state, and of their gradients where the step writes to these."""
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
         self._states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
-        tensors = [
-            tensor.detach() for parameter in parameters for tensor in (parameter, parameter.grad) if tensor is not None
-        ]
-        tensors += [
-            value for state in self._states.values() for value in state.values() if isinstance(value, torch.Tensor)
-        ]
-        self._values = [(local_part(tensor), local_part(tensor).clone()) for tensor in tensors]
+        tensors = list(parameters)
+        for state in self._states.values():
+            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        if writes_gradients(optimizer, group):
+            tensors += [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._tensors = [local_part(tensor.detach()) for tensor in tensors]
+        self._values = torch._foreach_clone(self._tensors)  # noqa: SLF001 - the batched form, as torch's optimisers use
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, in place; this needs no memory, and may be done again."""
-        for tensor, value in self._values:
+        for tensor, value in zip(self._tensors, self._values, strict=True):
             tensor.copy_(value)
         for parameter, state in self._states.items():
             put_state(self._optimizer, parameter, state)
@@ -274,7 +275,7 @@ def _try(step: Callable[[], None]) -> str | None:
 def _step_or_undo(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Step parameters together; any error leaves them as they were."""
     with lent_state(optimizer, parameters):
-        undo = _Undo(optimizer, parameters)
+        undo = _Undo(optimizer, group, parameters)
         try:
             step_group(optimizer, group, parameters)
         except BaseException:

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memkit.planning.dryrun import DryRun, StepRecorder
 from memkit.planning.optimizers import optimizer_maker
-from memkit.planning.shards import Shard, as_first_rank
+from memkit.planning.shard import Shard
+from memkit.planning.shards import as_first_rank
 from tests.planning.step import Step, classify, labels, language, momentum, regress
 from tests.planning.steps import STEPS
 from tests.planning.test_dryrun import real_step

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.shards import Shard
+from memkit.planning.shard import Shard
 from tests.allocations import trace_allocations
 from tests.planning.ranks import (
     FOUR,

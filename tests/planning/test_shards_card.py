@@ -15,7 +15,7 @@ from memkit.planning.card.stage import on_card
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.gpus import find_gpu
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.shards import Shard
+from memkit.planning.shard import Shard
 from tests.planning.ranks import REPLICATED, SHARDED, build, rank_run
 
 MIB = 2**20

@@ -1,0 +1,81 @@
+"""How a step is spread over ranks: what the user says of it. `memkit.planning.shards` does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from memkit._errors import ConfigError
+
+Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+REPLICATED = ("ddp", "zero1")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """How a step is spread over ranks: the ``shard=`` of `memkit.estimate_memory_usage`.
+
+    Attributes:
+        kind: ``"ddp"``: DistributedDataParallel. ``"zero1"``: that with ZeroRedundancyOptimizer, which shares the
+            optimizer state out by whole parameters. ``"fsdp2"``: `fully_shard`. ``"zero2"`` and ``"zero3"``:
+            `fully_shard` with ``reshard_after_forward`` False and True, torch's forms of ZeRO 2 and 3.
+        ranks: Over how many ranks, 2 or more.
+        units: Names of the modules that are gathered and freed on their own, each as `fully_shard` is called on it:
+            ``"layers.*"`` is each child of ``layers``; a star stands for one part of a dotted name. The model itself is
+            always the last unit. Of "fsdp2", "zero2" and "zero3".
+        reshard_after_forward: As in `fully_shard`: True, False, or a divisor of ``ranks``. None: as the kind says,
+            for "fsdp2" torch's own default: True but for the last unit. Of "fsdp2".
+        param_dtype: `MixedPrecisionPolicy.param_dtype`. Of "fsdp2", "zero2" and "zero3".
+        reduce_dtype: `MixedPrecisionPolicy.reduce_dtype`. Of "fsdp2", "zero2" and "zero3".
+        gradient_as_bucket_view: As in DistributedDataParallel. Of "ddp" and "zero1".
+
+    Raises:
+        ConfigError: A value is not one of those, or belongs to another kind.
+
+    Source:
+        `docs/estimate-shards.md`; held against two gloo processes in ``tests/planning/test_shards.py``.
+
+    Example:
+        >>> import memkit as mk, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, device="meta") for _ in range(4)))
+        >>> batch, loss_fn = torch.empty(8, 1000), lambda model, x: model(x).square().mean()
+        >>> estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, shard=mk.Shard("fsdp2", 4, units=("*",)))
+        >>> estimate.parameters_bytes == 4 * 4 * (250 * 1000 + 250)
+        True
+    """
+
+    kind: Kind
+    ranks: int
+    units: tuple[str, ...] = ()
+    reshard_after_forward: bool | int | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no kind knows, and what another kind knows."""
+        self._check("kind", self.kind in get_args(Kind), f"one of {', '.join(get_args(Kind))}")
+        self._check("ranks", self.ranks in range(2, 2**31), "an int, 2 or more")
+        self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')
+        every = self.reshard_after_forward
+        is_divisor = every is None or isinstance(every, bool) or (1 < every < self.ranks and self.ranks % every == 0)
+        self._check("reshard_after_forward", is_divisor, "None, True, False, or a divisor of ranks between 1 and ranks")
+        if self.kind in REPLICATED:
+            for name in ("units", "param_dtype", "reduce_dtype"):
+                self._check(name, not getattr(self, name), "unset: it belongs to fsdp2, zero2 and zero3")
+        else:
+            self._check("gradient_as_bucket_view", not self.gradient_as_bucket_view, "unset: it belongs to ddp, zero1")
+        if self.kind != "fsdp2":
+            self._check("reshard_after_forward", every is None, "unset: it belongs to fsdp2")
+
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:  # noqa: FBT001
+        if not is_valid:
+            value = getattr(self, name)
+            raise ConfigError(
+                f"Shard({self.kind!r}, {self.ranks!r}, {name}={value!r})",
+                got=repr(value),
+                expected=expected,
+                fix="pass one of these, or leave it out.",
+            )
