@@ -64,12 +64,17 @@ if TYPE_CHECKING:
     from memkit.train.contrastive import cached_backward
     from memkit.train.loader import LoaderPlan, make_dataloader, to_device
     from memkit.train.loop import LoopResult, MemoryEfficientTrainLoop
+    from memkit.train.offload import offload_activations
     from memkit.train.order import ResumableBatchSampler, ResumableLoader
+    from memkit.train.parameterwise import materialize_state
     from memkit.train.penalty import gradient_penalty
     from memkit.train.progressive import ProgressiveTrainer, Stage
     from memkit.train.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
     from memkit.train.schedules import make_schedule
     from memkit.train.state import TrainingStateManager
+    from memkit.train.state_offload import offload_state
+    from memkit.train.step_in_backward import step_in_backward
+    from memkit.train.transaction import atomic_steps
     from memkit.train.validation import ValidationMonitor
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -121,6 +126,7 @@ _HOMES = {
     "VirtualGPU": "planning.card.virtual_gpu",
     "WeightedMean": "train.reducers",
     "all_gpus": "planning.gpus",
+    "atomic_steps": "train.transaction",
     "cached_backward": "train.contrastive",
     "chunked_linear_cross_entropy": "chunk.cross_entropy",
     "chunked_loss": "chunk.loss",
@@ -138,11 +144,15 @@ _HOMES = {
     "is_out_of_memory": "_oom",
     "make_dataloader": "train.loader",
     "make_schedule": "train.schedules",
+    "materialize_state": "train.parameterwise",
+    "offload_activations": "train.offload",
+    "offload_state": "train.state_offload",
     "parse_bytes": "_units",
     "print_config_summary": "planning.summary",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
     "sample_edges": "points.edges",
+    "step_in_backward": "train.step_in_backward",
     "submanifold_conv3d": "chunk.submanifold",
     "tiled_apply": "chunk.tiled",
     "to_device": "train.loader",
@@ -199,6 +209,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "WeightedMean",
     "__version__",
     "all_gpus",
+    "atomic_steps",
     "cached_backward",
     "chunked_linear_cross_entropy",
     "chunked_loss",
@@ -216,11 +227,15 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "is_out_of_memory",
     "make_dataloader",
     "make_schedule",
+    "materialize_state",
+    "offload_activations",
+    "offload_state",
     "parse_bytes",
     "print_config_summary",
     "read_memory_events",
     "recover_from_oom",
     "sample_edges",
+    "step_in_backward",
     "submanifold_conv3d",
     "tiled_apply",
     "to_device",
