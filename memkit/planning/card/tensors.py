@@ -129,9 +129,11 @@ def _without_values(tensors: Sequence[Any]) -> Iterator[None]:
     ]
     for tensor, _ in known:
         tensor.constant = None
-    yield
-    for tensor, constant in known:
-        tensor.constant = constant
+    try:
+        yield
+    finally:
+        for tensor, constant in known:
+            tensor.constant = constant
 
 
 def _as_cuda(value: Any) -> Any:
