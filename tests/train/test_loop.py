@@ -257,7 +257,8 @@ def test_child_processes_train_alike(method):
 
 def live_tensors():
     gc.collect()
-    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+    # By type, not isinstance: other tests leave objects of torch's behind that warn when they are asked.
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
 def run_steps(num_steps):
