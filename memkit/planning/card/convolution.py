@@ -1,7 +1,8 @@
 """What cuDNN's convolutions may take inside of themselves: an interval, since cuDNN chooses when it runs.
 
-Lowest is nothing: implicit products need none. The highest is what the methods that cuDNN's heuristics choose from are
-known to need; each is named where it is computed. Recorded runs that lie inside: `docs/virtual-gpu.md`.
+Lowest is nothing: implicit products need none. The highest is what known methods of cuDNN need; each is named where
+it is computed. It is no proven bound: what of the published figures lies inside, and what not, is in
+`docs/virtual-gpu.md`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _WINOGRAD = 36 / 16
 
 
 def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
-    """Most bytes that an operator takes inside; zero where it is no convolution.
+    """Most bytes that a known method takes inside; zero where it is no convolution.
 
     With ``torch.backends.cudnn.enabled = False`` the truth is known: a column for each position of one image.
     """

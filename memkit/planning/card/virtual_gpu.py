@@ -30,7 +30,8 @@ class VirtualGPU:
     card: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the card have sizes but no data;
     host tensors have data, but for floating point numbers of more than 1 MiB that are filled by PyTorch (the weights of
     a new model). Memory is handed out by a model of PyTorch's allocator, and where the card would run out,
-    `torch.OutOfMemoryError` is raised at the same line with the same figures.
+    `torch.OutOfMemoryError` is raised at the same line with the same figures. Only what cuDNN's convolutions take
+    inside is not taken: see ``docs/virtual-gpu.md``.
 
     Where code reads a number from the card (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
     counts them. Nothing that the block did to PyTorch remains; tensors on the card are useless after it. Modules built

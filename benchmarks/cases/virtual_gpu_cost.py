@@ -1,0 +1,52 @@
+"""What an estimate on a virtual card costs, for each operator of its two steps, on models of the tests.
+
+Processor time of one thread, the least of nine calls after the first; the operators are those that the steps dispatch.
+
+Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.virtual_gpu_cost   (1 minute; needs what dry_run needs)
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchmarks.cases.dry_run import Count
+from benchmarks.result import write_result
+from memkit.planning.predict import estimate_memory_usage
+from tests.planning.test_dryrun import build
+
+MODELS = ("mlp", "resnet", "unet3d", "encoder", "message_passing", "tied_decoder")
+ROUNDS = 9
+
+
+def estimate(name: str) -> float:
+    """Processor seconds of one estimate."""
+    step = build(name)
+    start = time.process_time()
+    estimate_memory_usage(
+        step.model,
+        step.batch,
+        loss_fn=step.loss_fn,
+        optimizer=step.optimizer,
+        precision=step.precision,
+        accumulation_steps=step.accumulation_steps,
+        target="RTX 4090",
+    )
+    return time.process_time() - start
+
+
+def cost(name: str) -> dict[str, float]:
+    with Count() as count:
+        estimate(name)
+    seconds = min(estimate(name) for _ in range(ROUNDS))
+    return {
+        "num_operators_in_two_steps": count.num_operators,
+        "seconds": round(seconds, 3),
+        "ms_per_operator": round(1e3 * seconds / count.num_operators, 3),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write_result("virtual_gpu_cost", {name: cost(name) for name in MODELS})
