@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memkit._eventlog import read_memory_events
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
+    from memkit._voxels import SparseVoxels
     from memkit.assemble.density import DensityInvariantTrainer
     from memkit.assemble.density_records import PointBatch, PointScene
     from memkit.assemble.enhanced import create_enhanced_train_loop
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from memkit.chunk.sparse import SparsityAwareProcessor
     from memkit.chunk.submanifold import submanifold_conv3d
     from memkit.chunk.tiled import tiled_apply
-    from memkit.chunk.voxels import SparseVoxels
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
     from memkit.planning.card.allocator import CachingAllocator
@@ -115,7 +115,7 @@ _HOMES = {
     "ResumableBatchSampler": "train.order",
     "ResumableLoader": "train.order",
     "Shard": "planning.shard",
-    "SparseVoxels": "chunk.voxels",
+    "SparseVoxels": "_voxels",
     "SparsityAwareProcessor": "chunk.sparse",
     "Stage": "train.progressive",
     "StateError": "_errors",

@@ -13,11 +13,11 @@ from torch.func import functional_call
 
 from memkit import _rng
 from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import find_reach
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
 from memkit.chunk.sparse_tiles import Cut, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
-from memkit.chunk.voxels import SparseVoxels
 
 Mode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from memkit import _rng
 from memkit._errors import InputError
+from memkit._voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
-from memkit.chunk.voxels import SparseVoxels
 
 CALL = "SparsityAwareProcessor(fn)(volume)"
 _SUBMANIFOLD_CALL = 'SparsityAwareProcessor(fn, mode="submanifold")(volume)'

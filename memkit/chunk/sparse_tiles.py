@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memkit._streamed import accumulator_dtype, refuse_second_derivative
+from memkit._voxels import SparseVoxels
 from memkit.chunk.sparse_rows import CALL
 from memkit.chunk.tiles import ExactAxis, Piece, Reach, place_of
-from memkit.chunk.voxels import SparseVoxels
 
 
 class Patch(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkit._errors import ConfigError, InputError
 from memkit._streamed import accumulator_dtype, refuse_second_derivative
-from memkit.chunk.voxels import Pairs, SparseVoxels, Triple
+from memkit._voxels import Pairs, SparseVoxels, Triple
 
 CALL = "submanifold_conv3d(voxels, weight)"
 

@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits, load_iris
 
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
 from memkit.chunk.resolution import DynamicResolutionProcessor
-from memkit.chunk.voxels import SparseVoxels
+from memkit._voxels import SparseVoxels
 from tests.chunk.scenes import brain_mask, vertices
 
 

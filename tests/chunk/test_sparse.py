@@ -11,7 +11,7 @@ from torch import nn
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.submanifold import submanifold_conv3d
-from memkit.chunk.voxels import SparseVoxels
+from memkit._voxels import SparseVoxels
 from tests.allocations import trace_allocations
 from tests.chunk.nets import UNet
 from tests.chunk.scenes import brain_mask, cortex

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memkit._errors import ConfigError, InputError, StateError
 from memkit.chunk.submanifold import submanifold_conv3d
-from memkit.chunk.voxels import SparseVoxels
+from memkit._voxels import SparseVoxels
 from tests.allocations import trace_allocations
 from tests.chunk.scenes import cortex
 

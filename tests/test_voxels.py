@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memkit._errors import InputError, InputTypeError
-from memkit.chunk.voxels import SparseVoxels
+from memkit._voxels import SparseVoxels
 from tests.chunk.scenes import brain_mask
 
 

@@ -1,0 +1,1 @@
+"""The content of voxels and clouds: augmentations, losses, metrics."""
