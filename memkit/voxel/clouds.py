@@ -1,0 +1,386 @@
+"""How far two clouds of points are apart: Chamfer, Hausdorff, precision and recall, under named conventions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError
+from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
+
+Cloud: TypeAlias = Tensor | Sequence[Tensor]
+ConventionName = Literal["pytorch3d", "kaolin", "open3d", "lidm", "occnet"]
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "mean": lambda a, b: (a + b) / 2,
+    "max": torch.maximum,
+}
+
+
+class Convention(NamedTuple):
+    """What a Chamfer distance is: each direction is the mean over its points.
+
+    Attributes:
+        squared: Whether distances are squared before the mean.
+        combine: How the two directions become one number.
+
+    Example:
+        >>> import memkit as mk
+        >>> mk.CHAMFER_CONVENTIONS["occnet"]
+        Convention(squared=False, combine='mean')
+    """
+
+    squared: bool
+    combine: Literal["sum", "mean", "max"]
+
+
+CHAMFER_CONVENTIONS: dict[ConventionName, Convention] = {
+    "pytorch3d": Convention(squared=True, combine="sum"),
+    "kaolin": Convention(squared=True, combine="sum"),
+    "open3d": Convention(squared=False, combine="sum"),
+    "lidm": Convention(squared=True, combine="mean"),
+    "occnet": Convention(squared=False, combine="mean"),
+}
+
+
+class PrecisionRecall(NamedTuple):
+    """Shares of points that lie near the other cloud, for one threshold or for (T,) of them.
+
+    Attributes:
+        precision: Of the prediction's points.
+        recall: Of the target's points.
+        f_score: Their harmonic mean; 0 where both are.
+    """
+
+    precision: Tensor
+    recall: Tensor
+    f_score: Tensor
+
+
+def chamfer_distance(
+    a: Cloud | NearestPoints,
+    b: Cloud | None = None,
+    *,
+    convention: ConventionName | Convention = "pytorch3d",
+    empty_distance: float = math.inf,
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> Tensor:
+    """The Chamfer distance, with gradients, in memory that grows with N + M and not with N times M.
+
+    Args:
+        a: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), of which the mean is taken; or what
+            `nearest_points` found.
+        b: The other cloud or clouds; None with `nearest_points`.
+        convention: ``"pytorch3d"``, ``"kaolin"``: squared, the sum of both directions. ``"open3d"``: not squared, the
+            sum. ``"lidm"`` (LiDAR-Diffusion): squared, the mean of both. ``"occnet"`` (Occupancy Networks): not
+            squared, the mean. Or a `Convention` of your own.
+        empty_distance: What a pair counts of which one cloud is empty. Both empty: 0.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Returns:
+        A 0-dim tensor, float32 or float64. The gradient of a distance of zero is zero.
+
+    Raises:
+        ConfigError: The convention or the back end is unknown.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`; autograd keeps one difference (N + M, D).
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> a, b = torch.tensor([[0.0, 0, 0], [1, 0, 0]]), torch.tensor([[0.0, 0, 0]])
+        >>> mk.chamfer_distance(a, b).item(), mk.chamfer_distance(a, b, convention="lidm").item()
+        (0.5, 0.25)
+    """
+    squared, combine = _convention(convention)
+
+    def distance(pairs: NearestPoints) -> Tensor:
+        if (empty := _if_empty(pairs, empty_distance)) is not None:
+            return empty
+        of_a, of_b = pairs.squared_distances() if squared else pairs.distances()
+        return _COMBINE[combine](of_a.mean(), of_b.mean())
+
+    return _mean(distance, a, b, backend, memory_budget)
+
+
+def hausdorff_distance(
+    a: Cloud | NearestPoints,
+    b: Cloud | None = None,
+    *,
+    quantile: float = 1.0,
+    empty_distance: float = math.inf,
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> Tensor:
+    """The larger of both directions' farthest nearest neighbour, or of a quantile of the nearest distances.
+
+    ``quantile=0.95`` is the HD95 of medical imaging: the larger of two directed quantiles, each with linear
+    interpolation as NumPy's, not the quantile of both directions in one list.
+
+    Args:
+        a: As for `chamfer_distance`.
+        b: As for `chamfer_distance`.
+        quantile: In [0, 1]; 1 is the farthest.
+        empty_distance: What a pair counts of which one cloud is empty. Both empty: 0.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Returns:
+        A 0-dim tensor, in the unit of the coordinates; gradients reach the points that decide.
+
+    Raises:
+        ConfigError: The quantile or the back end is wrong.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> a, b = torch.tensor([[0.0, 0, 0], [3, 4, 0]]), torch.tensor([[0.0, 0, 0]])
+        >>> mk.hausdorff_distance(a, b).item(), mk.hausdorff_distance(a, b, quantile=0.5).item()
+        (5.0, 2.5)
+    """
+    if not 0 <= quantile <= 1:
+        raise ConfigError(
+            f"hausdorff_distance(..., quantile={quantile!r})",
+            got=repr(quantile),
+            expected="a share in [0, 1]",
+            fix="write 0.95 for the 95th percentile.",
+        )
+
+    def distance(pairs: NearestPoints) -> Tensor:
+        if (empty := _if_empty(pairs, empty_distance)) is not None:
+            return empty
+        return torch.maximum(*(_quantile(each, quantile) for each in pairs.distances()))
+
+    return _mean(distance, a, b, backend, memory_budget)
+
+
+def precision_recall(
+    prediction: Cloud | NearestPoints,
+    target: Cloud | None = None,
+    *,
+    threshold: float | Sequence[float],
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> PrecisionRecall:
+    """Shares of points closer than a threshold to the other cloud, as Tanks and Temples counts them.
+
+    Args:
+        prediction: As ``a`` for `chamfer_distance`.
+        target: As ``b`` for `chamfer_distance`.
+        threshold: In the unit of the coordinates, above zero, one or several; a distance counts if it is smaller.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Returns:
+        Precision, recall and F-score: 0-dim, or (T,) for several thresholds. Both clouds empty: 1. One empty: 0.
+
+    Raises:
+        ConfigError: A threshold or the back end is wrong.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`; one search for all thresholds.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> found, truth = torch.tensor([[0.0, 0, 0], [9, 0, 0]]), torch.tensor([[0.0, 0, 0.1]])
+        >>> precision, recall, f_score = mk.precision_recall(found, truth, threshold=0.2)
+        >>> precision.item(), recall.item()
+        (0.5, 1.0)
+    """
+    limits = [threshold] if isinstance(threshold, float | int) else list(threshold)
+    if not limits or not all(0 < each < math.inf for each in limits):
+        raise ConfigError(
+            f"precision_recall(..., threshold={threshold!r})",
+            got=repr(threshold),
+            expected="distances above zero",
+            fix="write for example threshold=0.1, in the unit of the coordinates.",
+        )
+
+    found = _mean(lambda pairs: _shares(pairs, limits), prediction, target, backend, memory_budget)
+    return PrecisionRecall(*(found[:, 0] if isinstance(threshold, float | int) else found))
+
+
+def f_score(
+    prediction: Cloud | NearestPoints,
+    target: Cloud | None = None,
+    *,
+    threshold: float | Sequence[float],
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> Tensor:
+    """The F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.
+
+    Args:
+        prediction: As for `precision_recall`.
+        target: As for `precision_recall`.
+        threshold: As for `precision_recall`.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Raises:
+        ConfigError: A threshold or the back end is wrong.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> cloud = torch.rand(50, 3)
+        >>> mk.f_score(cloud, cloud + 0.001, threshold=0.01).item(), mk.f_score(cloud[:0], cloud, threshold=0.01).item()
+        (1.0, 0.0)
+    """
+    return precision_recall(
+        prediction, target, threshold=threshold, backend=backend, memory_budget=memory_budget
+    ).f_score
+
+
+def density_aware_chamfer(
+    a: Cloud | NearestPoints,
+    b: Cloud | None = None,
+    *,
+    alpha: float = 1000.0,
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> Tensor:
+    """The density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
+
+    Each point adds ``1 - exp(-alpha * squared distance) / n``, where n points share its nearest; the mean of both
+    directions.
+
+    Args:
+        a: As for `chamfer_distance`.
+        b: As for `chamfer_distance`.
+        alpha: Per squared unit of the coordinates; 1000 is the authors' choice for clouds within a unit cube.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Returns:
+        A 0-dim tensor. Both clouds empty: 0. One empty: 1.
+
+    Raises:
+        ConfigError: The back end is unknown.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`.
+
+    Source: arXiv 2111.12702, equation 5.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> cloud = torch.rand(50, 3)
+        >>> mk.density_aware_chamfer(cloud, cloud).item()
+        0.0
+    """
+
+    def distance(pairs: NearestPoints) -> Tensor:
+        if (empty := _if_empty(pairs, 1.0)) is not None:
+            return empty
+        of_a, of_b = pairs.squared_distances()
+        directions = (of_a, pairs.a_to_b, len(pairs.b)), (of_b, pairs.b_to_a, len(pairs.a))
+        terms = [
+            (1 - torch.exp(-alpha * squared) / index.bincount(minlength=length)[index]).mean()
+            for squared, index, length in directions
+        ]
+        return (terms[0] + terms[1]) / 2
+
+    return _mean(distance, a, b, backend, memory_budget)
+
+
+def _mean(
+    metric: Callable[[NearestPoints], Tensor],
+    a: Cloud | NearestPoints,
+    b: Cloud | None,
+    backend: Backend,
+    memory_budget: int | str,
+) -> Tensor:
+    """The mean of a metric over the samples."""
+    if isinstance(a, NearestPoints):
+        return metric(a)
+    if b is None or isinstance(a, Tensor) != isinstance(b, Tensor):
+        _refuse_batches(a, b)
+    if isinstance(a, Tensor) and a.dim() == 2:
+        a, b = (a,), (b,)  # type: ignore[assignment]  # both are tensors
+    if len(a) != len(b) or not len(a):
+        _refuse_batches(a, b)
+    pairs = (nearest_points(*clouds, backend=backend, memory_budget=memory_budget) for clouds in zip(a, b, strict=True))
+    return torch.stack([metric(each) for each in pairs]).mean(0)
+
+
+def _if_empty(pairs: NearestPoints, one_empty: float) -> Tensor | None:
+    """What a distance is where a cloud is empty, None where neither is; it has the graph of both."""
+    if len(pairs.a) and len(pairs.b):
+        return None
+    value = 0.0 if len(pairs.a) == len(pairs.b) else one_empty
+    return pairs.a.sum() * 0 + pairs.b.sum() * 0 + value
+
+
+def _quantile(values: Tensor, quantile: float) -> Tensor:
+    """With linear interpolation; by selection, as `torch.quantile` refuses more than 16 million values."""
+    place = quantile * (len(values) - 1)
+    below = math.floor(place)
+    low = values.kthvalue(below + 1).values
+    high = values.kthvalue(min(below + 2, len(values))).values
+    return low + (high - low) * (place - below)
+
+
+@torch.no_grad()
+def _shares(pairs: NearestPoints, limits: Sequence[float]) -> Tensor:
+    """Precision, recall and F-score: (3, T)."""
+    limit = torch.tensor(limits, dtype=pairs.a.dtype, device=pairs.a.device)
+    if not len(pairs.a) or not len(pairs.b):
+        return limit.new_full((3, len(limit)), float(len(pairs.a) == len(pairs.b)))
+    precision, recall = (
+        torch.stack([(each < one).mean(dtype=limit.dtype) for one in limit]) for each in pairs.distances()
+    )
+    both = precision + recall
+    return torch.stack([precision, recall, torch.where(both > 0, 2 * precision * recall / both, 0)])
+
+
+def _convention(convention: ConventionName | Convention) -> Convention:
+    found = CHAMFER_CONVENTIONS.get(convention) if isinstance(convention, str) else convention
+    if not isinstance(found, Convention) or found.combine not in _COMBINE:
+        raise ConfigError(
+            f"chamfer_distance(..., convention={convention!r})",
+            got=repr(convention),
+            expected=f"one of {', '.join(map(repr, CHAMFER_CONVENTIONS))}, or a Convention(squared, combine)",
+            fix="write for example Convention(squared=False, combine='max').",
+        )
+    return found
+
+
+def _refuse_batches(a: object, b: object) -> NoReturn:
+    def describe(each: object) -> str:
+        return f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
+
+    raise InputError(
+        "distance of two clouds (a, b)",
+        got=f"{describe(a)} and {describe(b)}",
+        expected="two clouds (N, D), two batches (B, N, D), two sequences of as many clouds, or one NearestPoints",
+        fix="give as many clouds of the one as of the other; one at least.",
+    )

@@ -1,0 +1,195 @@
+"""Which point of the other cloud is nearest, found once for all metrics, without the table of all pairs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._units import parse_bytes
+from memkit.voxel.pruned import nearest_pruned, squared_distances
+
+Backend = Literal["auto", "tiled", "pruned", "kdtree"]
+
+_CALL = "nearest_points(a, b)"
+_TILE_ROWS = 256
+_BYTES_PER_PAIR = 12  # of what is held for each pair of points of a tile
+_LARGEST_TABLE = 2**24  # pairs, up to which all pairs are as fast as anything
+_NUM_SPATIAL = (2, 3)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NearestPoints:
+    """Two clouds, and for each point the nearest of the other cloud. Made by `nearest_points`; metrics take it.
+
+    Attributes:
+        a: (N, D), as given, in float32 at least.
+        b: (M, D).
+        a_to_b: (N,) int64: the nearest point of ``b``. Of several at one distance it is one of them.
+        b_to_a: (M,) int64.
+
+    Where a cloud is empty, the indices of the other's points are 0 and mean nothing; their distances are inf.
+    """
+
+    a: Tensor
+    b: Tensor
+    a_to_b: Tensor
+    b_to_a: Tensor
+
+    def squared_distances(self) -> tuple[Tensor, Tensor]:
+        """Squared distances (N,) of ``a`` and (M,) of ``b`` to their nearest.
+
+        Computed anew from the pairs, so that autograd keeps N + M pairs and not N times M.
+        """
+        return _squared(self.a, self.b, self.a_to_b), _squared(self.b, self.a, self.b_to_a)
+
+    def distances(self) -> tuple[Tensor, Tensor]:
+        """Distances (N,) and (M,); the gradient of a distance of zero is zero."""
+        of_a, of_b = self.squared_distances()
+        return _safe_root(of_a), _safe_root(of_b)
+
+
+def nearest_points(
+    a: Tensor, b: Tensor, *, backend: Backend = "auto", memory_budget: int | str = "16MiB"
+) -> NearestPoints:
+    """Find for each point of two clouds the nearest point of the other.
+
+    Args:
+        a: (N, D), floating point, finite. Half precision is computed in float32: at 50 m bfloat16 has steps of 25 cm.
+        b: (M, D), on the same device. Gradients flow into both through the distances of the result.
+        backend: ``"tiled"``: all pairs, tile by tile, for any D. ``"pruned"``: only tiles of points that may be near,
+            for D of 2 and 3. ``"kdtree"``: SciPy's, on the CPU (``pip install "memkit[metrics]"``). ``"auto"``: the
+            k-d tree where SciPy is installed and the clouds are on the CPU, else pruned for large clouds, else tiled.
+        memory_budget: Bytes, or text, for the search; the k-d tree does not keep to it and takes about 100 bytes for
+            each point.
+
+    Returns:
+        The pairs. All back ends give the same distances.
+
+    Raises:
+        InputTypeError: The clouds are not floating point rows.
+        InputError: They disagree in dimensions or device, or hold a coordinate that is not finite.
+        ConfigError: The back end is unknown, not installed, or not for these dimensions.
+
+    Memory cost: two int64 for each pair found, and the budget during the search.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> a, b = torch.tensor([[0.0, 0, 0], [5, 0, 0]]), torch.tensor([[0.0, 3, 4]])
+        >>> pairs = mk.nearest_points(a, b)
+        >>> pairs.a_to_b.tolist(), pairs.distances()[0].tolist()
+        ([0, 0], [5.0, 7.071...])
+    """
+    a, b = _checked(a, "a"), _checked(b, "b")
+    if a.shape[1] != b.shape[1] or a.device != b.device:
+        raise InputError(
+            _CALL,
+            got=f"{tuple(a.shape)} on {a.device} and {tuple(b.shape)} on {b.device}",
+            expected="clouds with equally many coordinates on one device",
+            fix="cut or move one of them.",
+        )
+    work = torch.promote_types(a.dtype, b.dtype)
+    a, b = a.to(work), b.to(work)
+    search, memory_bytes = _resolved(backend, a, b), parse_bytes(memory_budget, name="memory_budget")
+    if not len(a) or not len(b):
+        return NearestPoints(a, b, *(torch.zeros(len(each), dtype=torch.int64, device=a.device) for each in (a, b)))
+    with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
+        if search == "tiled":
+            found = _tiled(a, b, memory_bytes)
+        elif search == "pruned":
+            found = nearest_pruned(a, b, memory_bytes), nearest_pruned(b, a, memory_bytes)
+        else:
+            found = _kdtree(a, b), _kdtree(b, a)
+    return NearestPoints(a, b, *found)
+
+
+def _tiled(a: Tensor, b: Tensor, memory_bytes: int) -> tuple[Tensor, Tensor]:
+    columns = max(1, min(len(b), memory_bytes // (_BYTES_PER_PAIR * _TILE_ROWS)))
+    best_b = b.new_full((len(b),), torch.inf)
+    of_a = torch.empty(len(a), dtype=torch.int64, device=a.device)
+    of_b = torch.zeros(len(b), dtype=torch.int64, device=a.device)
+    for first in range(0, len(a), _TILE_ROWS):
+        rows = a[first : first + _TILE_ROWS]
+        best_a, index = rows.new_full((len(rows),), torch.inf), of_a[first : first + _TILE_ROWS]
+        for start in range(0, len(b), columns):
+            part = slice(start, start + columns)
+            squared = squared_distances(rows, b[part])
+            _improve(best_a, index, *squared.min(1), start)
+            _improve(best_b[part], of_b[part], *squared.min(0), first)
+    return of_a, of_b
+
+
+def _improve(best: Tensor, index: Tensor, squared: Tensor, found: Tensor, offset: int) -> None:
+    """Write into ``best`` and ``index`` what is better, in place."""
+    is_better = squared < best
+    torch.where(is_better, squared, best, out=best)
+    torch.where(is_better, found + offset, index, out=index)
+
+
+def _kdtree(queries: Tensor, points: Tensor) -> Tensor:
+    spatial = importlib.import_module("scipy.spatial")  # only here: it takes a quarter of a second
+    index = spatial.cKDTree(points.detach().cpu().numpy()).query(queries.detach().cpu().numpy())[1]
+    return torch.from_numpy(index).to(queries.device, torch.int64)
+
+
+def _resolved(backend: Backend, a: Tensor, b: Tensor) -> Backend:
+    if backend not in get_args(Backend):
+        _refuse(backend, "that", ", ".join(map(repr, get_args(Backend))))
+    has_scipy = importlib.util.find_spec("scipy") is not None
+    if backend == "kdtree" and not has_scipy:
+        _refuse(backend, "and scipy is not installed", 'scipy: pip install "memkit[metrics]"')
+    if backend == "pruned" and a.shape[1] not in _NUM_SPATIAL:
+        _refuse(backend, f"for {a.shape[1]} coordinates", "2 or 3 coordinates")
+    if backend != "auto":
+        return backend
+    if a.device.type == "cpu" and has_scipy and a.shape[1] in _NUM_SPATIAL:
+        return "kdtree"
+    return "pruned" if a.shape[1] in _NUM_SPATIAL and len(a) * len(b) > _LARGEST_TABLE else "tiled"
+
+
+def _refuse(backend: str, what: str, expected: str) -> NoReturn:
+    raise ConfigError(
+        f"nearest_points(..., backend={backend!r})",
+        got=f"{backend!r}, {what}" if what != "that" else repr(backend),
+        expected=expected,
+        fix="leave backend out: all give the same distances.",
+    )
+
+
+def _checked(cloud: object, name: str) -> Tensor:
+    if not isinstance(cloud, Tensor) or cloud.dim() != 2 or not cloud.is_floating_point() or not cloud.shape[1]:
+        what = f"{tuple(cloud.shape)}, {cloud.dtype}" if isinstance(cloud, Tensor) else f"a {type(cloud).__name__}"
+        raise InputTypeError(
+            _CALL,
+            got=f"{name}: {what}",
+            expected="floating point coordinates (N, D)",
+            fix="give one row for each point; of a batch, one cloud at a time.",
+        )
+    if not bool(cloud.isfinite().all()):
+        raise InputError(
+            _CALL,
+            got=f"{name}: {int((~cloud.isfinite()).any(1).sum())} points with a coordinate that is nan or inf",
+            expected="finite coordinates",
+            fix="drop these points, or find where they come from.",
+        )
+    return cloud.to(torch.promote_types(cloud.dtype, torch.float32))
+
+
+def _squared(points: Tensor, others: Tensor, index: Tensor) -> Tensor:
+    if not len(others):
+        return points.new_full((len(points),), torch.inf)
+    with torch.autocast(points.device.type, enabled=False):
+        return (points - others[index]).square().sum(1)
+
+
+def _safe_root(squared: Tensor) -> Tensor:
+    is_apart = squared > 0
+    return torch.where(is_apart, squared, 1).sqrt() * is_apart
