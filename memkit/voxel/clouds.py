@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Convention(NamedTuple):
+class ChamferConvention(NamedTuple):
     """What a Chamfer distance is: each direction is the mean over its points.
 
     Attributes:
@@ -29,21 +29,23 @@ class Convention(NamedTuple):
         combine: How the two directions become one number.
 
     Example:
+        >>> import torch
         >>> import memkit as mk
-        >>> mk.CHAMFER_CONVENTIONS["occnet"]
-        Convention(squared=False, combine='mean')
+        >>> farther = mk.ChamferConvention(squared=False, combine="max")
+        >>> mk.chamfer_distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), convention=farther).item()
+        5.0
     """
 
     squared: bool
     combine: Literal["sum", "mean", "max"]
 
 
-CHAMFER_CONVENTIONS: dict[ConventionName, Convention] = {
-    "pytorch3d": Convention(squared=True, combine="sum"),
-    "kaolin": Convention(squared=True, combine="sum"),
-    "open3d": Convention(squared=False, combine="sum"),
-    "lidm": Convention(squared=True, combine="mean"),
-    "occnet": Convention(squared=False, combine="mean"),
+CHAMFER_CONVENTIONS: dict[ConventionName, ChamferConvention] = {
+    "pytorch3d": ChamferConvention(squared=True, combine="sum"),
+    "kaolin": ChamferConvention(squared=True, combine="sum"),
+    "open3d": ChamferConvention(squared=False, combine="sum"),
+    "lidm": ChamferConvention(squared=True, combine="mean"),
+    "occnet": ChamferConvention(squared=False, combine="mean"),
 }
 
 
@@ -54,6 +56,13 @@ class PrecisionRecall(NamedTuple):
         precision: Of the prediction's points.
         recall: Of the target's points.
         f_score: Their harmonic mean; 0 where both are.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> scores = mk.precision_recall(torch.zeros(1, 3), torch.ones(2, 3), threshold=[1.0, 2.0])
+        >>> scores.precision.tolist(), scores.f_score.tolist()
+        ([0.0, 1.0], [0.0, 1.0])
     """
 
     precision: Tensor
@@ -65,7 +74,7 @@ def chamfer_distance(
     a: Cloud | NearestPoints,
     b: Cloud | None = None,
     *,
-    convention: ConventionName | Convention = "pytorch3d",
+    convention: ConventionName | ChamferConvention = "pytorch3d",
     empty_distance: float = math.inf,
     backend: Backend = "auto",
     memory_budget: int | str = "16MiB",
@@ -78,7 +87,7 @@ def chamfer_distance(
         b: The other cloud or clouds; None with `nearest_points`.
         convention: ``"pytorch3d"``, ``"kaolin"``: squared, the sum of both directions. ``"open3d"``: not squared, the
             sum. ``"lidm"`` (LiDAR-Diffusion): squared, the mean of both. ``"occnet"`` (Occupancy Networks): not
-            squared, the mean. Or a `Convention` of your own.
+            squared, the mean. Or a `ChamferConvention` of your own.
         empty_distance: What a pair counts of which one cloud is empty. Both empty: 0.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
@@ -312,24 +321,26 @@ def density_aware_chamfer(
     return _mean(distance, a, b, backend, memory_budget)
 
 
-def _mean(
-    metric: Callable[[NearestPoints], Tensor],
-    a: Cloud | NearestPoints,
-    b: Cloud | None,
-    backend: Backend,
-    memory_budget: int | str,
-) -> Tensor:
-    """The mean of a metric over the samples."""
+def paired(
+    a: Cloud | NearestPoints, b: Cloud | None, backend: Backend, memory_budget: int | str
+) -> Iterator[NearestPoints]:
+    """The nearest points of each pair of clouds."""
     if isinstance(a, NearestPoints):
-        return metric(a)
+        yield a
+        return
     if b is None or isinstance(a, Tensor) != isinstance(b, Tensor):
         _refuse_batches(a, b)
     if isinstance(a, Tensor) and a.dim() == 2:
         a, b = (a,), (b,)  # type: ignore[assignment]  # both are tensors
     if len(a) != len(b) or not len(a):
         _refuse_batches(a, b)
-    pairs = (nearest_points(*clouds, backend=backend, memory_budget=memory_budget) for clouds in zip(a, b, strict=True))
-    return torch.stack([metric(each) for each in pairs]).mean(0)
+    for clouds in zip(a, b, strict=True):
+        yield nearest_points(*clouds, backend=backend, memory_budget=memory_budget)
+
+
+def _mean(metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
+    """The mean of a metric over the samples; they are the arguments of `paired`."""
+    return torch.stack([metric(each) for each in paired(*samples)]).mean(0)
 
 
 def _if_empty(pairs: NearestPoints, one_empty: float) -> Tensor | None:
@@ -362,14 +373,14 @@ def _shares(pairs: NearestPoints, limits: Sequence[float]) -> Tensor:
     return torch.stack([precision, recall, torch.where(both > 0, 2 * precision * recall / both, 0)])
 
 
-def _convention(convention: ConventionName | Convention) -> Convention:
+def _convention(convention: ConventionName | ChamferConvention) -> ChamferConvention:
     found = CHAMFER_CONVENTIONS.get(convention) if isinstance(convention, str) else convention
-    if not isinstance(found, Convention) or found.combine not in _COMBINE:
+    if not isinstance(found, ChamferConvention) or found.combine not in _COMBINE:
         raise ConfigError(
             f"chamfer_distance(..., convention={convention!r})",
             got=repr(convention),
-            expected=f"one of {', '.join(map(repr, CHAMFER_CONVENTIONS))}, or a Convention(squared, combine)",
-            fix="write for example Convention(squared=False, combine='max').",
+            expected=f"one of {', '.join(map(repr, CHAMFER_CONVENTIONS))}, or a ChamferConvention(squared, combine)",
+            fix="write for example ChamferConvention(squared=False, combine='max').",
         )
     return found
 

@@ -34,6 +34,13 @@ class NearestPoints:
         b_to_a: (M,) int64.
 
     Where a cloud is empty, the indices of the other's points are 0 and mean nothing; their distances are inf.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> pairs = mk.nearest_points(torch.zeros(2, 3), torch.ones(1, 3))
+        >>> pairs.b_to_a.tolist(), [each.tolist() for each in pairs.squared_distances()]
+        ([0], [[3.0, 3.0], [3.0]])
     """
 
     a: Tensor
@@ -83,10 +90,10 @@ def nearest_points(
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> a, b = torch.tensor([[0.0, 0, 0], [5, 0, 0]]), torch.tensor([[0.0, 3, 4]])
+        >>> a, b = torch.tensor([[0.0, 0, 0], [0, 3, 0]]), torch.tensor([[0.0, 3, 4]])
         >>> pairs = mk.nearest_points(a, b)
         >>> pairs.a_to_b.tolist(), pairs.distances()[0].tolist()
-        ([0, 0], [5.0, 7.071...])
+        ([0, 0], [5.0, 4.0])
     """
     a, b = _checked(a, "a"), _checked(b, "b")
     if a.shape[1] != b.shape[1] or a.device != b.device:

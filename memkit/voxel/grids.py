@@ -1,0 +1,258 @@
+"""How well two grids agree: which voxels are occupied in both, and what these hold."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from memkit._errors import InputError, InputTypeError
+from memkit._voxelkeys import LinearKeys
+from memkit._voxels import SparseVoxels
+from memkit.voxel.nearest import NearestPoints
+
+Grid: TypeAlias = Tensor | SparseVoxels
+_DENSE = (3, 4, 5)  # dimensions: (D, H, W), (B, D, H, W), (B, 1, D, H, W)
+
+
+class VoxelScores(NamedTuple):
+    """Agreement of occupied voxels: 0-dim means over the samples, float64. Both empty: 1. One empty: 0.
+
+    Attributes:
+        iou: Voxels occupied in both over voxels occupied in one at least.
+        precision: Share of the predicted voxels that are right.
+        recall: Share of the target's voxels that are found.
+        f_score: Their harmonic mean.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> mk.voxel_scores(torch.ones(1, 2, 2, 2), torch.ones(1, 2, 2, 2)).recall.item()
+        1.0
+    """
+
+    iou: Tensor
+    precision: Tensor
+    recall: Tensor
+    f_score: Tensor
+
+
+def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> VoxelScores:
+    """Compare which voxels are occupied.
+
+    Args:
+        prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers of which those above ``threshold`` are
+            occupied; or `SparseVoxels`, whose voxels are.
+        target: The same form and shape.
+        threshold: For tensors that are not bool.
+
+    Returns:
+        Intersection over union, precision, recall and F-score, each the mean over the samples.
+
+    Raises:
+        InputTypeError: One of them is no grid, or only one is sparse.
+        InputError: Their shapes differ.
+
+    Memory cost: dense: four bool grids of one sample. Sparse: one number for each voxel, sorted.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> target = torch.zeros(1, 4, 4, 4)
+        >>> target[0, 0, 0, :2] = 1
+        >>> found = target.clone()
+        >>> found[0, 0, 1, :2] = 1
+        >>> scores = mk.voxel_scores(found, target)
+        >>> scores.iou.item(), scores.precision.item(), scores.recall.item()
+        (0.5, 0.5, 1.0)
+    """
+    counts = count_voxels(prediction, target, threshold=threshold)
+    return VoxelScores(*(each.mean() for each in scores_of_counts(counts)))
+
+
+def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tensor:
+    """The intersection over union of `voxel_scores`: 0-dim, float64.
+
+    Args:
+        prediction: As for `voxel_scores`.
+        target: As for `voxel_scores`.
+        threshold: As for `voxel_scores`.
+
+    Raises:
+        InputTypeError: One of them is no grid, or only one is sparse.
+        InputError: Their shapes differ.
+
+    Memory cost: see `voxel_scores`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> empty = torch.zeros(1, 8, 8, 8)
+        >>> mk.voxel_iou(empty, empty).item(), mk.voxel_iou(empty + 1, empty).item()
+        (1.0, 0.0)
+    """
+    return voxel_scores(prediction, target, threshold=threshold).iou
+
+
+def feature_mae(
+    prediction: Grid,
+    target: Grid,
+    *,
+    mask: Tensor | None = None,
+    pairs: NearestPoints | None = None,
+    per_channel: bool = False,
+) -> Tensor:
+    """Mean absolute difference of what voxels or points hold.
+
+    Args:
+        prediction: (B, C, D, H, W); `SparseVoxels`; or features (N, C) of the first cloud in ``pairs``.
+        target: The same form; or features (M, C) of the second cloud.
+        mask: (B, D, H, W) bool: the voxels of a volume that count; all without it. Sparse: those that both have.
+        pairs: For features of points: each is compared with that of its nearest, the mean of both directions.
+        per_channel: Return (C,) in place of the mean over the channels.
+
+    Returns:
+        A 0-dim tensor, or (C,), with gradients. Where nothing is compared: 0 if both are empty, else inf.
+
+    Raises:
+        InputTypeError: One of them is no grid, or only one is sparse.
+        InputError: Shapes differ.
+
+    Memory cost: the differences that are compared.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> target = torch.zeros(1, 2, 4, 4, 4)
+        >>> mask = torch.zeros(1, 4, 4, 4, dtype=torch.bool)
+        >>> mask[0, 0, 0, 0] = True
+        >>> mk.feature_mae(target + torch.tensor([1.0, 3.0])[:, None, None, None], target, mask=mask).item()
+        2.0
+    """
+    call = "feature_mae(prediction, target)"
+    if pairs is not None:
+        return _mae_of_points(prediction, target, pairs, per_channel=per_channel)
+    if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
+        _check_alike(prediction, target, call)
+        ours, theirs = _shared_rows(prediction, target)
+        difference = prediction.features[ours] - target.features[theirs]
+        are_empty = not len(prediction.coords) and not len(target.coords)
+    else:
+        prediction, target = _both_dense(prediction, target, call)
+        difference = (prediction - target).movedim(1, -1).reshape(-1, prediction.shape[1])
+        are_empty = not len(difference)
+        if mask is not None:
+            if mask.shape != (len(target), *target.shape[2:]) or mask.dtype != torch.bool:
+                _refuse(call, f"a mask {tuple(mask.shape)}, {mask.dtype}", f"bool {(len(target), *target.shape[2:])}")
+            difference = difference[mask.flatten()]
+            are_empty = not len(difference)  # the mask says that nothing is there
+    mean = difference.abs().mean(0) if len(difference) else difference.sum(0) + (0.0 if are_empty else math.inf)
+    return mean if per_channel else mean.mean()
+
+
+def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
+    """Voxels in both, of the prediction, of the target, for each sample: (3, B) float64."""
+    call = "voxel_scores(prediction, target)"
+    if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
+        _check_alike(prediction, target, call, features=False)
+        samples = [
+            prediction.coords[_shared_rows(prediction, target)[0], 0],
+            prediction.coords[:, 0],
+            target.coords[:, 0],
+        ]
+        return torch.stack([each.bincount(minlength=prediction.batch_size) for each in samples]).double()
+    if isinstance(prediction, SparseVoxels) or isinstance(target, SparseVoxels):
+        _refuse_types(call, prediction, target)
+    grids = [_samples(each, call) for each in (prediction, target)]
+    if grids[0].shape != grids[1].shape:
+        _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of one shape")
+    rows = []
+    for sample in zip(*grids, strict=True):
+        a, b = (each if each.dtype == torch.bool else each > threshold for each in sample)
+        rows.append(torch.stack([each.count_nonzero() for each in (a, b, a & b)]))  # sum() would make int64 of them
+    of_prediction, of_target, both = torch.stack(rows, 1).double()
+    return torch.stack([both, of_prediction, of_target])
+
+
+def scores_of_counts(counts: Tensor) -> Tensor:
+    """Intersection over union, precision, recall, F-score: (3, B) to (4, B); all 1 where both are empty."""
+    both, of_prediction, of_target = counts
+    are_empty = (of_prediction + of_target) == 0
+    wholes = torch.stack([of_prediction + of_target - both, of_prediction, of_target, (of_prediction + of_target) / 2])
+    return torch.where(are_empty, 1, both / wholes.clamp_min(0.5))  # of whole numbers, and halves of those above one
+
+
+def _samples(grid: object, call: str) -> Tensor:
+    """(B, D, H, W)."""
+    if not isinstance(grid, Tensor) or grid.dim() not in _DENSE or (grid.dim() == 5 and grid.shape[1] != 1):
+        what = f"a tensor {tuple(grid.shape)}" if isinstance(grid, Tensor) else f"a {type(grid).__name__}"
+        raise InputTypeError(
+            call,
+            got=what,
+            expected="(D, H, W), (B, D, H, W) or (B, 1, D, H, W), or SparseVoxels",
+            fix="take the channel that says what is occupied: volume[:, 0].",
+        )
+    samples = grid.detach() if grid.dim() != 5 else grid.detach().squeeze(1)
+    if not len(samples):
+        _refuse(call, f"a batch {tuple(grid.shape)}", "one sample at least")
+    return samples[None] if samples.dim() == 3 else samples
+
+
+def _shared_rows(a: SparseVoxels, b: SparseVoxels) -> tuple[Tensor, Tensor]:
+    """Rows of the voxels that both have, in the order of their place."""
+    keys = LinearKeys((0, 0, 0, 0), (a.batch_size, *a.shape))
+    ours, order_a = keys.encode(a.coords).sort()
+    theirs, order_b = keys.encode(b.coords).sort()
+    if not len(theirs):
+        return order_a[:0], order_b
+    place = torch.searchsorted(theirs, ours).clamp_(max=len(theirs) - 1)
+    is_shared = theirs[place] == ours
+    return order_a[is_shared], order_b[place[is_shared]]
+
+
+def _mae_of_points(a: Grid, b: Grid, pairs: NearestPoints, *, per_channel: bool) -> Tensor:
+    call = "feature_mae(prediction, target, pairs=...)"
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        _refuse_types(call, a, b)
+    if a.dim() != 2 or b.dim() != 2 or (len(a), len(b), a.shape[1]) != (len(pairs.a), len(pairs.b), b.shape[1]):
+        _refuse(call, f"{tuple(a.shape)} and {tuple(b.shape)}", f"({len(pairs.a)}, C) and ({len(pairs.b)}, C)")
+    if not len(a) or not len(b):
+        mean = a.sum(0) * 0 + b.sum(0) * 0 + (0.0 if len(a) == len(b) else math.inf)
+    else:
+        mean = ((a - b[pairs.a_to_b]).abs().mean(0) + (b - a[pairs.b_to_a]).abs().mean(0)) / 2
+    return mean if per_channel else mean.mean()
+
+
+def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        _refuse_types(call, a, b)
+    if a.shape != b.shape or a.dim() != 5:
+        _refuse(call, f"{tuple(a.shape)} and {tuple(b.shape)}", "two volumes (B, C, D, H, W) of one shape")
+    return a, b
+
+
+def _check_alike(a: SparseVoxels, b: SparseVoxels, call: str, *, features: bool = True) -> None:
+    forms = [(each.batch_size, *each.shape, *([each.features.shape[1]] if features else [])) for each in (a, b)]
+    if forms[0] != forms[1]:
+        _refuse(call, f"sparse volumes of {forms[0]} and {forms[1]}", "equal batch size, shape and channels")
+
+
+def _refuse_types(call: str, a: object, b: object) -> NoReturn:
+    raise InputTypeError(
+        call,
+        got=f"a {type(a).__name__} and a {type(b).__name__}",
+        expected="two tensors, or two SparseVoxels",
+        fix="bring one of them into the other's form: SparseVoxels.from_dense(volume), voxels.to_dense().",
+    )
+
+
+def _refuse(call: str, got: str, expected: str) -> NoReturn:
+    raise InputError(call, got=got, expected=expected, fix="bring them to one shape first.")

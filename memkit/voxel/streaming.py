@@ -1,0 +1,201 @@
+"""Metrics over a whole evaluation: sums in float64 that add up over batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from memkit._errors import FileFormatError, StateError
+from memkit.voxel.clouds import (
+    Cloud,
+    ConventionName,
+    chamfer_distance,
+    hausdorff_distance,
+    paired,
+    precision_recall,
+)
+from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
+from memkit.voxel.nearest import Backend, NearestPoints
+
+_VERSION = 1
+
+
+class _Sums:
+    """Named sums in float64 on the CPU, and how many samples they are of."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = tuple(names)
+        self._sums = torch.zeros(len(self._names), dtype=torch.float64)
+        self._num_samples = 0
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples were seen."""
+        return self._num_samples
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._sums.zero_()
+        self._num_samples = 0
+
+    def merge(self, other: Self) -> None:
+        """Add what another one of the same settings has seen.
+
+        Raises:
+            StateError: Its settings differ.
+        """
+        if other._names != self._names:
+            raise StateError(
+                f"{type(self).__name__}.merge(other)",
+                got=f"metrics {', '.join(other._names)}",
+                expected=", ".join(self._names),
+                fix="make both with the same settings.",
+            )
+        self._sums += other._sums
+        self._num_samples += other._num_samples
+
+    def sync(self, group: dist.ProcessGroup | None = None) -> None:
+        """Add up over the ranks: all have the whole afterwards. Call it once, before `compute`.
+
+        Args:
+            group: The ranks; None is all.
+        """
+        everything = torch.cat([self._sums, torch.tensor([float(self._num_samples)], dtype=torch.float64)])
+        device = torch.device("cpu") if dist.get_backend(group) != "nccl" else torch.device("cuda")
+        everything = everything.to(device)
+        dist.all_reduce(everything, group=group)
+        self._sums = everything[:-1].cpu()
+        self._num_samples = round(everything[-1].item())
+
+    def compute(self) -> dict[str, float]:
+        """The means over the samples, by name, and counts.
+
+        Raises:
+            StateError: There was no sample.
+        """
+        if not self._num_samples:
+            raise StateError(
+                f"{type(self).__name__}.compute()", got="no sample", expected="one at least", fix="call update first."
+            )
+        sums = dict(zip(self._names, self._sums.tolist(), strict=True))
+        return {name: value if name.startswith("num_") else value / self._num_samples for name, value in sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, as plain types."""
+        return {"version": _VERSION, "sums": dict(zip(self._names, self._sums.tolist(), strict=True))} | {
+            "num_samples": self._num_samples
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            FileFormatError: It is another version's, or of other settings.
+        """
+        if state.get("version") != _VERSION or tuple(state["sums"]) != self._names:
+            raise FileFormatError(
+                f"{type(self).__name__}.load_state_dict(state)",
+                got=f"version {state.get('version')!r} of {', '.join(state.get('sums', ()))}",
+                expected=f"version {_VERSION} of {', '.join(self._names)}",
+                fix="load it into metrics of the same settings.",
+            )
+        self._sums = torch.tensor(list(state["sums"].values()), dtype=torch.float64)
+        self._num_samples = state["num_samples"]
+
+    def _add(self, rows: Tensor) -> None:
+        """Add samples: (B, names)."""
+        self._sums += rows.to("cpu", torch.float64).sum(0)
+        self._num_samples += len(rows)
+
+
+class PointCloudMetrics(_Sums):
+    """Distances of clouds over an evaluation, from one search for neighbours for each pair.
+
+    Args:
+        thresholds: Of precision, recall and F-score, in the unit of the coordinates.
+        quantiles: Of the Hausdorff distance.
+        conventions: Of the Chamfer distance.
+        empty_distance: What a pair counts of which one cloud is empty; inf makes the mean inf, so that a model that
+            finds nothing cannot hide. How many there were is counted apart.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Memory cost: one number for each metric, whatever the number of samples; `nearest_points` during `update`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> metrics = mk.PointCloudMetrics(thresholds=[0.1], quantiles=[1.0])
+        >>> cloud = torch.tensor([[0.0, 0, 0], [1, 0, 0]])
+        >>> metrics.update(cloud, cloud + torch.tensor([0.0, 0, 0.5]))
+        >>> {name: round(value, 3) for name, value in metrics.compute().items() if value}
+        {'chamfer_pytorch3d': 0.5, 'hausdorff': 0.5}
+    """
+
+    def __init__(
+        self,
+        *,
+        thresholds: Sequence[float] = (0.1,),
+        quantiles: Sequence[float] = (1.0, 0.95),
+        conventions: Sequence[ConventionName] = ("pytorch3d",),
+        empty_distance: float = math.inf,
+        backend: Backend = "auto",
+        memory_budget: int | str = "16MiB",
+    ) -> None:
+        self._thresholds, self._quantiles, self._conventions = tuple(thresholds), tuple(quantiles), tuple(conventions)
+        self._empty_distance, self._search = empty_distance, (backend, memory_budget)
+        shares = [f"{kind}_{limit:g}" for kind in ("precision", "recall", "f_score") for limit in self._thresholds]
+        farthest = [f"hausdorff_{each:g}" if each < 1 else "hausdorff" for each in self._quantiles]
+        empties = ["num_empty_predictions", "num_empty_targets", "num_both_empty"]
+        super().__init__([*(f"chamfer_{each}" for each in self._conventions), *farthest, *shares, *empties])
+
+    def update(self, prediction: Cloud | NearestPoints, target: Cloud | None = None) -> None:
+        """Add a pair of clouds (N, D), (M, D), or a batch, as for `chamfer_distance`."""
+        with torch.no_grad():
+            rows = [self._row(pairs) for pairs in paired(prediction, target, *self._search)]
+            self._add(torch.stack(rows))
+
+    def _row(self, pairs: NearestPoints) -> Tensor:
+        cap, are_empty = self._empty_distance, [not len(pairs.a), not len(pairs.b)]
+        chamfer = [chamfer_distance(pairs, convention=each, empty_distance=cap) for each in self._conventions]
+        farthest = [hausdorff_distance(pairs, quantile=each, empty_distance=cap) for each in self._quantiles]
+        shares = torch.stack(precision_recall(pairs, threshold=self._thresholds)).flatten()
+        counts = torch.tensor([*are_empty, all(are_empty)])
+        return torch.cat([each.cpu().double() for each in (torch.stack(chamfer + farthest), shares, counts)])
+
+
+class VoxelMetrics(_Sums):
+    """Agreement of occupied voxels over an evaluation.
+
+    Args:
+        threshold: Above which a number counts as occupied.
+
+    Memory cost: one number for each metric; `voxel_scores` during `update`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> metrics = mk.VoxelMetrics()
+        >>> metrics.update(torch.ones(2, 4, 4, 4), torch.ones(2, 4, 4, 4))
+        >>> metrics.compute()["iou"], metrics.num_samples
+        (1.0, 2)
+    """
+
+    def __init__(self, *, threshold: float = 0.5) -> None:
+        self._threshold = threshold
+        super().__init__(["iou", "precision", "recall", "f_score", "num_both_empty"])
+
+    def update(self, prediction: Grid, target: Grid) -> None:
+        """Add grids, as for `voxel_scores`; each sample counts once."""
+        counts = count_voxels(prediction, target, threshold=self._threshold).cpu()
+        are_empty = (counts[1] + counts[2] == 0).double()
+        self._add(torch.cat([scores_of_counts(counts), are_empty[None]]).T)

@@ -1,0 +1,113 @@
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis.extra import numpy as arrays
+
+from memkit._errors import InputError, InputTypeError
+from memkit._voxels import SparseVoxels
+from memkit.voxel.grids import feature_mae, voxel_iou, voxel_scores
+from memkit.voxel.nearest import nearest_points
+from tests.allocations import trace_allocations
+
+grids = arrays.arrays("float32", (2, 2, 3, 2, 4), elements=st.sampled_from([0.0, 0.0, 1.0, 2.0]))
+
+
+def sparse(volume):
+    return SparseVoxels.from_dense(volume)
+
+
+@hypothesis.given(grids, grids)
+def test_dense_and_sparse_agree_with_sets_of_voxels(prediction, target):
+    prediction, target = map(torch.from_numpy, (prediction, target))
+    sets = [
+        [{tuple(c) for c in (sample != 0).any(0).nonzero().tolist()} for sample in each]
+        for each in (prediction, target)
+    ]
+    expected = torch.zeros(3, dtype=torch.float64)
+    for found, truth in zip(*sets, strict=True):
+        both = len(found & truth)
+        wholes = len(found | truth), len(found), len(truth)
+        expected += torch.tensor([1.0 if not wholes[0] else both / whole if whole else 0.0 for whole in wholes])
+    of_sparse = voxel_scores(sparse(prediction), sparse(target))
+    occupied = [(each != 0).any(1) for each in (prediction, target)]
+    for scores in (of_sparse, voxel_scores(*occupied), voxel_scores(*(each[:, None] for each in occupied))):
+        torch.testing.assert_close(torch.stack(scores[:3]), expected / 2)
+
+
+def test_the_f_score_is_the_harmonic_mean():
+    target = torch.zeros(4, 4, 4)
+    target[0] = 1
+    found = torch.zeros(4, 4, 4)
+    found[:3, 0] = 1
+    iou, precision, recall, score = voxel_scores(found, target)
+    assert (iou, precision, recall) == (4 / 24, 4 / 12, 4 / 16)
+    assert score == pytest.approx(2 * precision * recall / (precision + recall))
+
+
+def test_empty_grids_have_a_stated_score():
+    some, none = torch.ones(1, 2, 2, 2), torch.zeros(1, 2, 2, 2)
+    assert voxel_iou(none, none) == 1
+    assert voxel_iou(some, none) == voxel_iou(none, some) == 0
+    empty = sparse(none[None])
+    assert voxel_iou(empty, empty) == 1
+    assert voxel_iou(empty, sparse(some[None])) == 0
+
+
+def test_the_threshold_is_exclusive_and_adjustable():
+    grid = torch.full((1, 2, 2, 2), 0.5)
+    assert voxel_iou(grid, torch.ones(1, 2, 2, 2)) == 0
+    assert voxel_iou(grid, torch.ones(1, 2, 2, 2), threshold=0.4) == 1
+
+
+def test_the_peak_is_that_of_one_sample_as_bools():
+    volumes = torch.rand(8, 64, 64, 64, generator=torch.Generator().manual_seed(0))
+    peak = trace_allocations(lambda: voxel_iou(volumes, volumes)).peak
+    assert peak < 4.1 * volumes[0].numel()  # four grids of bools; all eight samples at once would be 24
+
+
+@hypothesis.given(grids, grids)
+def test_the_mean_difference_is_over_what_is_compared(prediction, target):
+    prediction, target = map(torch.from_numpy, (prediction, target))
+    occupied = [(each != 0).any(1) for each in (prediction, target)]
+    shared = occupied[0] & occupied[1]
+    difference = (prediction - target).abs().movedim(1, -1)[shared]
+    if len(difference):
+        expected = difference.mean(0)
+    else:
+        expected = torch.full((2,), 0.0 if not (occupied[0] | occupied[1]).any() else torch.inf)
+    found = feature_mae(sparse(prediction), sparse(target), per_channel=True)
+    torch.testing.assert_close(found, expected)
+    if shared.any():
+        torch.testing.assert_close(feature_mae(prediction, target, mask=shared, per_channel=True), expected)
+
+
+def test_features_of_points_are_compared_with_the_nearest_ones():
+    a, b = torch.tensor([[0.0, 0], [5, 0]]), torch.tensor([[0.1, 0], [0.2, 0], [4, 0]])
+    features_a, features_b = torch.tensor([[1.0], [2]]), torch.tensor([[1.5], [3.0], [2.0]])
+    pairs = nearest_points(a, b)
+    # a0-b0, a1-b2; b0-a0, b1-a0, b2-a1
+    expected = ((0.5 + 0) / 2 + (0.5 + 2 + 0) / 3) / 2
+    assert feature_mae(features_a, features_b, pairs=pairs).item() == pytest.approx(expected)
+    with pytest.raises(InputError, match=r"\(2, C\) and \(3, C\)"):
+        feature_mae(features_b, features_b, pairs=pairs)
+
+
+def test_gradients_flow_and_a_mask_is_needed_as_bool():
+    volume = torch.ones(1, 2, 2, 2, 2, requires_grad=True)
+    feature_mae(volume, torch.zeros(1, 2, 2, 2, 2)).backward()
+    assert volume.grad.abs().sum() == pytest.approx(1)
+    with pytest.raises(InputError, match="bool"):
+        feature_mae(volume, volume, mask=torch.ones(1, 2, 2, 2))
+
+
+def test_what_does_not_compare_is_refused():
+    volume = torch.ones(1, 1, 2, 2, 2)
+    with pytest.raises(InputTypeError, match="a SparseVoxels and a Tensor"):
+        voxel_iou(sparse(volume), volume)
+    with pytest.raises(InputError, match="one shape"):
+        voxel_iou(volume, torch.ones(1, 1, 2, 2, 3))
+    with pytest.raises(InputTypeError, match=r"\(1, 3, 2, 2, 2\)"):
+        voxel_iou(torch.ones(1, 3, 2, 2, 2), volume)
+    with pytest.raises(InputError, match="equal batch size"):
+        voxel_iou(sparse(volume), sparse(torch.ones(2, 1, 2, 2, 2)))

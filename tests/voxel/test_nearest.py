@@ -1,0 +1,139 @@
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis.extra import numpy as arrays
+
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit.voxel.nearest import nearest_points
+from tests.allocations import trace_allocations
+from tests.voxel.clouds import all_distances, two_clouds
+
+BACKENDS = ["tiled", "pruned", "kdtree"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(3000, 2000), (1, 700), (64, 1), (129, 65)])
+def test_every_back_end_finds_the_nearest(backend, sizes):
+    a, b = two_clouds(*sizes)
+    table = all_distances(a, b)
+    of_a, of_b = nearest_points(a, b, backend=backend).distances()
+    torch.testing.assert_close(of_a, table.amin(1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(of_b, table.amin(0), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(
+    clouds=st.tuples(st.integers(1, 90), st.integers(1, 90), st.sampled_from([2, 3])).flatmap(
+        lambda form: st.tuples(
+            *(
+                arrays.arrays(
+                    "float32", (rows, form[2]), elements=st.integers(-3, 3).map(float) | st.floats(-1e4, 1e4, width=32)
+                )
+                for rows in form[:2]
+            )
+        )
+    )
+)
+def test_points_that_coincide_or_lie_on_lines_are_found_too(backend, clouds):
+    a, b = map(torch.from_numpy, clouds)
+    table = all_distances(a.double(), b.double())
+    pairs = nearest_points(a, b, backend=backend)
+    found = (a.double() - b.double()[pairs.a_to_b]).norm(dim=1), (b.double() - a.double()[pairs.b_to_a]).norm(dim=1)
+    for each, truth in zip(found, (table.amin(1), table.amin(0)), strict=True):
+        torch.testing.assert_close(each, truth, rtol=2e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_small_budget_finds_the_same(backend):
+    a, b = two_clouds(900, 1100, dtype=torch.float32)
+    small = nearest_points(a, b, backend=backend, memory_budget=1)
+    large = nearest_points(a, b, backend=backend, memory_budget="1GiB")
+    torch.testing.assert_close(small.distances(), large.distances(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "pruned"])
+@pytest.mark.parametrize("budget", [2**21, 2**23])
+def test_the_search_keeps_to_its_budget(backend, budget):
+    a, b = two_clouds(9000, 8000, dtype=torch.float32)
+    clouds = 4 * 3 * (len(a) + len(b))
+    trace = trace_allocations(lambda: nearest_points(a, b, backend=backend, memory_budget=budget))
+    assert trace.peak < budget + 6 * clouds  # sorted copies, keys, the result: all of them grow with N + M only
+    assert trace.peak > budget / 8  # it uses what it may
+
+
+def test_far_from_the_origin_float32_keeps_its_digits():
+    """`torch.cdist`'s default goes through products of matrices: 1 cm at 500 m is lost there."""
+    a = two_clouds(3000, 1)[0] / 200 + 500
+    a32 = a.float()
+    b32 = a32 + torch.tensor([0.0, 0.0, 0.01])
+    truth = all_distances(a32.double(), b32.double()).amin(1).mean()
+    for backend in BACKENDS:
+        found = nearest_points(a32, b32, backend=backend).distances()[0].mean()
+        torch.testing.assert_close(found.double(), truth, rtol=1e-4, atol=0)
+    naive = torch.cdist(a32, b32).amin(1).mean().double()
+    assert abs(naive / truth - 1) > 0.1
+
+
+def test_half_precision_is_computed_in_float32_and_autocast_changes_nothing():
+    a, b = (each.bfloat16() for each in two_clouds(300, 200))
+    with torch.autocast("cpu", torch.bfloat16):
+        of_a, _ = nearest_points(a, b, backend="tiled").distances()
+    assert of_a.dtype == torch.float32
+    torch.testing.assert_close(of_a, all_distances(a.float(), b.float()).amin(1))
+
+
+def test_gradients_reach_both_clouds_and_are_finite_where_points_coincide():
+    a, b = two_clouds(40, 30)
+    b[:5] = a[:5]
+    a.requires_grad_(), b.requires_grad_()
+    of_a, of_b = nearest_points(a, b).distances()
+    (of_a.sum() + of_b.sum()).backward()
+    assert a.grad.isfinite().all()
+    assert b.grad.isfinite().all()
+    assert a.grad[5:].abs().sum() > 0
+    assert b.grad[5:].abs().sum() > 0
+    assert torch.autograd.gradcheck(
+        lambda x: nearest_points(x, b.detach()).squared_distances()[0], a.detach().requires_grad_()
+    )
+
+
+def test_an_empty_cloud_is_infinitely_far():
+    a, b = two_clouds(5, 3)
+    of_a, of_b = nearest_points(a, b[:0]).distances()
+    assert of_a.tolist() == [torch.inf] * 5
+    assert of_b.tolist() == []
+
+
+def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
+    a, b = two_clouds(4500, 4500, dtype=torch.float32)
+    plain = nearest_points(a, b).distances()
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    torch.testing.assert_close(nearest_points(a, b).distances(), plain)
+    with pytest.raises(ConfigError, match=r"scipy is not installed.*memkit\[metrics\]"):
+        nearest_points(a, b, backend="kdtree")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "error", "text"),
+    [
+        (torch.ones(3, 3), torch.ones(3, 2), InputError, r"\(3, 3\) on cpu and \(3, 2\)"),
+        (torch.ones(3, 3), torch.tensor([[0.0, 0, torch.nan]]), InputError, "b: 1 points .* nan or inf"),
+        (torch.ones(3, dtype=torch.int64), torch.ones(1, 3), InputTypeError, r"a: \(3,\), torch.int64"),
+        ([[0.0]], torch.ones(1, 1), InputTypeError, "a: a list"),
+    ],
+)
+def test_what_is_no_cloud_is_refused(a, b, error, text):
+    with pytest.raises(error, match=text):
+        nearest_points(a, b)
+
+
+def test_an_unknown_back_end_and_one_that_does_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="'faiss'; expected 'auto', 'tiled'"):
+        nearest_points(torch.ones(2, 3), torch.ones(2, 3), backend="faiss")
+    with pytest.raises(ConfigError, match="for 5 coordinates"):
+        nearest_points(torch.ones(2, 5), torch.ones(2, 5), backend="pruned")

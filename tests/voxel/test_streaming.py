@@ -1,0 +1,108 @@
+import math
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from memkit._errors import FileFormatError, StateError
+from memkit.voxel.clouds import chamfer_distance, f_score, hausdorff_distance
+from memkit.voxel.grids import voxel_iou
+from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
+from tests.train.test_ranks import join, leave
+
+
+def samples():
+    from tests.voxel.clouds import two_clouds  # not for the ranks: they read what this made
+
+    a, b = two_clouds(700, 700)
+    return [(a[start : start + 90 + start], b[start : start + 130]) for start in range(5)]
+
+
+def test_means_over_an_evaluation_are_those_of_the_functions():
+    metrics = PointCloudMetrics(thresholds=[2.0, 5.0], quantiles=[1.0, 0.95], conventions=["occnet", "lidm"])
+    for pair in samples():
+        metrics.update(*pair)
+    found = metrics.compute()
+    for name, function in {
+        "chamfer_occnet": lambda a, b: chamfer_distance(a, b, convention="occnet"),
+        "chamfer_lidm": lambda a, b: chamfer_distance(a, b, convention="lidm"),
+        "hausdorff": hausdorff_distance,
+        "hausdorff_0.95": lambda a, b: hausdorff_distance(a, b, quantile=0.95),
+        "f_score_5": lambda a, b: f_score(a, b, threshold=5.0),
+    }.items():
+        assert found[name] == pytest.approx(sum(function(*pair).item() for pair in samples()) / 5, rel=1e-12)
+
+
+def test_float64_sums_do_not_lose_small_terms():
+    """Ten thousand times 0.1 beside one large value: a float32 sum is off in the fourth digit."""
+    metrics = VoxelMetrics()
+    metrics._sums[0] = 2.0**24
+    metrics._num_samples = 1
+    for _ in range(100):
+        metrics._add(torch.tensor([[0.25, 0, 0, 0, 0]]))
+    assert metrics._sums[0] == 2.0**24 + 25
+
+
+def test_empty_clouds_are_counted_and_never_dropped():
+    some = torch.rand(5, 3)
+    metrics = PointCloudMetrics()
+    for pair in [(some, some), (some[:0], some), (some, some[:0]), (some[:0], some[:0])]:
+        metrics.update(*pair)
+    found = metrics.compute()
+    assert found["chamfer_pytorch3d"] == math.inf
+    assert found["f_score_0.1"] == 0.5
+    assert [found[f"num_{each}"] for each in ("empty_predictions", "empty_targets", "both_empty")] == [2, 2, 1]
+    capped = PointCloudMetrics(empty_distance=8.0)
+    capped.update([some, some[:0]], [some, some])
+    assert capped.compute()["hausdorff"] == 4
+
+
+def test_merging_and_going_on_give_the_whole():
+    whole, parts = PointCloudMetrics(), [PointCloudMetrics(), PointCloudMetrics()]
+    for number, pair in enumerate(samples()):
+        whole.update(*pair)
+        parts[number % 2].update(*pair)
+    resumed = PointCloudMetrics()
+    resumed.load_state_dict(parts[0].state_dict())
+    resumed.merge(parts[1])
+    assert resumed.compute() == pytest.approx(whole.compute(), rel=1e-14)
+    resumed.reset()
+    with pytest.raises(StateError, match="no sample"):
+        resumed.compute()
+
+
+def test_other_settings_neither_merge_nor_load():
+    other = PointCloudMetrics(thresholds=[0.5])
+    with pytest.raises(StateError, match=r"f_score_0\.5"):
+        PointCloudMetrics().merge(other)
+    with pytest.raises(FileFormatError, match="version 1 of"):
+        PointCloudMetrics().load_state_dict(other.state_dict())
+
+
+def test_voxel_metrics_count_each_sample_once():
+    generator = torch.Generator().manual_seed(0)
+    volumes = [torch.rand(5, 4, 4, 4, generator=generator) for _ in range(2)]
+    metrics = VoxelMetrics()
+    metrics.update(volumes[0][:4], volumes[1][:4])
+    metrics.update(volumes[0][4:], volumes[1][4:])
+    assert metrics.compute()["iou"] == pytest.approx(voxel_iou(*volumes).item(), rel=1e-14)
+
+
+def worker(rank, folder):
+    join(rank, folder)
+    metrics = PointCloudMetrics()
+    for pair in torch.load(f"{folder}/samples.pt", weights_only=True)[rank::2]:  # three for one rank, two for the other
+        metrics.update(*pair)
+    metrics.sync()
+    torch.save(metrics.compute(), f"{folder}/{rank}.pt")
+    leave()
+
+
+def test_two_ranks_have_what_one_process_has(tmp_path):
+    torch.save(samples(), tmp_path / "samples.pt")
+    mp.spawn(worker, (str(tmp_path),), nprocs=2)
+    whole = PointCloudMetrics()
+    for pair in samples():
+        whole.update(*pair)
+    for rank in range(2):
+        assert torch.load(tmp_path / f"{rank}.pt", weights_only=True) == pytest.approx(whole.compute(), rel=1e-14)
