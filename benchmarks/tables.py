@@ -1,6 +1,7 @@
 """Write the docs' tables from the committed result files.
 
-A table stands between ``<!-- result: CASE -->`` and ``<!-- end -->``. Run: python -m benchmarks.tables
+A table stands between ``<!-- result: CASE -->`` and ``<!-- end -->``; ``CASE.part`` is another table of that case's
+file. Run: python -m benchmarks.tables
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from typing import Any
 
 from benchmarks.markdown import table
 from benchmarks.tables_runs import dryrun_scripts, kill_nine, loop_cost, loop_semantics
+from benchmarks.tables_voxel import clouds, clouds_far, clouds_oracles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_TABLE = re.compile(r"(<!-- result: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- result: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def tail_group(result: dict[str, Any]) -> str:
@@ -366,14 +368,17 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         kill_nine,
         loop_cost,
         loop_semantics,
+        clouds,
+        clouds_far,
+        clouds_oracles,
     )
 }
 
 
 def render(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
-        result = json.loads((RESULTS / f"{match[2]}.json").read_text())
-        return match[1] + RENDERERS[match[2]](result) + match[3]
+        result = json.loads((RESULTS / f"{match[2].partition('.')[0]}.json").read_text())
+        return match[1] + RENDERERS[match[2].replace(".", "_")](result) + match[3]
 
     return _TABLE.sub(replace, text)
 

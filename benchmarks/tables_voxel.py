@@ -1,0 +1,35 @@
+"""Tables of clouds and voxels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.markdown import table
+
+
+def clouds(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    of_process = figures["kdtree_process_peak_bytes"]
+    rows = []
+    for size, key in (("20k", "20000"), ("200k uniform", "200000"), ("200k lidar-like", None)):
+        for way, row in figures[size].items():
+            process = f"{of_process[key] / 1e6:.1f} MB" if way == "kdtree" and key else ""
+            name = f"`torch.cdist`, {way}" if way == "all pairs" else f'`backend="{way}"`'
+            rows.append([size, name, f"{row['peak_bytes'] / 1e6:,.1f} MB", f"{row['cpu_seconds']:.2f} s", process])
+    return table(["points of each cloud", "way", "peak of tensors", "processor time", "peak of the process"], rows)
+
+
+def clouds_far(result: dict[str, Any]) -> str:
+    rows = [
+        [f"{row['offset_m']:g} m", *(f"{row[way]:.1e}" for way in ("torch.cdist", "tiled", "pruned", "kdtree"))]
+        for row in result["figures"]["far_away"]
+    ]
+    return table(["distance of the clouds from the origin", "`torch.cdist`", "tiled", "pruned", "k-d tree"], rows)
+
+
+def clouds_oracles(result: dict[str, Any]) -> str:
+    rows = [
+        [name, f"{row['memkit']:.6f}", f"{row['other']:.6f}", f"{row['relative']:.0e}"]
+        for name, row in result["figures"]["oracles"].items()
+    ]
+    return table(["metric", "memkit", "the other", "relative difference"], rows)
