@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.result import write_result
+from memkit._voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.submanifold import submanifold_conv3d
-from memkit._voxels import SparseVoxels
 from tests.allocations import trace_allocations
 from tests.chunk.scenes import cortex
 

@@ -42,8 +42,11 @@ def data(rank):
     return rows, index, torch.randn(num_nodes, 2, dtype=torch.float64, generator=generator)
 
 
-def worker(rank, folder, kind):
-    join(rank, folder)
+KINDS = ["ddp", "fsdp", "fsdp kernel"]
+
+
+def outcome(kind, rank):
+    """The gradients of one step, or what was refused."""
     model = Operator(in_pieces=True).double()
     if kind == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -54,27 +57,34 @@ def worker(rank, folder, kind):
     try:
         wrapped(*data(rank)).backward()
     except mk.InputError as error:
-        found = str(error)
-    else:
-        found = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        return str(error)
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+def worker(rank, folder):
+    join(rank, folder)
+    found = {kind: outcome(kind, rank) for kind in KINDS}
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
     leave()
 
 
-def run(kind, folder):
-    mp.spawn(worker, args=(str(folder), kind), nprocs=2)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What two processes found, by kind: to start them takes longer than all steps."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(worker, args=(str(folder),), nprocs=2)
     return torch.load(folder / "found.pt", weights_only=True)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, tmp_path):
+def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
     model = Operator(in_pieces=False).double()
     sum(model(*data(rank)) / 2 for rank in range(2)).backward()
-    torch.testing.assert_close(run(kind, tmp_path), [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found[kind], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
 
 
-def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(tmp_path):
+def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(found):
     """It would be gathered for each chunk; ranks have other numbers of them, and would wait for each other for ever."""
-    assert "fully_shard the module around it" in run("fsdp kernel", tmp_path)
+    assert "fully_shard the module around it" in found["fsdp kernel"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits, load_iris
 
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
-from memkit.chunk.resolution import DynamicResolutionProcessor
 from memkit._voxels import SparseVoxels
+from memkit.chunk.resolution import DynamicResolutionProcessor
 from tests.chunk.scenes import brain_mask, vertices
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.submanifold import submanifold_conv3d
-from memkit._voxels import SparseVoxels
 from tests.allocations import trace_allocations
 from tests.chunk.nets import UNet
 from tests.chunk.scenes import brain_mask, cortex

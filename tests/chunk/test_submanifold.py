@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memkit._errors import ConfigError, InputError, StateError
-from memkit.chunk.submanifold import submanifold_conv3d
 from memkit._voxels import SparseVoxels
+from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import trace_allocations
 from tests.chunk.scenes import cortex
 

@@ -1,0 +1,178 @@
+"""The pytest plugin: the marker `memory_limit`, the fixture `assert_no_leak`, the option ``--memkit-peaks``.
+
+pytest loads this file at every start, so nothing here imports torch before a test needs it: `docs/pytest-plugin.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
+
+import pytest
+
+from memkit._errors import ConfigError, MemkitError
+from memkit._units import format_bytes, parse_bytes
+from memkit.planning.gpus import capability_of, find_gpu
+
+if TYPE_CHECKING:  # importing it imports torch
+    from memkit.integrations.pytest_memory import AssertNoLeak, Watch
+
+Mode = Literal["tensors", "allocator", "fake"]
+_PROPERTY = "memkit_peak_bytes"
+_HELP = (
+    "memory_limit(limit, *, mode='tensors', device=None, gpu=None, selected_fraction=None): fail the test if tensors"
+    " ever take more than `limit` ('64 MiB', or an int of bytes). mode='allocator' counts also what operators take"
+    " inside; mode='fake' runs the test on tensors without data, gpu='RTX 4090' on that card, and masks select the"
+    " selected_fraction. device='cuda' counts that device alone."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What a marker asks for."""
+
+    num_bytes: int
+    mode: Mode
+    device: str | None
+    gpu: str | None
+    selected_fraction: float | None
+
+
+def memory_limit(
+    limit: SupportsIndex | str,
+    *,
+    mode: Mode = "tensors",
+    device: str | None = None,
+    gpu: str | None = None,
+    selected_fraction: float | None = None,
+) -> Limit:
+    """Check what stands in ``@pytest.mark.memory_limit(...)``.
+
+    Args:
+        limit: The most that may be live at once: bytes as an int, or text such as ``"64 MiB"``.
+        mode: ``"tensors"``: live tensors that the test makes or uses. ``"allocator"``: with what operators take inside,
+            from the allocator's own events. ``"fake"``: the test runs on tensors without data.
+        device: Count this device alone, as ``"cuda"``; None: all together.
+        gpu: With ``mode="fake"``: the test runs inside of ``VirtualGPU(gpu)``, and the card's bytes count.
+        selected_fraction: With ``mode="fake"``: as for `memkit.estimate_memory_usage`.
+
+    Raises:
+        ConfigError: No such mode; ``gpu`` or ``selected_fraction`` in another mode than ``"fake"``; ``device`` in that;
+            a card whose operators are not known; a share outside (0, 1].
+        InputError: ``limit`` is no size, or ``gpu`` no card.
+        InputTypeError: ``limit`` is neither an int nor text.
+    """
+    rules = {
+        f"a mode of {get_args(Mode)}": mode in get_args(Mode),
+        "gpu and selected_fraction with mode='fake'": mode == "fake" or (gpu is None and selected_fraction is None),
+        "no device with mode='fake': gpu names one": mode != "fake" or device is None,
+        "selected_fraction in (0, 1]": selected_fraction is None or 0 < selected_fraction <= 1,
+    }
+    for rule, is_kept in rules.items():
+        if not is_kept:
+            given = {"mode": mode, "device": device, "gpu": gpu, "selected_fraction": selected_fraction}
+            raise ConfigError(
+                f"memory_limit({limit!r}, ...)",
+                got=", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None),
+                expected=rule,
+                fix="see `pytest --markers`.",
+            )
+    if gpu is not None:
+        capability_of(find_gpu(gpu))
+    return Limit(parse_bytes(limit, name="memory_limit"), mode, device, gpu, selected_fraction)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the plugin's option."""
+    parser.getgroup("memkit").addoption(
+        "--memkit-peaks",
+        type=int,
+        default=0,
+        metavar="N",
+        help="show the N tests of memory_limit with the highest peaks",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell pytest of the marker."""
+    config.addinivalue_line("markers", _HELP)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse a marker with wrong arguments before the test's fixtures are made."""
+    _limit_of(item)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Measure a marked test, and fail it above its limit. A failure of its own is left as it is, with a section."""
+    limit = _limit_of(item)
+    if limit is None:
+        return (yield)
+    from memkit.integrations.pytest_memory import watch
+
+    held = getattr(item, "obj", None), getattr(item, "funcargs", None)
+    measured = watch(limit, *held)
+    running = ExitStack()
+    running.enter_context(measured.block)
+    try:
+        with running:
+            result = yield
+    except BaseException:
+        item.add_report_section("call", "memkit", _note(item, limit, measured)[1])
+        raise
+    peak_bytes, text = _note(item, limit, measured)
+    if peak_bytes > limit.num_bytes:
+        pytest.fail(text, pytrace=False)
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Show the highest peaks, if asked to."""
+    most: int = config.getoption("--memkit-peaks")
+    peaks = {
+        report.nodeid: value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == _PROPERTY
+    }
+    if most and peaks:
+        terminalreporter.section("highest memory peaks")
+        for nodeid in sorted(peaks, key=peaks.__getitem__, reverse=True)[:most]:
+            terminalreporter.write_line(f"{format_bytes(peaks[nodeid]):>14}  {nodeid}")
+
+
+@pytest.fixture
+def assert_no_leak() -> AssertNoLeak:
+    """``assert_no_leak(step, repeat=5, warmup=1)``: fail if calls of ``step`` leave more and more memory behind."""
+    from memkit.integrations.pytest_memory import assert_no_leak
+
+    return assert_no_leak
+
+
+def _limit_of(item: pytest.Item) -> Limit | None:
+    """Read a test's marker, the closest one where there are several."""
+    marker = item.get_closest_marker("memory_limit")
+    if marker is None:
+        return None
+    try:
+        return memory_limit(*marker.args, **marker.kwargs)
+    except (MemkitError, TypeError) as error:
+        raise pytest.fail.Exception(f"{item.nodeid}: {error}", pytrace=False) from None
+
+
+def _note(item: pytest.Item, limit: Limit, measured: Watch) -> tuple[int, str]:
+    """Attach the peak to the test's report; return it with a text for people."""
+    peak_bytes = measured.peak_bytes()
+    item.user_properties.append((_PROPERTY, peak_bytes))
+    lines = [
+        f"memory peak {format_bytes(peak_bytes)}, limit {format_bytes(limit.num_bytes)}",
+        f"{peak_bytes:,} B, limit {limit.num_bytes:,} B",
+    ]
+    if limit.mode == "fake":
+        lines.append("This test ran on tensors without data (mode='fake'): what it reads from them is 1, or False.")
+    return peak_bytes, "\n".join([*lines, "", measured.table()])
