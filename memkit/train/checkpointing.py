@@ -1,43 +1,45 @@
-"""Recompute chosen blocks in backward instead of keeping their activations, without touching the user's classes."""
+"""Keep the activations of chosen blocks small, each in its way, without touching the user's classes."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError
-from memkit.train.replay import BufferWatch, Replay
+from memkit.train.treatments import TREATMENTS, Elsewhere, TreatedForward, Treatment
 
-Choice = Literal["auto"] | Sequence[str] | Callable[[str, nn.Module], bool]
-_OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
+Choice = Literal["auto"] | Sequence[str] | Mapping[str, Treatment] | Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-class Checkpointing:
-    """Checkpoints chosen blocks of a model until `close`.
+class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
+    """Keeps the activations of chosen blocks small until `close`, or while it is entered.
 
     Gradients are bit-equal to the plain model's: torch's, NumPy's and Python's random state are replayed, and buffers
     (BatchNorm statistics, spectral-norm vectors) change once. Names, ``state_dict`` and classes stay; a deep copy or a
-    pickle of the model is checkpointed too.
+    pickle of the model is treated too.
 
     Args:
         model: The model.
         choice: ``"auto"`` takes the repeated blocks; a list holds `fnmatch` patterns over ``named_modules()``; a
-            callable ``(name, module) -> bool`` decides. A block inside a chosen block is not checkpointed again.
+            callable ``(name, module) -> bool`` decides; all of these run again in backward. A mapping from names or
+            patterns says for each block ``"full"``: it runs again; ``"selective"``: only what is cheap runs again, the
+            results of `KEPT_OPERATORS` are kept; ``"offload"``: all that it saves waits on the disk, or beside an
+            accelerator in host memory. A block's own name counts before patterns. What lies inside a chosen block
+            goes with it.
 
     Attributes:
-        blocks: The checkpointed modules by name.
+        blocks: The chosen modules by name.
+        treatments: What is done with each.
 
     Raises:
-        ConfigError: Nothing was chosen, or a pattern matches no module.
+        ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
     """
 
     def __init__(self, model: nn.Module, choice: Choice) -> None:
@@ -49,12 +51,21 @@ class Checkpointing:
                 fix="use DistributedDataParallel.",
             )
         self.blocks = choose_blocks(model, choice)
+        self.treatments = _treatments(self.blocks, choice)
         self._before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
-        self._installed: dict[str, CheckpointedForward] = {}
+        for name, before in self._before.items():
+            _refuse_other(name, before, self.treatments[name])
+        elsewhere = Elsewhere()
+        self._installed: dict[str, TreatedForward] = {}
         for name, block in self.blocks.items():
-            if not isinstance(self._before[name], CheckpointedForward):  # another wrapper's: it is checkpointed already
-                self._installed[name] = CheckpointedForward(block)
+            if not isinstance(self._before[name], TreatedForward):  # another wrapper's: it is treated already
+                self._installed[name] = TreatedForward(block, self.treatments[name], elsewhere)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Names of the blocks that run again in backward, in whole or in part."""
+        return tuple(name for name, treatment in self.treatments.items() if treatment != "offload")
 
     def close(self) -> None:
         """Give every block its own forward back."""
@@ -67,43 +78,19 @@ class Checkpointing:
                 block.__dict__["forward"] = self._before[name]
         self._installed = {}
 
-
-class CheckpointedForward:
-    """A block's forward that keeps its inputs only, and runs again in backward.
-
-    An object and not a closure: a deep copy of the model (an EMA) must call the copy's block, not the original's.
-
-    Args:
-        block: The module whose forward it is.
-    """
-
-    def __init__(self, block: nn.Module) -> None:
-        self._block = block
-        self._forward = block.__dict__.get("forward")  # somebody may have put one on the instance already
-        self._watch = BufferWatch(block)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, checkpointed where gradients are wanted."""
-        forward = self._forward or type(self._block).forward.__get__(self._block)
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by calling Python again
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would take these for its own
-            forward, kwargs = functools.partial(forward, **kwargs), {}
-        replay = Replay(self._watch)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (replay, replay.again), **kwargs)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:
-    """Choose the blocks to checkpoint, outermost first; see `Checkpointing`."""
+    """Choose the blocks to treat, outermost first; see `Checkpointing`."""
     if choice == "auto":
         chosen = _repeated_blocks(model)
     elif callable(choice):
         chosen = {name: module for name, module in model.named_modules() if name and choice(name, module)}
     else:
         chosen = _match(model, choice)
-    if not chosen:
+    if not chosen and not isinstance(choice, Mapping):  # a mapping that names nobody lets all blocks be
         raise ConfigError(
             f"checkpoint={choice!r}",
             got=f"no block of {type(model).__name__} chosen",
@@ -113,7 +100,61 @@ def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     return _outermost(dict(_open_containers(chosen)))
 
 
-def _match(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def _treatments(blocks: Mapping[str, nn.Module], choice: Choice) -> dict[str, Treatment]:
+    """Say what is done with each block: what its own name says, or all patterns that match it or its container."""
+    if not isinstance(choice, Mapping):
+        return dict.fromkeys(blocks, "full")
+    treatments: dict[str, Treatment] = {}
+    idle = dict.fromkeys(choice)
+    for name in blocks:
+        keys = [key for key in choice if _names(key, name)]
+        for key in keys:
+            idle.pop(key, None)
+        treatments[name] = choice[name] if name in choice else choice[keys[0]]
+        if name not in choice and len({choice[key] for key in keys}) > 1:
+            raise ConfigError(
+                f"checkpoint={choice!r}",
+                got=f"{' and '.join(repr(key) for key in keys)}, which differ on the block {name!r}",
+                expected="one treatment for each block",
+                fix=f"give the block its own entry: {name!r}: {choice[keys[0]]!r}.",
+            )
+    for key in idle:
+        raise ConfigError(
+            f"checkpoint={choice!r}",
+            got=f"{key!r}, whose modules all lie inside of other chosen blocks",
+            expected="one treatment for a block and all that is in it",
+            fix="leave it out, or leave the block around it out.",
+        )
+    return treatments
+
+
+def _names(key: str, name: str) -> bool:
+    """Say whether a name or pattern names a block, or a container that it lies in."""
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:count]), key) for count in range(1, len(parts) + 1))
+
+
+def _refuse_other(name: str, before: object, treatment: Treatment) -> None:
+    """A block that somebody else treats already must be treated as is asked for now."""
+    if isinstance(before, TreatedForward) and before.treatment != treatment:
+        raise ConfigError(
+            f"checkpoint={{{name!r}: {treatment!r}}}",
+            got=f"a block that is treated as {before.treatment!r} already",
+            expected="one treatment for each block",
+            fix="close the wrapper (or the Checkpointing) that treats it first.",
+        )
+
+
+def _match(model: nn.Module, patterns: Sequence[str] | Mapping[str, Treatment]) -> dict[str, nn.Module]:
+    if isinstance(patterns, Mapping):
+        for pattern, treatment in patterns.items():
+            if treatment not in TREATMENTS:
+                raise ConfigError(
+                    f"checkpoint={patterns!r}",
+                    got=f"{treatment!r} for {pattern!r}",
+                    expected=f"one of {TREATMENTS}; a block that is not named keeps its activations",
+                    fix="pass one of these, or leave the block out.",
+                )
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
@@ -18,7 +20,7 @@ from memkit._errors import ConfigError, StateError
 from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
 from memkit.train.models import device_of
-from memkit.train.offload_files import DiskStore, HostStore, Store
+from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
 from memkit.train.state_offload import moved_state
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
@@ -85,22 +87,27 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._lasting: set[int] = set()  # storages of the model
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
         self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
-        self._active: list[saved_tensors_hooks] = []
+        self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
 
     def __enter__(self) -> Self:
         """Begin to offload."""
-        if self._model is not None:
-            tensors = [*self._model.parameters(), *self._model.buffers()]
-            self._lasting = {_address(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)}
-        hooks = saved_tensors_hooks(self._pack, _Packed.unpack)
-        hooks.__enter__()
-        self._active.append(hooks)
-        return self
+        self._active.append(self.within(self._model))
+        return self._active[-1].__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Stop; what was saved stays where it is until its backward."""
         self._active.pop().__exit__(*error)
+
+    @contextlib.contextmanager
+    def within(self, model: nn.Module | None) -> Iterator[Self]:
+        """Offload in a block of code; another model's parameters and buffers stay."""
+        before, self._lasting = self._lasting, _storages(model) if model is not None else set()
+        try:
+            with saved_tensors_hooks(_uncompiled(self._pack), _uncompiled(_Packed.unpack)):
+                yield self
+        finally:
+            self._lasting = before
 
     @contextlib.contextmanager
     def around(self, other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -142,14 +149,20 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     def _move_out(self, record: _Record, original: torch.Tensor) -> None:
         if _version(original) == record.version:  # else backward will say that it was changed
-            key = torch.device("cpu") if self._to == "disk" else original.device
-            if key not in self._stores:
-                self._stores[key] = DiskStore(self._folder) if self._to == "disk" else HostStore(key)
-            record.store = self._stores[key]
-            record.handle = record.store.write(_view_bytes(original.untyped_storage(), record.first, record.num_bytes))
+            store = self._store_for(original)
+            record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
+            record.store = store  # a write that failed has nothing to release
             self.written_bytes += record.num_bytes
         record.original = None
         self.held_bytes -= record.num_bytes
+
+    def _store_for(self, tensor: torch.Tensor) -> Store:
+        if isinstance(tensor, FakeTensor):
+            return FakeStore()
+        key = torch.device("cpu") if self._to == "disk" else tensor.device
+        if key not in self._stores:
+            self._stores[key] = DiskStore(self._folder) if self._to == "disk" else HostStore(key)
+        return self._stores[key]
 
     def _forget(self, record: _Record) -> None:
         if record.original is not None:
@@ -226,9 +239,15 @@ class _Packed:
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset - first // dtype.itemsize, shape, stride)
 
 
+def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Keep torch.compile from compiling a hook, which it does where it has given the layer around it up."""
+    is_loaded = "torch._dynamo" in sys.modules  # slow to import
+    return torch.compiler.disable(hook) if is_loaded else hook  # type: ignore[no-untyped-call]
+
+
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is nothing but a view of one storage."""
-    plain = type(tensor) in {torch.Tensor, nn.Parameter} and tensor.layout == torch.strided
+    plain = type(tensor) in {torch.Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -252,8 +271,15 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return first, start + reach * tensor.element_size() - first
 
 
-def _view_bytes(storage: torch.UntypedStorage, first: int, size: int) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (size,), (1,))
+def _storages(model: nn.Module) -> set[int]:
+    """Return the addresses of a model's parameters and buffers."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {_address(tensor.untyped_storage()) for tensor in tensors if _has_storage(tensor)}
+
+
+def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
+    """Return bytes of a tensor's storage as a tensor."""
+    return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), first, (size,), (1,))
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:

@@ -133,6 +133,22 @@ class HostStore:
         self._stream.wait_event(launched)
 
 
+class FakeStore:
+    """Keeps nothing of fake tensors, which have no data; what is brought back is new memory, as from other stores."""
+
+    def write(self, source: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Note how many bytes there are."""
+        return source.new_empty(0), len(source)
+
+    def read(self, handle: tuple[torch.Tensor, int], device: torch.device) -> torch.Tensor:
+        """Make a fake tensor of so many bytes."""
+        empty, num_bytes = handle
+        return empty.new_empty(num_bytes, device=device)
+
+    def release(self, handle: tuple[torch.Tensor, int]) -> None:
+        """Nothing to do."""
+
+
 class _Ranges:
     """Which parts of a file are free. Handed back ranges join their neighbours when the next one is taken."""
 

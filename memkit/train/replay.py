@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -143,7 +143,7 @@ class Replay:
     @property
     def again(self) -> AbstractContextManager[None]:
         """A context for the repetition; may be entered once for every repetition."""
-        return _Again(self)
+        return Again(self.repetition)
 
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
@@ -163,20 +163,24 @@ class Replay:
                 setattr(owner, name, buffer)
 
 
-class _Again(contextlib.AbstractContextManager[None]):
-    """A repetition that can be entered more than once: a graph that is kept is recomputed for each backward."""
+class Again(contextlib.AbstractContextManager[None]):
+    """A repetition that can be entered more than once: a graph that is kept is recomputed for each backward.
 
-    def __init__(self, replay: Replay) -> None:
-        self._replay = replay
+    Args:
+        repetition: Makes the context of one repetition.
+    """
+
+    def __init__(self, repetition: Callable[[], AbstractContextManager[None]]) -> None:
+        self._repetition = repetition
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._replay.repetition())
+        self._stack.enter_context(self._repetition())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
 
 def _clone(buffer: torch.Tensor) -> torch.Tensor:

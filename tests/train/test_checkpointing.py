@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
@@ -96,6 +96,25 @@ def test_torch_alone_gets_buffers_and_foreign_randomness_wrong():
     assert want[2]["blocks.0.calls"] == 2
     assert not torch.equal(got[2]["blocks.0.norm.running_mean"], want[2]["blocks.0.norm.running_mean"])
     assert any(not torch.equal(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_torch_alone_refuses_a_kept_graph_and_a_change_in_place():
+    """Negative control for what `KeptResults` does otherwise."""
+    layer = nn.Linear(4, 4)
+    keep = [torch.ops.aten.addmm.default]
+    for change, again, message in (
+        (torch.relu_, False, "has been mutated"),
+        (torch.relu, True, "backward an extra time"),
+    ):
+
+        def contexts():
+            return create_selective_checkpoint_contexts(keep)
+
+        x = torch.randn(2, 4, requires_grad=True)
+        out = checkpoint(lambda x, f=change: f(layer(x)).exp(), x, use_reentrant=False, context_fn=contexts)
+        with pytest.raises(RuntimeError, match=message):
+            out.sum().backward(retain_graph=again)
+            out.sum().backward()
 
 
 def test_a_kept_graph_is_recomputed_for_each_backward():
@@ -198,6 +217,45 @@ class TestChoice:
         assert trainer.train_step(torch.randn(4, 4), lambda model, x: model(x).pow(2).mean()).stepped
         trainer.close()
         assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+class TestMapping:
+    def choose(self, choice):
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        return Checkpointing(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), choice).treatments
+
+    def test_a_blocks_own_name_counts_before_patterns(self):
+        assert self.choose({"layers.1": "offload", "layers.*": "full"}) == {
+            "layers.0": "full",
+            "layers.1": "offload",
+            "layers.2": "full",
+        }
+        assert self.choose({"layers": "selective", "layers.1": "full"})["layers.1"] == "full"
+        assert self.choose({"layers": "selective"}) == {f"layers.{k}": "selective" for k in range(3)}
+        assert self.choose({"layers.[01]": "full", "layers.1": "full"}) == {"layers.0": "full", "layers.1": "full"}
+        assert self.choose({}) == {}
+
+    @pytest.mark.parametrize(
+        ("choice", "message"),
+        [
+            ({"layers.*": "full", "layers.[12]": "offload"}, r"differ on the block 'layers.1'.*'layers.1': 'full'"),
+            ({"layers.0": "full", "layers.0.linear1": "offload"}, r"'layers.0.linear1', whose modules all lie inside"),
+            ({"layers.0": "disk"}, r"'disk' for 'layers.0'; expected one of \('full', 'selective', 'offload'\)"),
+            ({"layer.0": "full"}, r"'layer.0', which matches no module of TransformerEncoder.*'layers.0'"),
+        ],
+    )
+    def test_refused(self, choice, message):
+        with pytest.raises(mk.ConfigError, match=message):
+            self.choose(choice)
+
+    def test_a_block_that_is_treated_otherwise_already(self):
+        model = mlp_blocks()
+        with Checkpointing(model, {"[0-3]": "full"}):
+            with Checkpointing(model, {"0": "full"}):
+                pass
+            with pytest.raises(mk.ConfigError, match="treated as 'full' already"):
+                Checkpointing(model, {"0": "offload"})
+            assert len([1 for block in model if "forward" in block.__dict__]) == 4
 
 
 def test_an_instance_forward_that_was_there_comes_back():

@@ -1,5 +1,6 @@
 """Offloaded activations: same gradients, a tenth of the memory; views, in-place changes, full disks, kills."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit as mk
+from memkit._recorder import Recorder
+from memkit.planning.fakes import DryMode
 from memkit.train.offload import offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
 from tests.allocations import trace_allocations
@@ -292,3 +295,35 @@ def test_the_folder_is_the_callers(tmp_path, monkeypatch):
     store = DiskStore(tmp_path)
     handle = store.write(torch.arange(10, dtype=torch.uint8))
     torch.testing.assert_close(store.read(handle, torch.device("cpu")), torch.arange(10, dtype=torch.uint8))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+def test_a_compiler_that_gave_a_layer_up_does_not_compile_the_hooks():
+    """It runs a layer as written when a dispatch mode is on, and would from then on compile what the layer calls."""
+    found = []
+    for compiles in (False, True):
+        model, x = deep(depth=3), torch.randn(64, 128)
+        if compiles:
+            for block in model:
+                block[0] = torch.compile(block[0], backend="aot_eager")
+            with Recorder():
+                model(x)
+        found.append(gradients(model, x, offload_activations(to="disk")))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_fake_tensors_move_without_being_written():
+    """A dry run holds as much as the real run: what is moved goes, and what comes back is new memory."""
+    held = []
+    for mode in (contextlib.nullcontext(), DryMode(None)):
+        with mode:
+            model, x = deep(depth=3), torch.randn(512, 128)
+            offload = offload_activations(to="disk", model=model)
+            gradients(model, x, offload)
+            with Recorder() as recorder:
+                gradients(model, x, offload)
+        recording = recorder.recording()
+        held.append((recording.peak_bytes(), recording.live_bytes(), offload.written_bytes))
+        assert len(offload._stores) == isinstance(mode, contextlib.nullcontext)
+    assert held[0] == held[1]

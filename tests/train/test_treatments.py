@@ -1,0 +1,390 @@
+"""Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run foretells to the byte."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+import memkit as mk
+from memkit._recorder import Recorder
+from memkit.planning.dryrun import StepRecorder
+from memkit.train.checkpointing import Checkpointing
+from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
+from tests.train.faults import FailingOperator
+from tests.train.test_ranks import join, leave
+
+
+def mlp():
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 128), nn.Tanh())
+            for _ in "1234"
+        )
+    )
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+class Level(nn.Sequential):
+    """Two convolutions; the second one's result is overwritten by its activation."""
+
+    def __init__(self, before, after):
+        first, second = nn.Conv2d(before, after, 3, padding=1), nn.Conv2d(after, after, 3, padding=1)
+        super().__init__(first, nn.BatchNorm2d(after), nn.SiLU(), second, nn.ReLU(inplace=True))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.levels = nn.ModuleList([Level(3, 16), Level(16, 32), Level(32, 32), Level(64, 16), Level(32, 16)])
+        self.head = nn.Conv2d(16, 1, 1)
+
+    def forward(self, x):
+        fine = self.levels[0](x)
+        coarse = self.levels[1](F.max_pool2d(fine, 2))
+        x = self.levels[2](F.max_pool2d(coarse, 2))
+        x = self.levels[3](torch.cat([F.interpolate(x, scale_factor=2.0), coarse], 1))
+        return self.head(self.levels[4](torch.cat([F.interpolate(x, scale_factor=2.0), fine], 1)))
+
+
+CASES = {  # model, shape of the batch, names of blocks
+    "mlp": (mlp, (256, 128), ["0", "1", "2", "3"]),
+    "encoder": (encoder, (4, 64, 64), [f"layers.{k}" for k in range(3)]),
+    "unet": (UNet, (2, 3, 48, 48), [f"levels.{k}" for k in (0, 1, 3, 4)]),
+}
+MIX = ("full", "selective", "offload")
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, shape, blocks = CASES[name]
+    return make(), torch.randn(shape), blocks
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def outcome(model, x, *, steps=2):
+    """All that must not depend on the treatment."""
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = loss_fn(model, x)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, [p.grad for p in model.parameters()], list(model.buffers()), torch.rand(1)
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("treatment", [*TREATMENTS, "mix"])
+def test_bit_equal_to_the_plain_model(name, treatment):
+    plain, x, blocks = build(name)
+    model = copy.deepcopy(plain)
+    treatments = dict(zip(blocks, MIX, strict=False)) if treatment == "mix" else dict.fromkeys(blocks, treatment)
+    with Checkpointing(model, treatments) as checkpointing:
+        assert checkpointing.treatments == treatments
+        assert_same(outcome(model, x), outcome(plain, x))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def offloads(checkpointing):
+    (elsewhere,) = {installed._elsewhere for installed in checkpointing._installed.values()} or {Elsewhere()}
+    return list(elsewhere._offloads.values())
+
+
+def recorded_peak(model, x):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step():
+        loss_fn(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with StepRecorder() as recorder:
+        recorder.hold(model, x)
+        step()
+    return recorder.recording().peak_bytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dry_run_foretells_the_peak_to_the_byte(name):
+    model, x, blocks = build(name)
+    peaks = []
+    for treatment in (None, *reversed(TREATMENTS), "mix"):
+        choice = dict.fromkeys(blocks, treatment) if treatment in TREATMENTS else {}
+        with Checkpointing(model, dict(zip(blocks, MIX, strict=False)) if treatment == "mix" else choice) as applied:
+            estimate = mk.estimate_memory_usage(model, x, loss_fn=loss_fn, optimizer="sgd")
+            assert not any(offload._stores for offload in offloads(applied))  # of a fake tensor nothing is written
+            assert estimate.peak_bytes == recorded_peak(model, x)
+        peaks.append(estimate.peak_bytes)
+    plain, offload, selective, full, mix = peaks
+    assert plain > selective > full > offload
+    assert plain > mix > offload
+
+
+def flops(model, x):
+    with FlopCounterMode(display=False) as forward:
+        loss = loss_fn(model, x)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return backward.get_total_flops() / forward.get_total_flops()
+
+
+def test_flops_of_backward_over_forward():
+    model, x, blocks = build("mlp")
+    x.requires_grad_()
+    for treatment, ratio in ((None, 2), ("full", 3), ("selective", 2), ("offload", 2)):
+        with Checkpointing(model, dict.fromkeys(blocks, treatment) if treatment else {}):
+            assert flops(model, x) == ratio
+    with Checkpointing(model, {"0": "full"}):
+        assert flops(model, x) == 2.25
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.qkv, self.out, self.dropout = nn.Linear(64, 192), nn.Linear(64, 64), dropout
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        return self.out(x.transpose(1, 2).flatten(2)).tanh()
+
+
+def test_scores_of_an_attention_are_computed_again():
+    """With dropout the CPU has no kernel for attention: a third of the forward's FLOPs are in two batched products."""
+    x = torch.randn(2, 64, 64, requires_grad=True)
+    with Checkpointing(nn.Sequential(Attention(0.1)), {"0": "selective"}) as checkpointing:
+        assert flops(checkpointing.blocks["0"], x) == 2 + 1 / 3
+
+
+def test_a_kernel_with_dropout_inside_is_computed_again():
+    """Skipped, it would draw nothing, and all later dropout would draw something else than in the forward."""
+    q = torch.empty(1, 2, 8, 8)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    assert _is_kept(flash, (q, q, q), {})
+    assert _is_kept(efficient, (q, q, q, None, True), {"is_causal": True})
+    assert not _is_kept(flash, (q, q, q, 0.1), {})
+    assert not _is_kept(efficient, (q, q, q, None, True), {"dropout_p": 0.1})
+
+
+def test_what_waits_for_backward():
+    """In batches, of each of four blocks: its input; selective: two products, one twice as wide; plain: 7 in all."""
+    model, x, blocks = build("mlp")
+    for treatment, num_batches in ((None, 4 * 7), ("full", 4), ("selective", 4 * (1 + 2 + 1)), ("offload", 1)):
+        with Checkpointing(model, dict.fromkeys(blocks, treatment) if treatment else {}), Recorder() as recorder:
+            loss = loss_fn(model, x)
+        there = {tensor.untyped_storage() for tensor in (x, loss, *model.parameters())}
+        # The first block's input is the batch, which is there anyway; the last block's result is kept by the loss.
+        assert recorder.live_bytes() - sum(storage.nbytes() for storage in there) == num_batches * x.nbytes
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_a_kept_graph_and_a_second_derivative(treatment):
+    found = []
+    for choice in ({}, {"[0-3]": treatment}):
+        model, x, _ = build("mlp")
+        with Checkpointing(model, choice):
+            x.requires_grad_()
+            torch.manual_seed(1)
+            loss = loss_fn(model, x)
+            loss.backward(retain_graph=True)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            slope.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+
+
+def test_a_result_that_changes_after_its_block_is_computed_again():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return x, x.tanh().exp()
+
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"block": Two()}), torch.randn(3, 8)
+    found = []
+    for choice in ({}, {"block": "selective"}):
+        model.zero_grad()
+        with Checkpointing(model, choice):
+            first, second = model["block"](x)
+            first.add_(1)
+            (first.square().sum() + second.sum()).backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert_same(*found)
+
+
+def test_another_repetition_is_refused():
+    class Fickle(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            x = super().forward(x).tanh()
+            return (torch.addmm(self.bias, x, self.weight) if self.calls > 1 else x @ self.weight).tanh()
+
+    model = nn.Sequential(Fickle(4, 4), nn.Tanh())
+    with Checkpointing(model, {"0": "selective"}):
+        loss = model(torch.randn(4, 4)).sum()
+        with pytest.raises(mk.StateError, match=r"aten\.addmm.* where the first one ran aten\.mm.*'offload'"):
+            loss.backward()
+
+
+def assert_same_gradients(treatment, dtype, compiles):
+    found = []
+    for choice in ({}, {"[0-3]": treatment}):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in "1234")), torch.randn(99, 64)
+        with Checkpointing(model, choice), torch.autocast("cpu", dtype, enabled=dtype is not None):
+            run = torch.compile(model, backend="aot_eager") if compiles else model
+            loss_fn(run, x).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_under_autocast(treatment):
+    assert_same_gradients(treatment, torch.bfloat16, compiles=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile reads it
+def test_compiled(treatment):
+    assert_same_gradients(treatment, None, compiles=True)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_is_treated_by_itself(treatment, how):
+    model, x, _ = build("mlp")
+    checkpointing = Checkpointing(model, {"[0-3]": treatment})
+    loss_fn(model, x).backward()
+    twin = how(model)
+    written = [offload.written_bytes for offload in offloads(checkpointing)]
+    checkpointing.close()
+    assert_same(outcome(twin, x)[0], outcome(model, x)[0])
+    assert [offload.written_bytes for offload in offloads_of(twin)] == [2 * each for each in written]
+
+
+def offloads_of(model):
+    (elsewhere,) = {block.forward._elsewhere for block in model}
+    return list(elsewhere._offloads.values())
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_without_gradients_nothing_is_done(treatment):
+    model, x, _ = build("mlp")
+    with Checkpointing(model.eval(), {"[0-3]": treatment}) as checkpointing, torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model(x)
+        model(x)
+        assert offloads(checkpointing) == []
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_the_graph_outlives_the_treatment(treatment):
+    found = []
+    for choice in ({}, {"levels.[0-3]": treatment}):
+        model, x, _ = build("unet")
+        with Checkpointing(model, choice):
+            torch.manual_seed(1)
+            loss = loss_fn(model, x)
+        loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_out_of_memory_inside_a_block_leaves_nothing(treatment):
+    model, x, _ = build("mlp")
+    with Checkpointing(model, {"[0-3]": treatment}) as checkpointing:
+        loss_fn(model, x).backward()
+        sizes = []
+        model.zero_grad()
+        with FailingOperator() as counter:
+            loss_fn(model, x).backward()
+        for place in range(2, counter.num_operators, 5):
+            model.zero_grad()
+            with FailingOperator(place), pytest.raises(torch.OutOfMemoryError):
+                loss_fn(model, x).backward()
+            assert not _get_current_dispatch_mode_stack()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            for offload in offloads(checkpointing):
+                sizes.append(os.fstat(offload._stores[torch.device("cpu")]._file.fileno()).st_size)
+                assert offload.held_bytes == 0
+        assert len(set(sizes)) <= 1
+        model.zero_grad()
+        found = outcome(model, x)
+    model.zero_grad()
+    assert_same(found, outcome(model, x))
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_the_wrapper_recovers_inside_a_block(treatment):
+    found = []
+    for choice, places in ((None, ()), ({"[0-3]": treatment}, (9, 60))):
+        model, x, _ = build("mlp")
+        model.double().eval()  # no dropout: parts of another size would draw other numbers
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), checkpoint=choice
+        )
+        assert trainer.checkpointed_blocks == (("0", "1", "2", "3") if choice and treatment != "offload" else ())
+        with FailingOperator(*places):
+            results = [trainer.train_step(x.double(), loss_fn) for _ in range(2)]
+        assert sum(result.num_ooms for result in results) == len(places)
+        found.append([p.detach() for p in model.parameters()])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-14)
+
+
+def test_blocks_share_what_they_save():
+    """The result of one block is the input of the next one: tanh and linear save the same storage."""
+    model, x, _ = build("mlp")
+    with Checkpointing(model, {"[0-3]": "offload"}) as checkpointing:
+        loss = loss_fn(model, x)
+        (offload,) = offloads(checkpointing)
+        # Of each block its input, and as wide as two of these: the product, dropout's noise and result. And the end.
+        assert offload.written_bytes == x.nbytes * (4 * (1 + 2 + 2 + 2) + 1)
+        loss.backward()
+
+
+def ddp_worker(rank, folder):
+    join(rank, folder)
+    found = []
+    for choice in ({}, dict(zip("012", TREATMENTS, strict=True))):
+        model, x, _ = build("mlp")
+        with Checkpointing(model, choice):
+            outcome(DistributedDataParallel(model), x[128 * rank : 128 * rank + 128])
+        found.append([p.grad for p in model.parameters()])
+    assert_same(*found)
+    dist.barrier()
+    leave()
+
+
+@pytest.mark.slow
+def test_on_two_ranks(tmp_path):
+    mp.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
