@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.tables_plan import block_treatments
 from benchmarks.tables_runs import dryrun_scripts, kill_nine, loop_cost, loop_semantics
 from benchmarks.tables_voxel import clouds, clouds_far, clouds_oracles
 
@@ -368,6 +369,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         kill_nine,
         loop_cost,
         loop_semantics,
+        block_treatments,
         clouds,
         clouds_far,
         clouds_oracles,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import secrets
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,7 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """
     target = Path(os.path.realpath(path))
     _sweep(target)
-    temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+    temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.{os.urandom(4).hex()}{_SUFFIX}")
     try:
         with temporary.open("xb") as file:
             yield file

@@ -1,4 +1,7 @@
-"""Parse one memory log file, whatever a kill left of it: JSON lines, or the older JSON array."""
+"""Parse one memory log file, whatever a kill left of it: JSON lines, the older JSON array, or another program's file.
+
+What a file is, its first bytes say; its name does not matter.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import codecs
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn, get_args
 
 from memkit._errors import FileFormatError, InputError, InputTypeError
 from memkit._events import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, require_count, short
 from memkit._eventwriter import LONGEST_LINE_BYTES, looks_like_log
 
-_LARGEST_ARRAY_BYTES = 2**28  # the older form has to be held whole: some 4 million events
+_LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines have to be held whole: of the older form some 4 million events
+Form = Literal["lines", "array", "snapshot", "trace"]
+OWN = "memkit"  # of our own events in a trace the category, and the key of the rest in its otherData
+_SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
+_GZIP_START = b"\x1f\x8b"
 _SCHEMA = re.compile(r"memkit\.events/1(\.\d+)?", re.ASCII)  # a minor version only adds keys
 _LEGACY_KEYS = {"peak_memory": "peak_total_bytes", "incremental_memory": "incremental_bytes"}
 _LEGACY_NAMES = frozenset({"event", *_LEGACY_KEYS})
@@ -33,7 +41,7 @@ class EventFile:
         headers: One for each run.
         events: The events in the file's order; `Event.run` counts ``num_runs_before`` in.
         seconds: For each event the wall time at which it stands among other files' events: it never falls.
-        is_legacy: Whether it is the older JSON array.
+        form: What the file is.
         problems: One sentence each.
 
     Args:
@@ -50,7 +58,7 @@ class EventFile:
         self.headers: list[LogHeader] = []
         self.events: list[Event] = []
         self.seconds: list[float] = []
-        self.is_legacy = False
+        self.form: Form = "lines"
         self.problems: list[str] = []
         self._num_runs_before = num_runs_before
         self._unknown: Counter[str] = Counter()
@@ -62,8 +70,11 @@ class EventFile:
             file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
             if has_mark:
                 self._note("a byte order mark at its start was passed over")
-            self.is_legacy = start.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-            if self.is_legacy:
+            text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+            if start.startswith((_SNAPSHOT_START, _GZIP_START)) or _looks_like_trace(text):
+                self._read_import(self._read_whole(file, "a snapshot or a trace"))
+            elif text.startswith(b"["):
+                self.form = "array"
                 self._read_array(file)
             else:
                 self._read_lines(file)
@@ -138,25 +149,86 @@ class EventFile:
     def _add_event(self, where: str, line: bytes, record: object) -> None:
         if not self.headers or not isinstance(record, dict):
             self._fail(f"{where}: {short(record)}", "a header line first, then one JSON object for each event")
-        header = self.headers[-1]
-        values = _known(record, _EVENT_KEYS, self._unknown)
-        values.setdefault("event", None)
-        if values.get("rank") is None:
-            values["rank"] = header.rank
-        values["run"] = self._num_runs_before + len(self.headers) - 1
-        event = self._make_event(where, values)
-        self.events.append(event)
-        # A clock that is set back must not turn the file's own order round.
-        before = self.seconds[-1] if self.seconds else -math.inf
-        self.seconds.append(max(before, header.wall_s if event.wall_s is None else event.wall_s))
+        self._add_record(where, record, len(self.headers) - 1)
         mark = hash(line)
         self._num_repeats += mark in self._seen
         self._seen.add(mark)
 
+    def _add_record(self, where: str, record: dict[str, Any], index: int | None) -> None:
+        """Take the values of an event, which stands under one of this file's headers or under none."""
+        values = _known(record, _EVENT_KEYS, self._unknown)
+        values.setdefault("event", None)
+        wall_s = None
+        if index is not None:
+            header = self.headers[index]
+            if values.get("rank") is None:
+                values["rank"] = header.rank
+            values["run"] = self._num_runs_before + index
+            wall_s = header.wall_s
+        event = self._make_event(where, values)
+        self.events.append(event)
+        self._note_second(wall_s if event.wall_s is None else event.wall_s)
+
+    def _note_second(self, wall_s: float | None) -> None:
+        """A clock that is set back must not turn the file's own order round."""
+        before = self.seconds[-1] if self.seconds else -math.inf
+        self.seconds.append(before if wall_s is None else max(before, wall_s))
+
+    def _read_whole(self, file: BinaryIO, expected: str) -> bytes:
+        data = file.read(_LARGEST_WHOLE_BYTES + 1)
+        if len(data) > _LARGEST_WHOLE_BYTES:
+            self._fail(f"more than {_LARGEST_WHOLE_BYTES} bytes", expected)
+        return data
+
+    def _read_import(self, data: bytes) -> None:
+        """Take what another program wrote, or we wrote for another program."""
+        # Most files are logs: they need not wait for the other readers.
+        from memkit._snapshotlog import read_snapshot
+        from memkit._tracefile import load_trace, read_profile, unzip
+
+        try:
+            if data.startswith(_SNAPSHOT_START):
+                self.form = "snapshot"
+                found = read_snapshot(data, self._num_runs_before)
+            else:
+                self.form = "trace"
+                trace = load_trace(unzip(data, _LARGEST_WHOLE_BYTES) if data.startswith(_GZIP_START) else data)
+                own = trace.get("otherData")
+                if isinstance(own, dict) and isinstance(own.get(OWN), dict):
+                    self._read_own(own[OWN], trace["traceEvents"])
+                    return
+                found = read_profile(trace, f"trace-{zlib.crc32(data):08x}", self._num_runs_before)
+        except (InputError, InputTypeError) as error:
+            self._fail(error.got, error.expected)
+        self.headers, self.events = found.headers, found.events
+        for problem in found.problems:
+            self._note(problem)
+        for event in self.events:
+            self._note_second(event.wall_s)
+
+    def _read_own(self, own: dict[str, Any], records: list[dict[str, Any]]) -> None:
+        """Take a trace of `memkit.export_log` back."""
+        headers = own.get("headers")
+        if own.get("form") not in get_args(Form) or not isinstance(headers, list):
+            self._fail(f"otherData: {short(own)}", "the form and the headers of a log")
+        self.form = own["form"]
+        for index, header in enumerate(headers):
+            if not isinstance(header, dict) or "schema" not in header:
+                self._fail(f"otherData, index {index}: {short(header)}", "the header of a run")
+            self._add_header(f"otherData, index {index}", header)
+        for index, record in enumerate(records):
+            if record.get("cat") == OWN:
+                args, run = record.get("args"), None
+                if isinstance(args, dict):
+                    run = args.pop("run", None)
+                if not isinstance(args, dict) or (
+                    run is not None and (type(run) is not int or run not in range(len(headers)))
+                ):
+                    self._fail(f"index {index}: {short(record)}", "an event under one of the headers")
+                self._add_record(f"index {index}", args, run)
+
     def _read_array(self, file: BinaryIO) -> None:
-        data = file.read(_LARGEST_ARRAY_BYTES + 1)
-        if len(data) > _LARGEST_ARRAY_BYTES:
-            self._fail(f"more than {_LARGEST_ARRAY_BYTES} bytes", "a JSON array of events")
+        data = self._read_whole(file, "a JSON array of events")
         try:
             records = _parse(data)
         except ValueError as error:
@@ -179,7 +251,7 @@ class EventFile:
             require_count("", key, value)
         except (InputError, InputTypeError) as error:
             self._fail(f"{named}: {error.got}", error.expected)
-        self.events.append(self._make_event(where, {"event": event, _LEGACY_KEYS[key]: value}))
+        self._add_record(where, {"event": event, _LEGACY_KEYS[key]: value}, None)
 
     def _note_legacy(self) -> None:
         name, count = Counter(event.event for event in self.events).most_common(1)[0] if self.events else ("", 0)
@@ -204,6 +276,10 @@ class EventFile:
         raise FileFormatError(f"read_memory_events({str(self.path)!r})", got=got, expected=expected, fix=fix) from None
 
 
+def _looks_like_trace(start: bytes) -> bool:
+    return start.startswith(b"{") and (b'"traceEvents"' in start or b'"schemaVersion"' in start)
+
+
 class _NotWholeError(ValueError):
     """The text is no JSON, so that it may be the beginning of some."""
 
@@ -217,7 +293,7 @@ def _parse(data: bytes) -> Any:
     """
     try:
         text = data.decode()
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = _decode(text)
     except UnicodeError:
         raise _NotWholeError("text that is not UTF-8") from None
     except json.JSONDecodeError as error:
@@ -250,12 +326,16 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name}, which is no JSON number")
 
 
+# One for all lines: json.loads would make one for each.
+_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).decode
+
+
 def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str]) -> dict[str, Any]:
     """Return the values under known names and count the others."""
-    values = {name: value for name, value in record.items() if name in names}
-    if len(values) != len(record):
-        unknown.update(record.keys() - names)
-    return values
+    if record.keys() <= names:
+        return dict(record)
+    unknown.update(record.keys() - names)
+    return {name: value for name, value in record.items() if name in names}
 
 
 def _header_values(record: dict[str, Any], unknown: Counter[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Read memory logs: one file, several runs in it, a file for each rank, or the older JSON array."""
+"""Read memory logs: one file, several runs in it, a file for each rank, the older JSON array, snapshots, traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memkit._errors import InputError, InputTypeError
-from memkit._eventfile import EventFile
+from memkit._eventfile import EventFile, Form
 from memkit._events import BYTE_FIELDS, Event, LogHeader, Origin, short
 
 _RANK_FILE = re.compile(r"(?P<stem>.+)\.rank(?P<rank>\d+)(?P<suffix>\.\w+)?", re.ASCII)
@@ -28,15 +28,21 @@ class EventLog:
         headers: One for each run and rank; none for the older form.
         events: All events, in the file's order; of several files in the order of their wall times. ``event.run`` says
             which header an event stands under.
-        is_legacy: Whether it was the older JSON array, which knows names and one number per event.
+        form: What it was read from: ``"lines"``, our own; ``"array"``, the older JSON array, which knows names and one
+            number per event; ``"snapshot"``, a CUDA memory snapshot; ``"trace"``, a trace of torch.profiler.
         problems: What a reader of the figures should know, one sentence each: a line that was cut, fields that this
             memkit does not know, several runs in one file, a rank that is missing.
     """
 
     headers: tuple[LogHeader, ...]
     events: tuple[Event, ...]
-    is_legacy: bool = False
+    form: Form = "lines"
     problems: tuple[str, ...] = ()
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it was the older JSON array."""
+        return self.form == "array"
 
     def origin(self, event: Event, name: str) -> Origin:
         """Say where one of an event's numbers comes from.
@@ -82,13 +88,16 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
     that names the file and the line, or the index in an array: a log is never read in part without a word.
 
     Args:
-        path: A log file; the older JSON array ``[{"event": ..., "peak_memory": ...}, ...]``; a list of log files; the
-            path that a run of several ranks was given (``memory_events.jsonl`` for ``memory_events.rank0.jsonl``, ...);
-            or the directory that holds one such log.
+        path: A log file; the older JSON array ``[{"event": ..., "peak_memory": ...}, ...]``; a CUDA memory snapshot
+            of ``torch.cuda.memory._dump_snapshot``; a trace that ``torch.profiler.profile(profile_memory=True)``
+            exported, also as ``.json.gz``; a list of such files; the path that a run of several ranks was given
+            (``memory_events.jsonl`` for ``memory_events.rank0.jsonl``, ...); or the directory that holds one such log.
 
     Returns:
         The log. ``peak_memory`` of the older form is ``peak_total_bytes``, ``incremental_memory`` is
-        ``incremental_bytes``. Events of several files are merged by wall time; each file's own order is kept.
+        ``incremental_bytes``. Each card of a snapshot or a trace is a run, and each action of its allocator an event.
+        A snapshot is loaded without making any object of a class. Events of several files are merged by wall time;
+        each file's own order is kept.
 
     Raises:
         LogNotFoundError: There is no such file (an `InputError` and a ``FileNotFoundError``).
@@ -113,7 +122,7 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
     parts: list[EventFile] = []
     for file in _find_files(path, problems):
         parts.append(EventFile(file, num_runs_before=sum(len(part.headers) for part in parts)))
-    if len(parts) > 1 and any(part.is_legacy for part in parts):
+    if len(parts) > 1 and any(part.form == "array" for part in parts):
         raise InputError(
             f"read_memory_events({short(path)})",
             got="a JSON array of the older form beside other files",
@@ -132,7 +141,7 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
         for (run_id, rank), count in Counter((header.run_id, header.rank) for header in headers).items()
         if count > 1
     ]
-    return EventLog(headers, tuple(events), parts[0].is_legacy, tuple(problems))
+    return EventLog(headers, tuple(events), parts[0].form, tuple(problems))
 
 
 def _find_files(path: object, problems: list[str]) -> list[Path]:

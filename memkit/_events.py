@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import platform
 import reprlib
-import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -59,7 +59,8 @@ class Event:
         step: Number of the training step.
         rank: The process in a distributed run; the reader takes it from the header where the event has none.
         duration_ns: How long it took, in nanoseconds of the host's clock.
-        allocated_bytes: Bytes in live tensors.
+        allocated_bytes: Bytes in live tensors, as the allocator rounded them up.
+        requested_bytes: Bytes in live tensors, as they were asked for.
         peak_bytes: Largest ``allocated_bytes`` since the event before, or during the phase.
         peak_total_bytes: Largest ``allocated_bytes`` since the run began.
         reserved_bytes: Bytes that the allocator holds, live or cached.
@@ -94,6 +95,7 @@ class Event:
     rank: int | None = None
     duration_ns: int | None = None
     allocated_bytes: int | None = None
+    requested_bytes: int | None = None
     peak_bytes: int | None = None
     peak_total_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -108,14 +110,17 @@ class Event:
     run: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        for name, value in zip(_COUNTS, _get_counts(self), strict=True):
-            # require_count's own condition, here so that an event costs no call for each of its numbers.
+        # Whatever may be wrong is looked at twice, so that what is right costs no calls: logs are long.
+        for value in _get_counts(self):
             if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST_INT):
-                require_count("Event()", name, value)
+                _refuse_counts(self)
         _check_name("Event()", "event", self.event)
-        _check_text("Event()", "phase", self.phase)
-        _check_text("Event()", "component", self.component)
-        _check_origin("Event()", self.source, self.kind)
+        if self.phase is not None:
+            _check_name("Event()", "phase", self.phase)
+        if self.component is not None:
+            _check_name("Event()", "component", self.component)
+        if self.source is not None or self.kind is not None:
+            _check_origin("Event()", self.source, self.kind)
         if self.wall_s is not None:
             _check_seconds("Event()", self.wall_s)
         if self.note is not None:
@@ -155,7 +160,7 @@ class LogHeader:
 
     Attributes:
         run_id: Text that no other run has.
-        wall_s: When the run began, in seconds since 1970.
+        wall_s: When the run began, in seconds since 1970. Only files of other programs leave it open.
         time_ns: The monotonic clock at that instant, in nanoseconds.
         host: Name of the machine. It tells whoever reads the log how your machines are called.
         rank: This process among the run's.
@@ -173,7 +178,7 @@ class LogHeader:
     """
 
     run_id: str
-    wall_s: float
+    wall_s: float | None
     time_ns: int | None = None
     host: str | None = None
     rank: int = 0
@@ -207,7 +212,7 @@ class LogHeader:
             (0, None, ['memkit', 'python'])
         """
         return cls(
-            run_id=secrets.token_hex(8),
+            run_id=os.urandom(8).hex(),
             wall_s=time.time(),
             time_ns=time.monotonic_ns(),
             host=platform.node() or None,
@@ -226,7 +231,8 @@ class LogHeader:
         _check_name(call, "run_id", self.run_id)
         _check_text(call, "host", self.host)
         _check_text(call, "git_commit", self.git_commit)
-        _check_seconds(call, self.wall_s)
+        if self.wall_s is not None:
+            _check_seconds(call, self.wall_s)
         if self.time_ns is not None:
             require_count(call, "time_ns", self.time_ns)
         require_rank(call, self.rank, self.world_size)
@@ -246,6 +252,12 @@ def short(value: object) -> str:
     if isinstance(value, int) and abs(value) > _LARGEST_INT:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to write one of 4,300 digits
     return _SHORT.repr(value)
+
+
+def _refuse_counts(event: Event) -> None:
+    for name, value in zip(_COUNTS, _get_counts(event), strict=True):
+        if value is not None:
+            require_count("Event()", name, value)
 
 
 def require_count(call: str, name: str, value: object) -> None:

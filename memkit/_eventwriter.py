@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -206,8 +206,14 @@ def save_events(path: str | os.PathLike[str], header: LogHeader, events: Iterabl
         InputError: The header or an event takes more than 16 MiB.
     """
     with atomic_writer(path) as file:
-        file.write(_header_line(header))
-        file.writelines(_line(_text_of(event)) for event in events)
+        file.writelines(run_lines(header, events))
+
+
+def run_lines(header: LogHeader, events: Iterable[Event]) -> Iterator[bytes]:
+    """Yield the lines of one run; those of several runs may stand in a file one after the other."""
+    yield _header_line(header)
+    for event in events:
+        yield _line(_text_of(event))
 
 
 def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
@@ -278,9 +284,14 @@ def rank_path(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
     return base if world_size == 1 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
 
 
-def _header_line(header: LogHeader) -> bytes:
+def header_record(header: LogHeader) -> dict[str, Any]:
+    """Return the JSON object of a header."""
     known = asdict(header, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
-    return _line(_encode({"schema": SCHEMA, **known, "units": "bytes"}))
+    return {"schema": SCHEMA, **known, "units": "bytes"}
+
+
+def _header_line(header: LogHeader) -> bytes:
+    return _line(_encode(header_record(header)))
 
 
 def event_text(values: Mapping[str, Any]) -> str:

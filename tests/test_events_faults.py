@@ -107,7 +107,7 @@ AFTER = b'{"event":"z"}\n'
         (b"[]", "line 2: []; expected a header line first, then one JSON object"),
         (b'{"schema":"memkit.events/2","run_id":"r","wall_s":1}', "line 2: schema='memkit.events/2'"),
         (b'{"schema":"memkit.events/1","wall_s":1}', "line 2, the run's header: run_id=None"),
-        (b'{"schema":"memkit.events/1","run_id":"r"}', "line 2, the run's header: wall_s=None"),
+        (b'{"schema":"memkit.events/1","run_id":"r","wall_s":-1}', "line 2, the run's header: wall_s=-1"),
         (START.strip()[:-1] + b',"units":"GiB"}', "line 2: units that are not bytes"),
         (START.strip()[:-1] + b',"rank":4}', "the run's header: rank=4; expected a rank below world_size=1"),
         (START.strip()[:-1] + b',"argv":"ab"}', "the run's header: argv='ab'"),
@@ -148,7 +148,7 @@ def test_an_endless_line_is_refused_without_holding_it(tmp_path, monkeypatch):
     path.write_bytes(START + b'{"event":"' + b"x" * 1000 + b'"}\n')
     with pytest.raises(FileFormatError, match="got line 2, longer than 200 bytes"):
         read_memory_events(path)
-    monkeypatch.setattr(_eventfile, "_LARGEST_ARRAY_BYTES", 100)
+    monkeypatch.setattr(_eventfile, "_LARGEST_WHOLE_BYTES", 100)
     path.write_bytes(b"[" + b" " * 100 + b"]")
     with pytest.raises(FileFormatError, match="got more than 100 bytes"):
         read_memory_events(path)

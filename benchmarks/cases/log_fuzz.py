@@ -1,6 +1,6 @@
 """Damaged memory logs: each is read, or refused with one typed error that says where; and the cost of an event.
 
-Real logs (one run, two runs, a minor version ahead, both forms of the older array) are damaged one to three times: as
+Logs (one run, two runs, a minor version ahead, both forms of the older array), snapshots and traces are damaged: as
 a disk, an editor or another program would. `tests/test_events_faults.py` runs a part of it.
 
 Run: python -m benchmarks.cases.log_fuzz   (1 minute)
@@ -8,8 +8,10 @@ Run: python -m benchmarks.cases.log_fuzz   (1 minute)
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import pickle
 import random
 import re
 import statistics
@@ -26,6 +28,8 @@ from memkit._errors import FileFormatError
 from memkit._eventlog import EventLog, read_memory_events
 from memkit._events import Event, LoggedDevice, LogHeader, Origin
 from memkit._eventwriter import EventWriter, save_events
+from memkit.report.exports import export_log
+from tests.report.foreign import profile_of_a_card, snapshot
 
 NUM_LOGS = 100_000
 NUM_TIMED_EVENTS = 20_000
@@ -105,6 +109,23 @@ def real_logs(folder: Path) -> list[bytes]:
         ahead,
         json.dumps(LEGACY).encode(),
         json.dumps(LEGACY, indent=2).encode(),
+    ]
+
+
+def foreign_files(folder: Path) -> list[bytes]:
+    """Files of other programs, and our own for them: snapshots and traces."""
+    profile = json.dumps(profile_of_a_card()).encode()
+    save_events(folder / "log.jsonl", header(), some_events())
+    log = read_memory_events(folder / "log.jsonl")
+    for name in ("trace.json", "run.pickle"):
+        export_log(log, folder / name)
+    snapshots = (pickle.dumps(snapshot(), protocol=protocol) for protocol in (2, 4))
+    return [
+        *snapshots,
+        profile,
+        gzip.compress(profile),
+        (folder / "trace.json").read_bytes(),
+        (folder / "run.pickle").read_bytes(),
     ]
 
 
@@ -209,7 +230,9 @@ WHERE = re.compile(
 def judge_refusal(path: Path, refusal: FileFormatError) -> None:
     assert type(refusal) is FileFormatError
     assert str(path) in refusal.call
-    assert WHERE.search(refusal.got), refusal.got
+    start = path.read_bytes()[:4096]
+    is_foreign = start.startswith((b"\x80", b"\x1f\x8b")) or b'"traceEvents"' in start or b'"schemaVersion"' in start
+    assert is_foreign or WHERE.search(refusal.got), refusal.got
     assert refusal.expected
     assert refusal.fix
     assert len(str(refusal).encode()) < 1000
@@ -223,7 +246,7 @@ def fuzz(num_logs: int, seed: int = 0) -> dict[str, Any]:
     texts: set[str] = set()
     slowest = 0.0
     with tempfile.TemporaryDirectory() as folder:
-        logs = real_logs(Path(folder))
+        logs = [*real_logs(Path(folder)), *foreign_files(Path(folder))]
         path = Path(folder, "damaged.jsonl")
         for _ in range(num_logs):
             path.write_bytes(damaged(logs, chance))

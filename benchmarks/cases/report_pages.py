@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases.log_fuzz import damaged, header, real_logs, typical_event
+from benchmarks.cases.log_fuzz import damaged, foreign_files, header, real_logs, typical_event
 from benchmarks.result import write_result
 from memkit._eventlog import read_memory_events
 from memkit._eventwriter import save_events
@@ -58,7 +58,7 @@ def fuzz(num_logs: int, seed: int = 0) -> dict[str, int]:
     """Judge damaged logs; the same seed gives the same logs."""
     chance, counts = random.Random(seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        logs = [*real_logs(Path(folder)), S1.read_bytes()]
+        logs = [*real_logs(Path(folder)), *foreign_files(Path(folder)), S1.read_bytes()]
         log, target = Path(folder, "damaged"), Path(folder, "out")
         target.mkdir()
         for _ in range(num_logs):

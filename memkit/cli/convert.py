@@ -1,22 +1,33 @@
-"""`memkit convert`: a memory log for Perfetto, Chrome or a spreadsheet."""
+"""`memkit convert`: a memory log for Perfetto, Chrome, a spreadsheet, or PyTorch's memory viewer."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from memkit._eventlog import read_memory_events
-from memkit.report.exports import export_log
+from memkit.report.exports import check_new, export_log
+
+_SUFFIXES = {"perfetto": ".trace.json", "csv": ".csv", "jsonl": ".jsonl", "snapshot": ".pickle"}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
-    parser = commands.add_parser("convert", help="write a memory log as a trace (.json) or a table (.csv)")
-    parser.add_argument("log", help="the log; also a directory, or a run of ranks")
-    parser.add_argument("output", help="a new file: .json for ui.perfetto.dev and chrome://tracing, or .csv")
+    parser = commands.add_parser("convert", help="write a memory log, a snapshot or a trace in another form")
+    parser.add_argument("log", help="the log; also a directory, a run of ranks, a snapshot or a trace")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument(
+        "output",
+        nargs="?",
+        help="a new file: .json for ui.perfetto.dev and chrome://tracing, .csv, .jsonl, .pickle for the memory viewer",
+    )
+    target.add_argument("--to", choices=_SUFFIXES, help="name the new file after the log, beside it")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    export_log(read_memory_events(arguments.log), arguments.output)
-    print(arguments.output)
+    output = arguments.output or Path(arguments.log).with_suffix(_SUFFIXES[arguments.to])
+    check_new(output)  # before the work
+    export_log(read_memory_events(arguments.log), output)
+    print(output)
     return 0

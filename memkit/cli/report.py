@@ -14,7 +14,8 @@ _OUTPUT = "memory_analysis_report.md"
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser("report", help="write a memory log as a page for people")
-    parser.add_argument("--log", required=True, metavar="FILE", help="the log; also a directory, or a run of ranks")
+    what = "the log; also a directory, a run of ranks, a CUDA memory snapshot, a profiler's trace"
+    parser.add_argument("--log", required=True, metavar="FILE", help=what)
     formats = ", ".join(SUFFIXES)
     parser.add_argument("--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
     parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")

@@ -11,7 +11,7 @@ from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import Figures, Peak
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
 from memkit.report.rating import Rating
-from memkit.report.usage import rise_text
+from memkit.report.usage import rise_text, shortage_texts
 from memkit.report.words import Words, describe, share_text
 
 _MOST_PROBLEMS = 10
@@ -78,9 +78,9 @@ def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str,
     yield words("fact_events"), figures.num_events
     if figures.num_predicted:
         yield words("fact_predicted"), figures.num_predicted
-    yield words("fact_form"), words("form_older" if log.is_legacy else "form_lines")
+    yield words("fact_form"), words(f"form_{log.form}")
     yield words("fact_runs"), len(log.headers) or None
-    yield words("fact_began"), _date(header.wall_s) if header else None
+    yield words("fact_began"), None if header is None or header.wall_s is None else _date(header.wall_s)
     yield words("fact_seconds"), None if figures.seconds is None else f"{figures.seconds:,.2f} s"
     yield words("fact_versions"), describe(dict(header.versions)) or None if header else None
     if header and header.config:
@@ -177,6 +177,7 @@ def conclusions(
 
 def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
     peak, found = figures.peak, figures.components
+    yield from shortage_texts(figures, words)
     if peak is None:
         yield words("pattern_none")
         return

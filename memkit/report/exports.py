@@ -1,4 +1,4 @@
-"""A log in forms that other programs open: a trace for Perfetto and Chrome, a table for spreadsheets."""
+"""A log in forms that other programs open: a trace, a table, JSON lines, a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import csv
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from memkit._atomic import write_text
+from memkit._atomic import write_bytes
 from memkit._errors import InputError
+from memkit._eventfile import OWN
 from memkit._eventlog import EventLog
-from memkit._events import EVENT_KEYS, Event
-from memkit.report.nodes import clean
+from memkit._events import EVENT_KEYS, Event, LogHeader
+from memkit._eventwriter import header_record, run_lines
+from memkit.report.blocks import snapshot_of
 
 _COUNTERS = {
     "allocated_bytes": "in tensors",
+    "requested_bytes": "asked for",
     "peak_bytes": "peak of the stage",
     "peak_total_bytes": "record of the run",
     "reserved_bytes": "held by the allocator",
@@ -30,15 +33,22 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet takes for a fo
 def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
     """Write a log for other programs; the file appears whole or not at all.
 
+    `read_memory_events` reads the traces, the JSON lines and the snapshots back: of traces and JSON lines every value,
+    of a snapshot the curve of ``allocated_bytes``.
+
     Args:
         log: What `read_memory_events` returned.
         path: A new file. ``.json`` is a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open:
             phases as slices, sizes as counters, other events as marks, one process for each rank. A log without a
             clock has its events a millisecond apart. ``.csv`` is a table with a row for each event, sizes in bytes; a
-            text that a spreadsheet would take for a formula gets an apostrophe before it.
+            text that a spreadsheet would take for a formula gets an apostrophe before it. ``.jsonl`` is our own form.
+            ``.pickle`` is a snapshot for pytorch.org/memory_viz and ``torch.cuda._memory_viz``: a log knows sums and no
+            blocks, so each growth of ``allocated_bytes`` is one block there, named after its event, and a fall gives
+            the youngest blocks back.
 
     Raises:
-        InputError: The suffix is another one, or something is there already.
+        InputError: The suffix is another one; something is there already; a snapshot is asked for of a log without
+            ``allocated_bytes``.
         OSError: The file cannot be written.
 
     Example:
@@ -51,21 +61,39 @@ def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
         >>> [event["ph"] for event in json.loads(path.read_text())["traceEvents"]]
         ['M', 'C', 'i']
     """
+    target = check_new(path)
+    write_bytes(target, _WRITERS[target.suffix](log))
+
+
+def check_new(path: str | os.PathLike[str]) -> Path:
+    """Refuse a path that no export can be written to.
+
+    Raises:
+        InputError: Its suffix names no form, or something is there.
+    """
     target = Path(path)
     call = f"export_log(path={str(target)!r})"
-    if target.suffix not in (".json", ".csv"):
+    if target.suffix not in _WRITERS:
         fix = "write for example 'trace.json' or 'events.csv'."
-        raise InputError(call, got=f"the suffix {target.suffix!r}", expected=".json or .csv", fix=fix)
+        raise InputError(call, got=f"the suffix {target.suffix!r}", expected=f"one of {', '.join(_WRITERS)}", fix=fix)
     if target.exists():
         raise InputError(call, got="a path where something is", expected="a new path", fix="choose another name.")
-    write_text(target, _table(log) if target.suffix == ".csv" else _trace(log))
+    return target
 
 
-def _trace(log: EventLog) -> str:
+def _trace(log: EventLog) -> bytes:
     ranks = sorted({event.rank or 0 for event in log.events})
-    names = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}} for rank in ranks]
-    events = [*names, *_trace_events(log)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, ensure_ascii=False) + "\n"
+    names = [
+        {"ph": "M", "name": "process_name", "ts": 0, "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+        for rank in ranks
+    ]
+    own = {"form": log.form, "headers": [header_record(header) for header in log.headers]}
+    trace = {
+        "traceEvents": [*names, *_trace_events(log)],
+        "displayTimeUnit": "ms",
+        "otherData": {OWN: own},
+    }
+    return f"{json.dumps(trace, ensure_ascii=False)}\n".encode(errors="replace")
 
 
 def _trace_events(log: EventLog) -> Iterator[dict[str, Any]]:
@@ -78,7 +106,7 @@ def _trace_events(log: EventLog) -> Iterator[dict[str, Any]]:
         for field, name in _COUNTERS.items():
             if (value := getattr(event, field)) is not None:
                 yield {"ph": "C", "name": name, "ts": end_us, **common, "args": {"bytes": value}}
-        details = {"args": _details(event), "name": clean(event.event), "cat": "memkit", **common}
+        details = {"args": _values(event), "name": event.event, "cat": OWN, **common}
         if event.duration_ns is None:
             yield {"ph": "i", "s": "p", "ts": end_us, **details}
         else:
@@ -86,21 +114,39 @@ def _trace_events(log: EventLog) -> Iterator[dict[str, Any]]:
             yield {"ph": "X", "ts": end_us - duration_us, "dur": duration_us, **details}
 
 
-def _details(event: Event) -> dict[str, Any]:
-    values = {name: getattr(event, name) for name in ("phase", "component", "step", "incremental_bytes", "note")}
+def _values(event: Event) -> dict[str, Any]:
+    """Everything that an event says."""
+    values = {name: getattr(event, name) for name in (*EVENT_KEYS, "run")}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _table(log: EventLog) -> str:
+def _lines(log: EventLog) -> bytes:
+    """The runs one after the other; a log of the older form is a run that nobody knows the beginning of."""
+    headers = log.headers or (LogHeader(run_id="imported", wall_s=None),)
+    runs: list[list[Event]] = [[] for _ in headers]
+    for event in log.events:
+        runs[event.run or 0].append(event)
+    return b"".join(line for header, events in zip(headers, runs, strict=True) for line in run_lines(header, events))
+
+
+def _table(log: EventLog) -> bytes:
     file = io.StringIO(newline="")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(EVENT_KEYS)
     for event in log.events:
         writer.writerow([_entry(getattr(event, name)) for name in EVENT_KEYS])
-    return file.getvalue()
+    return file.getvalue().encode(errors="replace")
 
 
 def _entry(value: object) -> object:
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+_WRITERS: Final[dict[str, Callable[[EventLog], bytes]]] = {
+    ".json": _trace,
+    ".csv": _table,
+    ".jsonl": _lines,
+    ".pickle": snapshot_of,
+}

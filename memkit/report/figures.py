@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from memkit._eventlog import EventLog
 from memkit._events import Event, LogHeader, Origin
@@ -14,6 +16,9 @@ from memkit.report.stages import Stage, Steps, find_stages, find_steps
 
 _PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
 _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
+
+_LEAST_RANKS = 2  # a table of one says nothing
+_KINDS = ("small", "large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +48,14 @@ class Layers:
     """What lies around the tensors at the worst of times, each the largest of the log; None: not recorded.
 
     Attributes:
+        requested_bytes: In tensors, before the allocator rounded sizes up.
         reserved_bytes: Held by the allocator.
         device_used_bytes: In use on the device by all processes.
         total_bytes: The device's capacity.
         host_bytes: Resident in host memory.
     """
 
+    requested_bytes: int | None
     reserved_bytes: int | None
     device_used_bytes: int | None
     total_bytes: int | None
@@ -73,6 +80,46 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """What the allocator's segments of one kind held at the end, as the note of a CUDA memory snapshot says.
+
+    Attributes:
+        kind: ``"small"``, for blocks of up to 1 MiB, or ``"large"``.
+        num_segments: How many there are.
+        num_blocks: Blocks in use in them.
+        requested_bytes: In these blocks, as asked for.
+        allocated_bytes: In these blocks, rounded up.
+        reserved_bytes: In all of the segments.
+        largest_free_bytes: The largest block that is free.
+    """
+
+    kind: str
+    num_segments: int
+    num_blocks: int
+    requested_bytes: int
+    allocated_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """An allocation for which there was no room.
+
+    Attributes:
+        event: The event's name.
+        asked_bytes: What was asked for.
+        free_bytes: What was free on the device.
+        allocated_bytes: What was in tensors.
+    """
+
+    event: str
+    asked_bytes: int | None
+    free_bytes: int | None
+    allocated_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What a report is about.
 
@@ -89,6 +136,8 @@ class Figures:
         stages: In order of first appearance.
         steps: None where the log has no steps.
         splits: The peak taken apart.
+        segments: Of an allocator at the end; empty where they are not recorded.
+        shortages: Where memory ran out.
         observed: The events that count.
     """
 
@@ -104,6 +153,8 @@ class Figures:
     stages: tuple[Stage, ...]
     steps: Steps | None
     splits: tuple[Split, ...]
+    segments: tuple[Segments, ...]
+    shortages: tuple[Shortage, ...]
     observed: Sequence[Observed] = field(repr=False)
 
     @property
@@ -118,6 +169,9 @@ class Figures:
         if self.peak is None or not self.components.loads:
             return Size.of(None)
         return Size.of(self.peak.num_bytes - self.components.named_bytes)
+
+
+_SEGMENT_NUMBERS = tuple(each.name for each in fields(Segments) if each.name != "kind")
 
 
 def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
@@ -140,6 +194,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
         peak=_find_peak(log, events),
         is_cumulative=_is_cumulative(events),
         layers=Layers(
+            requested_bytes=_largest(events, "requested_bytes"),
             reserved_bytes=_largest(events, "reserved_peak_bytes", "reserved_bytes"),
             device_used_bytes=_largest(events, "device_used_bytes"),
             total_bytes=own_total if total_bytes is None else total_bytes,
@@ -149,6 +204,8 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
         stages=find_stages(observed),
         steps=find_steps(observed),
         splits=tuple(_find_splits(events)),
+        segments=tuple(_find_segments(events)),
+        shortages=tuple(_find_shortages(events)),
         observed=observed,
     )
 
@@ -173,18 +230,20 @@ def _is_cumulative(events: Sequence[Event]) -> bool:
     return num_records > 1 and all(event.peak_bytes is None for event in events)
 
 
-def _largest(events: Iterable[Event], *names: str) -> int | None:
-    values = (getattr(event, name) for event in events for name in names)
+def _largest(events: Sequence[Event], *names: str) -> int | None:
+    values = (value for name in names for value in map(operator.attrgetter(name), events))
     return max((value for value in values if value is not None), default=None)
 
 
-def _ranks(events: Iterable[Event]) -> dict[int, int]:
+def _ranks(events: Sequence[Event]) -> dict[int, int]:
     largest: dict[int, int] = {}
+    if len({event.rank for event in events} - {None}) < _LEAST_RANKS:
+        return largest
     for event in events:
         if event.rank is not None:
             value = max((getattr(event, name) or 0 for name in _PEAK_FIELDS), default=0)
             largest[event.rank] = max(largest.get(event.rank, 0), value)
-    return dict(sorted(largest.items())) if len(largest) > 1 else {}
+    return dict(sorted(largest.items()))
 
 
 def _seconds(events: Iterable[Event]) -> float | None:
@@ -204,3 +263,24 @@ def _find_splits(events: Iterable[Event]) -> Iterable[Split]:
                     ordered = sorted(parts.items(), key=lambda part: -part[1])
                     best[name] = Split(name, event.event, tuple(ordered), whole)
     return best.values()
+
+
+def _find_segments(events: Iterable[Event]) -> Iterable[Segments]:
+    for event in events:
+        noted = event.note.get("segments") if event.note else None
+        for each in noted if isinstance(noted, list) else ():
+            if isinstance(each, dict) and each.get("kind") in _KINDS:
+                numbers: dict[str, Any] = {name: each.get(name) for name in _SEGMENT_NUMBERS}
+                if all(type(number) is int and number >= 0 for number in numbers.values()):
+                    yield Segments(kind=each["kind"], **numbers)
+
+
+def _find_shortages(events: Iterable[Event]) -> Iterable[Shortage]:
+    for event in events:
+        noted = event.note.get("oom") if event.note else None
+        if isinstance(noted, dict):
+            asked, free = (
+                size if type(size := noted.get(name)) is int and size >= 0 else None
+                for name in ("asked_bytes", "free_bytes")
+            )
+            yield Shortage(event.event, asked, free, event.allocated_bytes)

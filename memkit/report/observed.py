@@ -93,7 +93,7 @@ def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | No
 
 def step_of(event: Event) -> int | None:
     """Return the number of the step that an event ends, by its field or by a name such as ``step_12``."""
-    match = _STEP.fullmatch(event.event)
+    match = _STEP.fullmatch(event.event) if event.event.startswith("step") else None
     if match:
         return int(match[1])
     return event.step if event.event == "step" else None

@@ -14,6 +14,7 @@ from memkit.report.thin import thin
 from memkit.report.words import Words
 
 MOST_ROWS = 40  # of a table; what is left out is counted
+_MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
 # Events of the older form's first program; where one of them is missing, a report says so.
 _EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
@@ -33,9 +34,15 @@ def usage_sections(figures: Figures, words: Words, *, is_legacy: bool) -> Iterat
 def _layers(figures: Figures, words: Words) -> Iterator[Node]:
     layers = figures.layers
     tensors = figures.peak.num_bytes if figures.peak else None
+    inner: tuple[tuple[str, int | None], ...] = (("layer_tensors", tensors), ("layer_allocator", layers.reserved_bytes))
+    if layers.requested_bytes is not None:
+        inner = (
+            ("layer_requested", layers.requested_bytes),
+            ("layer_rounding", tensors),
+            ("layer_cache", layers.reserved_bytes),
+        )
     levels = (
-        ("layer_tensors", tensors),
-        ("layer_allocator", layers.reserved_bytes),
+        *inner,
         ("layer_outside", layers.device_used_bytes),
         ("layer_free", layers.total_bytes),
     )
@@ -55,6 +62,24 @@ def _layers(figures: Figures, words: Words) -> Iterator[Node]:
     yield Table(columns, tuple(rows))
     if bars:
         yield Bars(tuple(bars), words("layers_chart"), layers.total_bytes)
+    if figures.segments:
+        heads = ("col_segments", "col_number", "col_blocks", "col_asked", "col_rounded", "col_reserved", "col_largest")
+        yield Table(
+            tuple(words(head) for head in heads),
+            tuple(
+                (
+                    words(f"segments_{each.kind}"),
+                    each.num_segments,
+                    each.num_blocks,
+                    Size.of(each.requested_bytes),
+                    Size.of(each.allocated_bytes),
+                    Size.of(each.reserved_bytes),
+                    Size.of(each.largest_free_bytes),
+                )
+                for each in figures.segments[:MOST_ROWS]
+            ),
+            words("segments_caption"),
+        )
 
 
 def _components(figures: Figures, words: Words) -> Iterator[Node]:
@@ -237,8 +262,21 @@ def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Word
         yield thin(words(key), points)
 
 
+def shortage_texts(figures: Figures, words: Words) -> Iterator[str]:
+    """Say where memory ran out, and how far."""
+    shown, num_left = _cut(figures.shortages, _MOST_SHORTAGES)
+    for each in shown:
+        asked, free, held = (
+            words.size(Size.of(size)) for size in (each.asked_bytes, each.free_bytes, each.allocated_bytes)
+        )
+        yield words("shortage", event=clean(each.event), asked=asked, free=free, held=held)
+    if num_left:
+        yield words("left_out", count=f"{num_left:,}")
+
+
 def _pattern(figures: Figures, words: Words) -> Iterator[str]:
     peak, found, steps = figures.peak, figures.components, figures.steps
+    yield from shortage_texts(figures, words)
     if peak is None:
         yield words("pattern_none")
         return

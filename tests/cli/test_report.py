@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.cases import report_pages
 from memkit.cli import main
-from tests.report.pages import S1
+from memkit.report.words import texts
+from tests.report.foreign import save, snapshot
+from tests.report.pages import S1, markdown_rows
 
 
 def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
@@ -60,6 +62,34 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arg
     assert err.count("\n") == 1
     assert text in err
     assert not list(tmp_path.iterdir())
+
+
+def test_snapshots_go_wherever_logs_go(capsys, tmp_path):
+    log = save(tmp_path, snapshot())
+    larger = snapshot()
+    for index in (2, 3):
+        larger["device_traces"][0][index]["size"] *= 2
+    after = save(tmp_path / "after", larger)
+    page = tmp_path / "page.html"
+    assert main(["report", "--log", str(log), "--baseline", str(after), "--output", str(page)]) == 0
+    assert "demo/train.py:7 forward" in page.read_text("utf-8")
+    assert main(["compare", str(log), str(after), "--max-growth", "50"]) == 1
+    assert main(["convert", str(log), "--to", "perfetto"]) == 0
+    assert main(["compare", str(log), str(tmp_path / "log.trace.json"), "--max-growth", "0"]) == 0
+    assert main(["convert", str(log), "--to", "perfetto"]) == 2
+    assert "a path where something is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_a_snapshots_page_says_what_only_snapshots_know(tmp_path, language):
+    page = tmp_path / "page.md"
+    log = save(tmp_path, snapshot())
+    assert main(["report", "--log", str(log), "--output", str(page), "--language", language]) == 0
+    text = page.read_text("utf-8")
+    for key in ("layer_requested", "layer_rounding", "layer_cache", "segments_large", "form_snapshot"):
+        assert texts()[key][language] in text
+    assert markdown_rows(text)[texts()["layer_rounding"][language]][0] == "0.00 GiB (324 B)"
+    assert "83,886,080 B" in text  # what was asked for where memory ran out
 
 
 def test_damaged_logs_give_a_report_or_one_line():

@@ -26,7 +26,11 @@ def test_a_trace_has_slices_counters_and_marks_at_their_times(tmp_path):
     (counter,) = (event for event in events if event["ph"] == "C")
     assert (counter["name"], counter["ts"], counter["args"]) == ("in tensors", 500_000, {"bytes": 7})
     (mark,) = (event for event in events if event["ph"] == "i")
-    assert (mark["ts"], mark["s"], mark["args"]) == (0, "p", {"note": {"file": "a"}})
+    assert (mark["ts"], mark["s"], mark["args"]) == (
+        0,
+        "p",
+        {"event": "saved", "wall_s": 100.0, "note": {"file": "a"}, "run": 0},
+    )
 
 
 def test_a_log_without_a_clock_keeps_its_order(tmp_path):

@@ -17,7 +17,7 @@ GIB = 2**30
 def old(*pairs):
     """A log of the older form: name and record, or name and increment."""
     keys = {"peak": "peak_total_bytes", "added": "incremental_bytes"}
-    return EventLog((), tuple(Event(name, **{keys[key]: value}) for name, key, value in pairs), is_legacy=True)
+    return EventLog((), tuple(Event(name, **{keys[key]: value}) for name, key, value in pairs), form="array")
 
 
 def peaks(log):

@@ -22,7 +22,7 @@ def cuda_answers(gpu: GPU, memory: CardMemory) -> Iterator[None]:
     """Let `torch.cuda` and `torch.accelerator` speak of this card and its memory."""
     allocator, streams = memory.allocator, _streams(memory)
     with ExitStack() as stack:
-        for name, answer in (_answers(gpu, allocator) | streams).items():
+        for name, answer in (_answers(gpu, memory) | streams).items():
             stack.enter_context(patched(cuda, name, answer))
             if name in vars(cuda.memory):
                 stack.enter_context(patched(cuda.memory, name, answer))
@@ -60,7 +60,7 @@ def _compile(model: Any = None, **_: Any) -> Any:
 _TORCH = {"Generator": _Generator, "set_default_tensor_type": _set_default_tensor_type, "compile": _compile}
 
 
-def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
+def _answers(gpu: GPU, memory: CardMemory) -> dict[str, Any]:
     capability = gpu.compute_capability or (0, 0)
     properties = SimpleNamespace(
         name=_driver_name(gpu),
@@ -73,6 +73,10 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         warp_size=32,
     )
     state = torch.zeros(16, dtype=torch.uint8)
+
+    def snapshot(*_: Any, **__: Any) -> dict[str, Any]:  # there is one card
+        return {"segments": [], "device_traces": [[]]} if memory.history is None else memory.history.snapshot()
+
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -103,12 +107,12 @@ def _answers(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
         "Stream": _Stream,
         "Event": _Event,
         "can_device_access_peer": lambda *_: False,
-        "memory_snapshot": list,
+        "memory_snapshot": lambda: snapshot()["segments"],
         "is_current_stream_capturing": lambda: False,
         "utilization": lambda device=None: 0,  # noqa: ARG005
-        **_memory(gpu, allocator),
+        **_memory(gpu, memory.allocator),
         "_record_memory_history": _nothing,
-        "_snapshot": lambda device=None: {"segments": [], "device_traces": [[]]},  # noqa: ARG005
+        "_snapshot": snapshot,
     }
 
 

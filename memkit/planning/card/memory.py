@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from memkit._resizing import UNSHARD
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.allocator_blocks import Block
 from memkit.planning.card.convolution import convolution_bound
+from memkit.planning.card.history import Asker, History
 from memkit.planning.card.operators import is_undivided, run_divided
 from memkit.planning.card.reductions import Processors
 from memkit.planning.card.tensors import CARD
@@ -36,10 +37,14 @@ class CardMemory:
         workspace_bytes: What the libraries' handles hold.
         timeline: Allocated bytes after each block that was taken or given back.
         stream: Number of the current stream, which blocks are taken for.
+        history: What the allocator did; None where nobody asks for it.
+        asker: Says who asks for a block now.
     """
 
-    def __init__(self, gpu: GPU, allocator: CachingAllocator) -> None:
+    def __init__(self, gpu: GPU, allocator: CachingAllocator, history: History | None = None) -> None:
         self.allocator = allocator
+        self.history = history
+        self.asker: Callable[[], Asker] = lambda: Asker("", None)
         self.workspace_bytes = 0
         self.timeline: list[int] = []
         self.stream = 0
@@ -100,11 +105,26 @@ class CardMemory:
         self._give_back(self._blocks.pop(key)[1])
 
     def _take(self, num_bytes: int) -> Block:
-        block = self.allocator.allocate(num_bytes, self.stream)
+        if self.history is None:
+            block = self.allocator.allocate(num_bytes, self.stream)
+        else:
+            block = self._take_watched(num_bytes, self.history)
         self.timeline.append(self.allocator.allocated_bytes)
         return block
 
+    def _take_watched(self, num_bytes: int, history: History) -> Block:
+        asker, history.stream = self.asker(), self.stream
+        try:
+            block = self.allocator.allocate(num_bytes, self.stream)
+        except torch.OutOfMemoryError:
+            history.note_shortage(num_bytes, asker)
+            raise
+        history.note_alloc(block.address, num_bytes, asker)
+        return block
+
     def _give_back(self, block: Block) -> None:
+        if self.history is not None:
+            self.history.note_free(block.address, block.requested_bytes)
         self.allocator.free(block)
         self.timeline.append(self.allocator.allocated_bytes)
 
@@ -115,6 +135,8 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
     def __init__(self, memory: CardMemory) -> None:
         super().__init__()
         self._memory = memory
+        self._operator: Any = None
+        memory.asker = lambda: Asker("" if self._operator is None else str(self._operator), self._where.place())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -128,6 +150,7 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
                 _pop_mode()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if is_on_card(out) or is_on_card(args):
+            self._operator = func
             self._memory.run_inside(func, args)
         return out
 
@@ -143,6 +166,7 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
             device = CARD  # a storage without data does not say so
         if device.type != "cuda":
             return None
+        self._operator = operator
         block = self._blocks.get(id(storage))
         if block is None:
             self._memory.hold(storage)  # first of all: what does not fit was never there

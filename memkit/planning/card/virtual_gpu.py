@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -11,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch.compiler import set_stance
 
+from memkit._atomic import write_bytes
 from memkit._errors import StateError
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.answers import cuda_answers
+from memkit.planning.card.history import History
 from memkit.planning.card.memory import CardMemory, CardRecorder
 from memkit.planning.card.tensors import CARD, CardMode, on_stage
 from memkit.planning.dryrun import summarise
@@ -78,14 +82,13 @@ class VirtualGPU:
         capability_of(self.gpu)
         self._mode = CardMode(selected_fraction)
         self.guesses = self._mode.guesses
-        self._memory = CardMemory(
-            self.gpu,
-            CachingAllocator(
-                self.gpu.total_bytes,
-                other_bytes=self.gpu.context_bytes,
-                settings=AllocatorSettings.parse(allocator_settings),
-            ),
+        allocator = CachingAllocator(
+            self.gpu.total_bytes,
+            other_bytes=self.gpu.context_bytes,
+            settings=AllocatorSettings.parse(allocator_settings),
         )
+        self._history = History(allocator, f"{self.gpu.vendor} {self.gpu.name}")
+        self._memory = CardMemory(self.gpu, allocator, self._history)
         self._recorder = CardRecorder(self._memory)
         self._stack = ExitStack()
         self._was_entered = False
@@ -138,6 +141,32 @@ class VirtualGPU:
     def timeline(self) -> NDArray[np.int64]:
         """Allocated bytes after each block that was taken or given back, (num_events,)."""
         return np.asarray(self._memory.timeline, dtype=np.int64)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write all that the allocator did so far as a CUDA memory snapshot, for viewers of real ones.
+
+        pytorch.org/memory_viz and ``python -m torch.cuda._memory_viz`` open it, and so does `read_memory_events`. Where
+        a real snapshot has a stack, it has the operator, the module and the user's line. It has no times: virtual work
+        takes none. Inside the block, ``torch.cuda.memory._dump_snapshot`` writes the same.
+
+        Args:
+            path: The file; one that exists is replaced as a whole.
+
+        Raises:
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> import torch
+            >>> import memkit as mk
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "run.pickle")
+            >>> with mk.VirtualGPU("RTX 4090") as gpu:
+            ...     batch = torch.ones(1_000_000, device="cuda")
+            >>> gpu.save_snapshot(path)
+            >>> mk.read_memory_events(path).events[-1].requested_bytes
+            4000000
+        """
+        write_bytes(path, pickle.dumps(self._history.snapshot(), protocol=4))
 
     def estimate(self) -> MemoryEstimate:
         """Return what the card held at the peak, taken apart by category, module and line.

@@ -1,0 +1,305 @@
+"""Files of other programs as logs: CUDA memory snapshots, traces of torch.profiler, and our own exports read back."""
+
+import copy
+import csv
+import gzip
+import itertools
+import json
+import os
+import pickle
+import random
+import struct
+from collections import Counter
+
+import pytest
+import torch
+from torch.cuda import _memory_viz as viewer
+
+from memkit._errors import FileFormatError, InputError
+from memkit._eventlog import read_memory_events
+from memkit._events import Event
+from memkit.assemble.report import make_report
+from memkit.report.exports import export_log
+from memkit.report.figures import Shortage, read_figures
+from tests.report.foreign import frame, judge_snapshot, judge_trace, profile_of_a_card, save, snapshot
+from tests.report.pages import first_log, log_of
+
+MIB = 2**20
+
+
+# ---- snapshots
+
+
+def test_a_snapshot_says_what_was_held_when_and_by_which_line(tmp_path):
+    log = read_memory_events(save(tmp_path, snapshot()))
+    assert log.form == "snapshot"
+    assert [
+        (event.event, event.allocated_bytes, event.requested_bytes, event.reserved_bytes) for event in log.events
+    ] == [
+        ("demo/train.py:7 forward", 3 * MIB + 1024, 3 * MIB + 700, 20 * MIB),
+        ("segment_alloc", 3 * MIB + 1024, 3 * MIB + 700, 42 * MIB),
+        ("aten::mul_Tensor", 24 * MIB + 1024, 24 * MIB + 700, 42 * MIB),
+        ("free", 3 * MIB + 1024, 3 * MIB + 700, 42 * MIB),
+        ("demo/train.py:9 step", 3 * MIB + 1024, 3 * MIB + 700, 42 * MIB),
+        ("snapshot", 3 * MIB + 1024, 3 * MIB + 700, 42 * MIB),
+    ]
+    peak = log.events[2]
+    assert peak.note == {
+        "peak_by_line": {"not recorded": 3 * MIB, "demo/train.py:7 forward": 1024, "aten::mul_Tensor": 21 * MIB}
+    }
+    assert [event.phase for event in log.events[:5]] == [None, None, "step", "step", None]
+    assert log.headers[0].wall_s == pytest.approx(1.75e9)
+    figures = read_figures(log, None)
+    assert (figures.peak.num_bytes, figures.peak.event, figures.peak.is_exact) == (
+        24 * MIB + 1024,
+        "aten::mul_Tensor",
+        False,
+    )
+    assert figures.layers.requested_bytes == 24 * MIB + 700
+    assert figures.shortages == (Shortage("demo/train.py:9 step", 80 * MIB, 5 * MIB, 3 * MIB + 1024),)
+    small, large = figures.segments
+    assert (small.num_segments, large.num_segments, large.num_blocks) == (0, 2, 2)
+    assert (large.requested_bytes, large.allocated_bytes) == (3 * MIB + 700, 3 * MIB + 1024)
+    assert (large.reserved_bytes, large.largest_free_bytes) == (42 * MIB, 22 * MIB)
+
+
+@pytest.mark.parametrize("level", ["snapshot", "segment", "block", "action"])
+def test_every_field_may_be_missing(tmp_path, level):
+    whole = snapshot()
+    parts = {
+        "snapshot": [whole],
+        "segment": whole["segments"],
+        "block": [block for segment in whole["segments"] for block in segment["blocks"]],
+        "action": whole["device_traces"][0],
+    }[level]
+    needed = {"action"} if level == "action" else set()
+    for key in sorted({key for part in parts for key in part} - needed):
+        kept = [part.pop(key, None) for part in parts]
+        log = read_memory_events(save(tmp_path, whole))
+        assert all(event.allocated_bytes >= 0 for event in log.events)
+        for part, value in zip(parts, kept, strict=True):
+            if value is not None:
+                part[key] = value
+
+
+def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
+    two = snapshot()
+    two["segments"].append({**two["segments"][0], "device": 1})
+    log = read_memory_events(save(tmp_path, two))
+    assert [event.run for event in log.events if event.event == "snapshot"] == [0, 1]
+    assert len({header.run_id for header in log.headers}) == 2
+    (event,) = read_memory_events(save(tmp_path, snapshot()["segments"])).events
+    assert (event.allocated_bytes, event.reserved_bytes) == (3 * MIB + 1024, 42 * MIB)
+
+
+def test_actions_that_are_missing_make_no_figure_of_what_was_reserved(tmp_path):
+    cut = snapshot()
+    cut["device_traces"][0] *= 40  # more segments than there are
+    log = read_memory_events(save(tmp_path, cut))
+    assert {event.reserved_bytes for event in log.events} == {None, 42 * MIB}
+
+
+def bombs():
+    deep = []
+    deep.append(deep)
+    blocks = [{"size": 1}] * 2000
+    yield "a call", b"cos\nsystem\n(S'true'\ntR.", "which no snapshot has"
+    yield "a call", pickle.dumps(os.getcwd), "which no snapshot has"
+    yield "a class", pickle.dumps(Event("x")), "which no snapshot has"
+    yield "an index", b"\x80\x02}r" + struct.pack("<I", 2**31 - 1) + b".", "which no snapshot has"
+    yield "a length", b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b".", "which no snapshot has"
+    yield "a text", b"\x80\x04\x8d" + struct.pack("<Q", 2**40) + b".", "which no snapshot has"
+    yield "a cut", pickle.dumps(snapshot(), protocol=4)[:-300], "it was cut"
+    yield "no stack", b"\x80\x04tu.", "cannot be loaded"
+    yield "recursion", pickle.dumps({"segments": deep}), "segments[0]"
+    yield "sharing", pickle.dumps({"segments": [{"blocks": blocks}] * 2000}), "over and over"
+    yield "another pickle", pickle.dumps({"epoch": 3}), "a pickle of {'epoch': 3}"
+    yield "nothing", pickle.dumps({"segments": []}), "without segments or history"
+    yield "a sign", pickle.dumps({"segments": [{"blocks": [{"size": -1}]}]}), "size=-1"
+    yield "a type", pickle.dumps({"device_traces": [[{"action": 3}]]}), "action=3"
+
+
+@pytest.mark.parametrize(("data", "text"), [pytest.param(data, text, id=name) for name, data, text in bombs()])
+def test_no_pickle_runs_code_or_takes_much_memory(tmp_path, data, text):
+    path = tmp_path / "log"
+    path.write_bytes(data if data.startswith(b"\x80") else b"\x80\x02" + data)
+    with pytest.raises(FileFormatError) as refusal:
+        read_memory_events(path)
+    assert text in refusal.value.got
+    assert len(str(refusal.value)) < 1000
+
+
+NASTY = (None, True, -1, 1.5, float("nan"), 2**63, "", "\x00", [], {}, [[]], {"a": 1}, [None], b"", {1: 2})
+
+
+def spots(value):
+    """Every place in lists and dicts where something stands."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from spots(value[key])
+
+
+def test_wrong_values_anywhere_are_read_or_refused(tmp_path):
+    chance, outcomes = random.Random(0), Counter()
+    for _ in range(300):
+        is_pickle = chance.random() < 0.6
+        data = snapshot() if is_pickle else profile_of_a_card()
+        for _ in range(chance.choice((1, 1, 2))):
+            place, key = chance.choice(list(spots(data)))
+            place[key] = copy.deepcopy(chance.choice(NASTY))
+        path = save(tmp_path, data)
+        if not is_pickle:
+            path.write_text(json.dumps(data, default=str))
+        try:
+            log = read_memory_events(path)
+        except FileFormatError:
+            outcomes["refused"] += 1
+        else:
+            outcomes["read"] += 1
+            assert not log.events or make_report(log).sections
+    assert min(outcomes.values()) > 60
+
+
+# ---- traces
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    """A real profile of two steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as found:
+        for number in (1, 2):
+            with torch.profiler.record_function(f"ProfilerStep#{number}"):  # as a schedule names them
+                with torch.profiler.record_function("forward pass"):
+                    loss = model(torch.randn(256, 64)).square().mean()
+                loss.backward()
+                model.zero_grad()
+    path = tmp_path_factory.mktemp("profile") / "whatever"
+    found.export_chrome_trace(str(path))
+    return path
+
+
+def test_a_profile_says_what_was_held_when_and_by_which_operator(profile):
+    log = read_memory_events(profile)
+    acts = [each["args"] for each in json.loads(profile.read_text())["traceEvents"] if each["name"] == "[memory]"]
+    assert log.form == "trace"
+    assert (log.headers[0].device.backend, log.problems) == ("cpu", ())
+    blocks = [event for event in log.events if event.event != "step"]
+    levels = list(itertools.accumulate(act["Bytes"] for act in acts))
+    assert [event.allocated_bytes for event in blocks] == [level - min(0, *levels) for level in levels]
+    best = max(blocks, key=lambda event: event.allocated_bytes)
+    assert sum(best.note["peak_by_operator"].values()) == max(levels)
+    assert best.note["peak_by_operator"]["aten::addmm"] >= 256 * 256 * 4
+    assert "forward pass" in {event.phase for event in blocks}
+    assert [event.step for event in log.events if event.event == "step"] == [1, 2]
+    assert max(event.peak_bytes for event in log.events if event.event == "step") == best.allocated_bytes
+
+
+def test_a_trace_may_be_packed_and_a_bomb_is_not_unpacked(profile, tmp_path, monkeypatch):
+    packed = tmp_path / "log"
+    packed.write_bytes(gzip.compress(profile.read_bytes()))
+    assert read_memory_events(packed).events == read_memory_events(profile).events
+    packed.write_bytes(packed.read_bytes()[:-100])
+    with pytest.raises(FileFormatError, match="a gzip file that was cut"):
+        read_memory_events(packed)
+    monkeypatch.setattr("memkit._eventfile._LARGEST_WHOLE_BYTES", 10**6)
+    packed.write_bytes(gzip.compress(bytes(10**8)))
+    with pytest.raises(FileFormatError, match="more than 1000000 bytes in a gzip file"):
+        read_memory_events(packed)
+
+
+def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):
+    path = tmp_path / "log"
+    path.write_text(json.dumps(profile_of_a_card()))
+    log = read_memory_events(path)
+    assert [(each.event, each.allocated_bytes, each.reserved_bytes) for each in log.events] == [
+        ("aten::mm", 1512, 4096),
+        ("free", 1000, 4096),
+    ]
+    (header,) = log.headers
+    assert (header.device.name, header.device.total_bytes, header.device.backend) == (
+        "Tesla V100",
+        34_084_028_416,
+        "cuda",
+    )
+    assert header.wall_s == pytest.approx(1.75e9)
+    assert "CPU are left out" in log.problems[0]
+
+
+# ---- and back
+
+
+def a_log():
+    events = [
+        Event("load", wall_s=1.75e9, allocated_bytes=8192, requested_bytes=8000, note={"a": [1, {"b": None}]}, rank=0),
+        Event(
+            "forward",
+            phase="step/forward",
+            step=1,
+            wall_s=1.75e9 + 2,
+            duration_ns=7,
+            allocated_bytes=4096,
+            peak_bytes=10**6,
+            rank=0,
+        ),
+        Event("=märk", wall_s=1.75e9 + 3, allocated_bytes=40960, component="vae", rank=0),
+    ]
+    return log_of(*events)
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("make", [a_log, first_log])
+def test_what_is_exported_comes_back_equal(tmp_path, suffix, make):
+    log = make()
+    export_log(log, tmp_path / f"out{suffix}")
+    again = read_memory_events(tmp_path / f"out{suffix}")
+    if suffix == ".json":
+        assert again == log
+    else:
+        assert [(each.event, each.peak_total_bytes, each.note) for each in again.events] == [
+            (each.event, each.peak_total_bytes, each.note) for each in log.events
+        ]
+        assert again.headers == log.headers or make is first_log
+
+
+def test_a_table_comes_back_through_any_csv_reader(tmp_path):
+    log = a_log()
+    export_log(log, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+        for row, event in zip(csv.DictReader(file), log.events, strict=True):
+            kept = {name: value for name in row if (value := getattr(event, name)) is not None}
+            assert {name: text for name, text in row.items() if text} == {
+                name: json.dumps(value) if name == "note" else f"{'' if value != '=märk' else chr(39)}{value}"
+                for name, value in kept.items()
+            }
+
+
+def test_a_snapshot_of_a_log_has_its_curve_and_opens_in_torchs_viewer(tmp_path):
+    export_log(a_log(), tmp_path / "out.pickle")
+    data = pickle.loads((tmp_path / "out.pickle").read_bytes())
+    judge_snapshot(data)
+    levels = [event.requested_bytes for event in read_memory_events(tmp_path / "out.pickle").events]
+    assert max(levels) == 10**6
+    assert [level for level in (8192, 10**6, 4096, 40960) if level not in levels] == []
+    assert levels[-1] == 40960
+    assert viewer.segsum(data)
+    assert "TOTAL MEM" in viewer.trace(data)
+    assert "snapshot.pickle" in viewer.trace_plot(data)
+    with pytest.raises(InputError, match="no event knows allocated_bytes"):
+        export_log(first_log(), tmp_path / "none.pickle")
+
+
+@pytest.mark.parametrize("make", [a_log, first_log])
+def test_a_trace_has_the_fields_of_real_ones(tmp_path, make):
+    export_log(make(), tmp_path / "out.json")
+    judge_trace(json.loads((tmp_path / "out.json").read_text("utf-8")))
+
+
+def test_the_judge_of_schemas_can_say_no():
+    wrong = snapshot()
+    wrong["segments"][0]["blocks"][0]["size"] = 1.5
+    with pytest.raises(AssertionError):
+        judge_snapshot(wrong)
+    judge_snapshot(snapshot())
+    assert frame("a.py", 1, "f").keys() == {"filename", "line", "name"}
