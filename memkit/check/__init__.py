@@ -1,0 +1,1 @@
+"""Habits in scripts that cost memory, found without running them."""
