@@ -61,15 +61,18 @@ def write_post_mortem(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    path = rank_path(folder / "out-of-memory.json", *_device.process_rank())
+    rank, world_size = _device.process_rank()
+    path = rank_path(folder / "out-of-memory.json", rank, world_size)
     problems: list[str] = []
     census = _attempt(lambda: take_census(device, _NUM_LARGEST), problems)
     tracked = None if tracker is None else _attempt(lambda: _tracked(tracker), problems)
     allocator = _attempt(lambda: _device.allocator_snapshot(device), problems)
     record: dict[str, Any] = {
         "schema": SCHEMA,
-        "text": _describe(error, str(device), phase, snapshot, census),
+        "text": _describe(error, f"{device}, rank {rank}" if world_size > 1 else str(device), phase, snapshot, census),
         "error": describe_error(error),
+        "rank": rank,
+        "world_size": world_size,
         "device": str(device),
         "phase": phase,
         "snapshot": asdict(snapshot),
@@ -98,9 +101,10 @@ def _describe(
     error: BaseException, where: str, phase: str | None, snapshot: MemorySnapshot, census: Census | None
 ) -> list[str]:
     """The first things that a person wants to know, a line each."""
-    lines = [describe_error(error), f"in phase {phase}" if phase else "outside of all phases", summarize_host(snapshot)]
+    place = f"in phase {phase}" if phase else "outside of all phases"
+    lines = [describe_error(error), place, summarize_host(snapshot)]
     if census is None:
-        return [*lines, "the tensors could not be looked at: see problems"]
+        return [*lines, f"the tensors on {where} could not be looked at: see problems"]
     counted = sum(census.by_category.values())
     lines.append(f"tensors on {where} that Python reaches: {format_bytes(counted)}")
     lines += [f"  {format_bytes(nbytes):>12}  {name}" for name, nbytes in census.by_category.items()]

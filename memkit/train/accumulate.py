@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -17,10 +16,10 @@ from memkit._oom import retry_once
 from memkit._protocols import GradScaler
 from memkit.train.checks import (
     check_choice,
+    check_group,
     check_loss,
     check_reduction,
     check_steps,
-    check_whole,
     list_optimizers,
     read_count,
     refuse,
@@ -253,13 +252,20 @@ class GradientAccumulator:
         Returns:
             True when an optimiser really stepped.
         """
-        if not isinstance(self._ranks, Replicas):
-            return self._finish(last=True)[0] if self.num_microbatches else False
-        stepped = everybody_is_here = False
-        while not everybody_is_here:
-            stepped_now, everybody_is_here = self._finish(last=True)
-            stepped = stepped or stepped_now
-        return stepped
+        return any(list(self.last_steps()))
+
+    def last_steps(self) -> Iterator[bool]:
+        """Do what `flush` does step by step; yield for each whether an optimiser really stepped."""
+        goes_on = isinstance(self._ranks, Replicas) or self.num_microbatches > 0
+        while goes_on:
+            stepped, everybody_is_here = self._finish(last=True)
+            goes_on = not everybody_is_here and isinstance(self._ranks, Replicas)
+            yield stepped
+
+    def give_up(self) -> None:
+        """Tell the other replicas, who wait at their step, that this rank has run out of memory for good."""
+        if isinstance(self._ranks, Replicas):
+            self._ranks.give_up(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types and, in the middle of a group, its gradients so far: save them before the next step."""
@@ -304,9 +310,7 @@ class GradientAccumulator:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
@@ -335,7 +339,7 @@ class GradientAccumulator:
 
     def _open_group(self) -> None:
         """Before a group's first backward see that no foreign gradient is there; before a later one, that ours are."""
-        check_whole(is_torn=self.is_torn)
+        check_group(self._optimizers, is_torn=self.is_torn)
         if self.num_microbatches == 0:
             self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
             widen_gradients(self._parameters, self._accumulate_dtype)
@@ -347,15 +351,11 @@ class GradientAccumulator:
 
     def _finish(self, *, last: bool) -> tuple[bool, bool]:
         """End the group on all ranks: (an optimiser really stepped, all ranks are in `flush`)."""
-        check_whole(is_torn=self.is_torn)
-        total, present, everybody_is_here = float(self._count), [], last
-        if self._ranks is not None:
-            have = [float(parameter.grad is not None) for parameter in self._parameters]
-            total, num_last, *num_have = self._ranks.sum([total, float(last), *have])
-            present = [num > 0 for num in num_have]
-            everybody_is_here = num_last == self._ranks.num_ranks
-        stepped = False
+        check_group(self._optimizers, is_torn=self.is_torn)
+        total, present, everybody_is_here, stepped = float(self._count), list[bool](), last, False
         try:
+            if self._ranks is not None:
+                total, present, everybody_is_here = self._ranks.agree(self._parameters, total, is_last=last)
             if total > 0:
                 self._normalize(total)
                 if isinstance(self._ranks, Replicas):

@@ -106,9 +106,15 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
+    check_steps_later(optimizers)
+    return optimizers
+
+
+def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimisers whose parameters backward steps, so that nothing could add up or be taken back."""
+    for each in optimizers:
         if steps_in_backward(each):
             refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
-    return optimizers
 
 
 def refuse(name: str, value: object, expected: str) -> NoReturn:
@@ -118,8 +124,9 @@ def refuse(name: str, value: object, expected: str) -> NoReturn:
     )
 
 
-def check_whole(*, is_torn: bool) -> None:
-    """Check that a group does not hold half of a backward."""
+def check_group(optimizers: Sequence[Optimizer], *, is_torn: bool) -> None:
+    """Check that a group does not hold half of a backward, and that backward does not step its optimisers."""
+    check_steps_later(optimizers)
     if is_torn:
         raise StateError(
             "GradientAccumulator",

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._oom import retry_once
 from memkit._units import MIB
 
 _NORM = "measuring the gradients' norm"
+_SUM = "summing the gradients over ranks"
 _BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small beside the gradients
 
 
@@ -46,6 +47,38 @@ class Ranks:
         for group in self._groups:
             num_ranks *= dist.get_world_size(group)
         return num_ranks
+
+    def agree(
+        self, parameters: Sequence[nn.Parameter], count: float, *, is_last: bool
+    ) -> tuple[float, list[bool], bool]:
+        """Agree on a step; all ranks must call it, or `give_up`.
+
+        Args:
+            parameters: The same on every rank, in the same order.
+            count: What this rank's gradients weigh.
+            is_last: Whether this rank has no more data.
+
+        Returns:
+            What the gradients of all ranks weigh, for each parameter whether any rank has a gradient, and whether no
+            rank has more data.
+
+        Raises:
+            MemkitOutOfMemoryError: Another rank has given up.
+        """
+        have = [float(parameter.grad is not None) for parameter in parameters]
+        num_lost, total, num_last, *num_have = self.sum([0.0, count, float(is_last), *have])
+        if num_lost:
+            raise MemkitOutOfMemoryError(
+                "a step of several ranks",
+                got=f"out of memory on {int(num_lost)} of the {self.num_ranks} ranks, also in the smallest parts",
+                expected="parts that fit on every rank",
+                fix="see the error of that rank; this step is lost on all ranks, whose parameters are as before it.",
+            )
+        return total, [num > 0 for num in num_have], num_last == self.num_ranks
+
+    def give_up(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Tell the others, who come to `agree`, that this rank has run out of memory for good."""
+        self.sum([1.0, *[0.0] * (2 + len(parameters))])
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Return each number summed over the ranks; all ranks must call it, with equally many numbers."""
@@ -107,7 +140,8 @@ class Replicas(Ranks):
         gradients = []
         for parameter, has_gradient in zip(parameters, present, strict=True):
             if has_gradient and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+                make_zeros = functools.partial(torch.zeros_like, parameter, dtype=parameter.grad_dtype)
+                parameter.grad = retry_once(make_zeros, _SUM)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
         for bucket in _buckets(gradients):
@@ -115,7 +149,7 @@ class Replicas(Ranks):
                 dist.all_reduce(bucket[0], group=self._groups[0])
                 continue
             # Tried twice before the collective: the other ranks would wait in it for one that has given up.
-            flat = retry_once(functools.partial(_flatten, bucket), "summing the gradients over ranks")
+            flat = retry_once(functools.partial(_flatten, bucket), _SUM)
             dist.all_reduce(flat, group=self._groups[0])
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -23,16 +24,18 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     what schedules count. Parameters and state are bit-identical to the plain loop's.
 
     It is exact where a step needs one parameter's gradient only. So there is no clipping by the total norm, no loss
-    scaler (an infinity is found when half of the parameters are stepped), no accumulation, no other ranks. An
-    out-of-memory in the backward leaves some parameters stepped: a step cannot be taken back, so
-    `MemoryEfficientTrainingWrapper` and `GradientAccumulator` refuse such an optimiser.
+    scaler (an infinity is found when half of the parameters are stepped), no accumulation, no other ranks. Whatever
+    reads a gradient between backward and ``optimizer.step()``, or adds to it, raises. An out-of-memory in the backward
+    leaves some parameters stepped: a step cannot be taken back, so `MemoryEfficientTrainingWrapper` and
+    `GradientAccumulator` refuse such an optimiser.
 
     Args:
         optimizer: One of torch's own optimisers but LBFGS, or several.
 
     Raises:
         ConfigError: The optimiser needs more than one parameter's gradient, or there are several ranks.
-        StateError: From a backward: the second one before ``optimizer.step()``, which would have to accumulate.
+        StateError: From what needs a gradient that is freed: a second backward before ``optimizer.step()``, clipping by
+            the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already.
 
     Memory:
         The largest gradient, and the temporary results of its step, in place of all gradients.
@@ -55,51 +58,63 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         _refuse(f"{process_rank()[1]} ranks", "one process: ranks exchange their gradients when backward has them all")
     with contextlib.ExitStack() as stack:
         for each in optimizers:
-            stepped = _Stepped(each)
-            stack.callback(each.register_step_post_hook(stepped.forget).remove)
+            stack.callback(_forget, each)
+            stack.callback(each.register_step_pre_hook(_forget).remove)
             for group in each.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
-                        hook = _Hook(stepped, group)
+                        hook = _Hook(each, group)
                         stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
         yield
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:
     """Say whether an optimiser's parameters are stepped by backward."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    hooks = [hook for each in parameters for hook in (each._post_accumulate_grad_hooks or {}).values()]  # noqa: SLF001
-    return any(isinstance(hook, _Hook) for hook in hooks)
-
-
-class _Stepped:
-    """Which parameters of an optimiser were stepped since its last `step`."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.parameters: set[torch.Tensor] = set()
-
-    def forget(self, *_: object) -> None:
-        self.parameters.clear()
+    trainable = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+    first = next(trainable, None)  # one stands for all: this is asked for each micro-batch
+    hooks = (None if first is None else first._post_accumulate_grad_hooks) or {}  # noqa: SLF001 - no public form
+    return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 class _Hook:
     """Called by autograd with a parameter whose gradient is complete."""
 
-    def __init__(self, stepped: _Stepped, group: Group) -> None:
-        self._stepped, self._group = stepped, group
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+        self._optimizer, self._group = optimizer, group
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if parameter in self._stepped.parameters:
-            raise StateError(
-                "backward() inside step_in_backward(optimizer)",
-                got=f"a second gradient of a parameter of shape {tuple(parameter.shape)}, which is stepped already",
-                expected="optimizer.step() after each backward: gradients cannot be accumulated",
-                fix="call optimizer.step() after each backward, or accumulate with GradientAccumulator without it.",
-            )
-        step_group(self._stepped.optimizer, self._group, [parameter])
-        self._stepped.parameters.add(parameter)
-        parameter.grad = None
+        step_group(self._optimizer, self._group, [parameter])
+        assert parameter.grad is not None  # noqa: S101 - autograd calls with one
+        parameter.grad = _Freed(parameter.grad)
+
+
+class _Freed(torch.Tensor):
+    """Stands in the place of a gradient, without memory, so that nobody who needs it goes on without."""
+
+    @staticmethod
+    def __new__(cls: type[_Freed], gradient: torch.Tensor) -> _Freed:
+        return cls._make_wrapper_subclass(
+            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device, storage_size=0
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise StateError(
+            _CALL,
+            got=f"{func} on a gradient that backward has stepped with and freed",
+            expected="optimizer.step() after each backward, and nothing that needs gradients before it: no clipping by "
+            "the total norm, no accumulation, no loss scaler",
+            fix="take that out, or step after backward, in memkit.atomic_steps(optimizer).",
+        )
+
+
+def _forget(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter.grad, _Freed):
+                parameter.grad = None
 
 
 def _refuse(got: str, expected: str) -> None:

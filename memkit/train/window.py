@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -168,6 +168,16 @@ class Window:
         """Losses of the micro-batches that are through, in order."""
         return tuple(attempt.loss for attempt in self._done if attempt.loss is not None)
 
+    def check_complete(self) -> None:
+        """Refuse to step with a batch that has micro-batches left."""
+        if not self.is_complete:
+            raise StateError(
+                "trainer.step()",
+                got="a batch with micro-batches left to do",
+                expected="one step after all micro-batches of a batch",
+                fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
+            )
+
     def next_attempt(self) -> Attempt | None:
         """Return the next attempt; None when all micro-batches are through."""
         if not self._todo:
@@ -250,6 +260,16 @@ class Window:
         if self._on_oom == "raise":
             return None
         return retry_once(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
+
+
+def refuse_unstepped() -> NoReturn:
+    """Refuse a batch while the one before it waits for its step."""
+    raise StateError(
+        "trainer.microbatches(batch)",
+        got="a batch that was not stepped yet",
+        expected="one step() after the micro-batches of each batch",
+        fix="call trainer.step() after the loop over micro-batches.",
+    )
 
 
 def check_used(attempt: Attempt) -> None:

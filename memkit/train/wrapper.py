@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import FileFormatError, InputError, StateError
+from memkit._errors import FileFormatError, InputError, MemkitOutOfMemoryError, StateError
 from memkit._protocols import Average, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
@@ -29,7 +29,7 @@ from memkit.train.settings import StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
-from memkit.train.window import Attempt, Rollback, WeighedLoss, Window
+from memkit.train.window import Attempt, Rollback, WeighedLoss, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
@@ -52,8 +52,8 @@ class MemoryEfficientTrainingWrapper:
         precision: None: as the model is. ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), ``"bf16-true"``
             (the whole model), or ``"auto"``: bf16-mixed where the device is good at it.
         accumulation_steps: Micro-batches per batch, at least; each call of `train_step` is one optimiser step.
-        checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, or a
-            callable ``(name, module) -> bool``.
+        checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, a callable
+            ``(name, module) -> bool``, or a mapping of patterns to ``"full"``, ``"selective"`` or ``"offload"``.
         offload: ``"activations"`` that wait for backward, ``"optimizer"``: state; to host memory, from there to disk.
         max_grad_norm: Clip the total gradient norm.
         scheduler: Stepped after each real optimiser step.
@@ -137,8 +137,8 @@ class MemoryEfficientTrainingWrapper:
 
     @property
     def checkpointed_blocks(self) -> tuple[str, ...]:
-        """Names of the blocks that are recomputed in backward."""
-        return tuple(self._checkpointing.blocks) if self._checkpointing else ()
+        """Names of the blocks that are recomputed in backward, in whole or in part."""
+        return self._checkpointing.recomputed if self._checkpointing else ()
 
     def train_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> StepResult:
         """Run one optimiser step on a batch.
@@ -236,22 +236,20 @@ class MemoryEfficientTrainingWrapper:
         Returns:
             True when the optimiser really stepped.
         """
-        if self._window is not None and not self._window.is_complete:
-            raise StateError(
-                "trainer.step()",
-                got="a batch with micro-batches left to do",
-                expected="one step after all micro-batches of a batch",
-                fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
-            )
+        if self._window is not None:
+            self._window.check_complete()
         self._window = None
         with self._foresight.phase("optimizer"):
             stepped = self._accumulator.finish()
-        if stepped:
-            if self._scheduler is not None:
-                self._scheduler.step()
-            if self._average is not None:
-                self._average.update_parameters(self.model)
-        return stepped
+        return self._follow(stepped)
+
+    def flush(self) -> bool:
+        """Under DDP take part in the steps of ranks that have more batches; all ranks call it at the end of their data.
+
+        Returns:
+            True when an optimiser really stepped. Ranks with shards, and a single process, have nothing to do here.
+        """
+        return any(list(map(self._follow, self._accumulator.last_steps())))
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
@@ -298,17 +296,16 @@ class MemoryEfficientTrainingWrapper:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _refuse_unstepped(self) -> NoReturn:
-        raise StateError(
-            "trainer.microbatches(batch)",
-            got="a batch that was not stepped yet",
-            expected="one step() after the micro-batches of each batch",
-            fix="call trainer.step() after the loop over micro-batches.",
-        )
+    def _follow(self, stepped: bool) -> bool:  # noqa: FBT001 - its only argument
+        if stepped and self._scheduler is not None:
+            self._scheduler.step()
+        if stepped and self._average is not None:
+            self._average.update_parameters(self.model)
+        return stepped
 
     def _open_window(self, batch: Any, num_parts: int) -> Window:
         if self._window is not None:
-            self._refuse_unstepped()
+            refuse_unstepped()
         return self._make_window(
             batch,
             num_parts,
@@ -327,6 +324,9 @@ class MemoryEfficientTrainingWrapper:
                 yield attempt
                 self._attempt = None
                 window.settle(attempt)
+        except MemkitOutOfMemoryError:
+            self._accumulator.give_up()  # else the other ranks would wait at their step
+            raise
         finally:
             if self._window is window and not window.is_complete:
                 # An error, or the loop was left: this step is lost, the next one starts clean.
@@ -338,7 +338,7 @@ class MemoryEfficientTrainingWrapper:
     ) -> tuple[tuple[WeighedLoss, ...], tuple[int, ...]]:
         """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
         if self._window is not None:
-            self._refuse_unstepped()
+            refuse_unstepped()
         batch_size = measure_batch(batch, self._split_fn)
         parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
         losses = []

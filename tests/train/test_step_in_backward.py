@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from memkit.memory.census import take_census
 from memkit.train.parameterwise import materialize_state
 from memkit.train.step_in_backward import step_in_backward
 from tests.allocations import trace_allocations
@@ -83,11 +84,33 @@ def test_where_it_is_not_exact_it_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with step_in_backward(optimizer):
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(mk.StateError, match="cannot be accumulated"):
+        with pytest.raises(mk.StateError, match=r"gradient that backward has stepped with.*no accumulation"):
             model(torch.ones(1, 3)).sum().backward()
         for make in (mk.GradientAccumulator, lambda each: mk.MemoryEfficientTrainingWrapper(model, each)):
             with pytest.raises(mk.ConfigError, match="step_in_backward"):
                 make(optimizer)
-    mk.GradientAccumulator(optimizer)
+    assert model.weight.grad is None
+    accumulator = mk.GradientAccumulator(optimizer)
+    with step_in_backward(optimizer), pytest.raises(mk.ConfigError, match="outside of step_in_backward"):
+        accumulator.backward(model(torch.ones(1, 3)).sum())
     with pytest.raises(mk.ConfigError, match="LBFGS"), step_in_backward(torch.optim.LBFGS(model.parameters())):
         pass
+
+
+def test_what_needs_the_gradients_says_that_they_are_gone():
+    """Not silently a norm of zero, nor torch's assertion that no infinity was looked for."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with step_in_backward(optimizer):
+        model(torch.ones(1, 3)).sum().backward()
+        for foreach in (True, False):
+            with pytest.raises(mk.StateError, match="no clipping by the total norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        optimizer.step()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(mk.StateError, match="no loss scaler"):
+            scaler.step(optimizer)
+        assert take_census(torch.device("cpu"), 0).by_category.get("gradient", 0) == 0
+        optimizer.zero_grad()
+        assert model.weight.grad is None

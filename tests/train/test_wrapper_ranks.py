@@ -1,5 +1,8 @@
 """The wrapper on two ranks equals one process: under DistributedDataParallel a rank recovers alone, and under FSDP2."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +42,9 @@ def ddp_worker(rank, folder):
         num_ooms += trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], loss_fn).num_ooms
     assert (num_ooms > 0) == (rank == 1)
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
+    trainer.close()
+    check_uneven_batches(rank)
+    check_nothing_fits_on_one_rank(rank, Path(folder))
     leave()
 
 
@@ -68,15 +74,95 @@ def one_process(optimizer_of, max_grad_norm):
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("worker", "optimizer_of", "max_grad_norm"),
-    [
-        (ddp_worker, lambda parameters: torch.optim.AdamW(parameters, lr=0.05), 1.0),
-        (sharded_worker, lambda parameters: torch.optim.SGD(parameters, lr=0.05), float("inf")),
-    ],
-)
-def test_two_ranks_equal_one_process(worker, optimizer_of, max_grad_norm, tmp_path):
-    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+@pytest.fixture(scope="module")
+def ddp_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    mp.spawn(ddp_worker, args=(str(folder),), nprocs=2)
+    return folder
+
+
+def check_against_one_process(folder, optimizer_of, max_grad_norm):
+    first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
     torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
     torch.testing.assert_close(dict(first), one_process(optimizer_of, max_grad_norm), rtol=1e-10, atol=1e-13)
+
+
+def test_two_ddp_ranks_equal_one_process(ddp_folder):
+    check_against_one_process(ddp_folder, lambda parameters: torch.optim.AdamW(parameters, lr=0.05), 1.0)
+
+
+def test_two_sharded_ranks_equal_one_process(tmp_path):
+    mp.spawn(sharded_worker, args=(str(tmp_path),), nprocs=2)
+    check_against_one_process(tmp_path, lambda parameters: torch.optim.SGD(parameters, lr=0.05), float("inf"))
+
+
+def check_uneven_batches(rank):
+    """Rank 0 has two batches more; rank 1 steps with it, in its schedule too, and both equal one process."""
+    plain, data = make()
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=schedule) as trainer:
+        for batch in data[:2] if rank else data:
+            trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], loss_fn)
+        assert trainer.flush() == bool(rank)
+        assert trainer.num_steps == STEPS
+    expected, data = make()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for step, batch in enumerate(data):
+        optimizer.zero_grad()
+        loss_fn(expected, batch if step < 2 else batch[:ROWS]).backward()
+        optimizer.step()
+        schedule.step()
+    torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+def check_nothing_fits_on_one_rank(rank, folder):
+    """Both ranks are told in the same step, leave a post-mortem each, and may go on."""
+    plain, data = make()
+    model = DistributedDataParallel(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with mk.MemoryManager("cpu", log=folder / "events.jsonl") as memory:
+
+        def never_fits(model, x):
+            with memory.phase("loss"):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        batch = data[0][rank * ROWS : (rank + 1) * ROWS]
+        own, told = "a micro-batch of 1 rows: .*CUDA out of memory", "out of memory on 1 of the 2 ranks"
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+        with (
+            pytest.raises(mk.MemkitOutOfMemoryError, match=own if rank else told),
+            trainer,
+            memory.post_mortem(folder / "last"),
+            memory.phase("step"),
+        ):
+            trainer.train_step(batch, never_fits if rank else loss_fn)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+        for attempt in trainer.microbatches(batch):  # each out-of-memory that is recovered, where it is asked for
+            with attempt as micro, memory.post_mortem(folder / "recovered"):
+                trainer.backward((never_fits if rank and len(micro) == ROWS else loss_fn)(model, micro))
+        assert trainer.step()
+    torch.save(plain.state_dict(), folder / f"after{rank}.pt")
+
+
+def loss_fn(model, x):
+    return model(x).pow(2).mean()
+
+
+def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes_what_it_saw(ddp_folder):
+    for rank in range(2):
+        record = json.loads((ddp_folder / "last" / f"out-of-memory.rank{rank}.json").read_text())
+        assert (record["rank"], record["world_size"]) == (rank, 2)
+        assert any(f"rank {rank}" in line for line in record["text"])
+        assert ("CUDA out of memory" in record["error"]) == (rank == 1)
+        log = mk.read_memory_events(ddp_folder / f"events.rank{rank}.jsonl")
+        assert [header.rank for header in log.headers] == [rank]
+        phases = [event.phase for event in log.events if event.event == "out_of_memory"]
+        assert phases == (["step/loss", "loss"] if rank else ["step"])
+        assert record["phase"] == phases[0]
+    assert [path.name for path in (ddp_folder / "recovered").iterdir()] == ["out-of-memory.rank1.json"]
+    first, second = (torch.load(ddp_folder / f"after{rank}.pt", weights_only=True) for rank in range(2))
+    torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
+    assert not torch.equal(first["0.weight"], make()[0].state_dict()["0.weight"])
