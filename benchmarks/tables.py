@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from benchmarks.tables_plan import block_treatments
+from benchmarks.tables_plan import block_treatments, s0_sweep
 from benchmarks.tables_runs import dryrun_scripts, kill_nine, loop_cost, loop_semantics
 from benchmarks.tables_voxel import clouds, clouds_far, clouds_oracles
 
@@ -370,6 +370,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         loop_cost,
         loop_semantics,
         block_treatments,
+        s0_sweep,
         clouds,
         clouds_far,
         clouds_oracles,

@@ -28,3 +28,12 @@ def block_treatments(result: dict[str, Any]) -> str:
                 ]
             )
     return table(["model", "treatment", "peak", "saved", "backward / forward FLOPs", "bit-equal", "time"], rows)
+
+
+def s0_sweep(result: dict[str, Any]) -> str:
+    rows = [
+        [name.removeprefix("edge MLP "), *(f"{size / 2**30:.2f}" for size in peaks.values())]
+        for name, peaks in result["figures"]["bytes_at_one_million_edges"].items()
+        if name.startswith("edge MLP")
+    ]
+    return table(["MLP", "training", "inference"], rows)

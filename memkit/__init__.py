@@ -50,6 +50,11 @@ if TYPE_CHECKING:
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
+    from memkit.planning.scaling.config import MemoryTestConfig
+    from memkit.planning.scaling.measured import measure_scaling
+    from memkit.planning.scaling.outputs import MemoryTestResult
+    from memkit.planning.scaling.profile import profile_scaling
+    from memkit.planning.scaling.sweep import run_memory_test
     from memkit.planning.shard import Shard
     from memkit.planning.summary import print_config_summary
     from memkit.points.batches import BudgetBatchSampler
@@ -122,6 +127,8 @@ _HOMES = {
     "MemoryEfficientTrainingWrapper": "train.wrapper",
     "MemoryEstimate": "planning.estimate",
     "MemoryManager": "memory.manager",
+    "MemoryTestConfig": "planning.scaling.config",
+    "MemoryTestResult": "planning.scaling.outputs",
     "NearestPoints": "voxel.nearest",
     "PointBatch": "assemble.density_records",
     "PointCloudMetrics": "voxel.streaming",
@@ -168,14 +175,17 @@ _HOMES = {
     "make_dataloader": "train.loader",
     "make_schedule": "train.schedules",
     "materialize_state": "train.parameterwise",
+    "measure_scaling": "planning.scaling.measured",
     "nearest_points": "voxel.nearest",
     "offload_activations": "train.offload",
     "offload_state": "train.state_offload",
     "parse_bytes": "_units",
     "precision_recall": "voxel.clouds",
     "print_config_summary": "planning.summary",
+    "profile_scaling": "planning.scaling.profile",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
+    "run_memory_test": "planning.scaling.sweep",
     "sample_edges": "points.edges",
     "step_in_backward": "train.step_in_backward",
     "submanifold_conv3d": "chunk.submanifold",
@@ -219,6 +229,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "MemoryEfficientTrainingWrapper",
     "MemoryEstimate",
     "MemoryManager",
+    "MemoryTestConfig",
+    "MemoryTestResult",
     "NearestPoints",
     "PointBatch",
     "PointCloudMetrics",
@@ -266,14 +278,17 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "make_dataloader",
     "make_schedule",
     "materialize_state",
+    "measure_scaling",
     "nearest_points",
     "offload_activations",
     "offload_state",
     "parse_bytes",
     "precision_recall",
     "print_config_summary",
+    "profile_scaling",
     "read_memory_events",
     "recover_from_oom",
+    "run_memory_test",
     "sample_edges",
     "step_in_backward",
     "submanifold_conv3d",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from memkit._errors import InputError
+from memkit.cli._functions import load_function
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.presets import PRESETS, get_preset_config
@@ -63,28 +61,14 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
 
 
 def _step(text: str) -> dict[str, Any]:
-    """Call the user's function, with its folder importable as `python FILE.py` has it."""
-    file, _, name = text.rpartition(":")
-    path = Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise InputError(
-            f"memkit estimate {text}",
-            got=f"{file!r}, which is no Python file" if file else "neither a preset nor FILE.py:FUNCTION",
-            expected=f"one of {', '.join(PRESETS)}, or FILE.py:FUNCTION",
-            fix="write for example `memkit estimate train.py:build --gpu 'RTX 4090'`.",
-        )
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # a .py file always has a spec
-    sys.modules[path.stem] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)  # type: ignore[union-attr]
-    made = getattr(module, name, lambda: None)()
+    """Call the user's function."""
+    made = load_function("estimate", text, instead="a preset")()
     if isinstance(made, tuple):
         made = dict(zip(("model", "sample_batch", "loss_fn", "optimizer"), made, strict=False))
     if not isinstance(made, dict) or not {"model", "sample_batch", "loss_fn"} <= made.keys():
         raise InputError(
             f"memkit estimate {text}",
-            got=f"{'a function that returned ' + type(made).__name__ if hasattr(module, name) else 'no such function'}",
+            got=f"a function that returned {type(made).__name__}",
             expected=_FORM,
             fix="return for example (model, (x, y), lambda model, batch: loss(model(batch[0]), batch[1]), 'adamw').",
         )

@@ -1,0 +1,171 @@
+"""`memkit profile`: how memory grows with the edges of a neural operator, or with the size of a step of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import zlib
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from memkit._errors import InputError
+from memkit._units import format_bytes
+from memkit.cli._functions import load_function
+from memkit.planning.scaling.config import MemoryTestConfig
+from memkit.planning.scaling.journal import Journal
+from memkit.planning.scaling.points import ScalingPoint
+
+if TYPE_CHECKING:
+    from memkit.planning.scaling.outputs import MemoryTestResult
+
+_JOURNAL = "memkit-profile.points.jsonl"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
+_FACTORS = {"": 1, "k": 1_000, "M": 1_000_000}
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "profile",
+        help="say how memory grows with the edges of a neural operator, or with the size of your own step",
+        description="Without a step: the memory test of a neural operator. With one: your own step over --sizes.",
+    )
+    parser.add_argument("step", nargs="?", metavar="FILE.py:FUNCTION", help="FUNCTION(n) returns a step of size n")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--full", action="store_true", help="encoder, decoder and whole model")
+    what.add_argument("--core", action="store_true", help="the MLP of the edges alone, in all its settings")
+    what.add_argument("--all", action="store_true", help="both (default)")
+    what.add_argument("--sizes", metavar="LIST", help="of your own step, as in 5k,10k,1M, or 5k..1M for 12 sizes")
+    parser.add_argument("--modes", choices=("train", "inference", "both"), default="both", help="(default: both)")
+    parser.add_argument("--config", metavar="FILE", help="the fields of MemoryTestConfig, as .toml, .json or .yaml")
+    parser.add_argument("--max-edges", type=int, metavar="N", help="leave larger edge counts out")
+    parser.add_argument("--measured", action="store_true", help="run each point in a process of its own")
+    parser.add_argument("--device", metavar="NAME", help="where to measure (default: cuda:0)")
+    parser.add_argument("--memory-limit", metavar="SIZE", help="what a measuring process may take, as in 4GiB")
+    parser.add_argument("--gpu", action="append", default=[], metavar="NAME", help="a card to compare with; repeatable")
+    parser.add_argument("--output-dir", type=Path, default=Path(), metavar="DIR", help="for the files (default: here)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, sizes in bytes")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if (arguments.step is None) != (arguments.sizes is None):
+        arguments.parser.error("a step of your own and --sizes go together")
+    config = _config(arguments)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    journal = _journal(arguments, config) if config.source == "measured" else None
+    with redirect_stdout(sys.stderr):  # for what the user's own code prints
+        results = _results(arguments, config, journal)
+    paths = [path for result in results for path in result.write(arguments.output_dir)]
+    if journal is not None:
+        journal.remove()
+    if arguments.json:
+        print(json.dumps([result.as_dict() for result in results], indent=2))
+    else:
+        print("\n\n".join(result.explain() for result in results))
+    print(f"written: {', '.join(map(str, paths))}", file=sys.stderr)
+    if not any(path.suffix == ".png" for path in paths):
+        print('no PNG: it needs matplotlib, `pip install "memkit[plots]"`; the SVG shows the same', file=sys.stderr)
+    return 0 if all(_is_well(result, arguments.gpu) for result in results) else 1
+
+
+def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
+    path = arguments.config
+    config = MemoryTestConfig(test_full_model=True) if path is None else MemoryTestConfig.from_file(path)
+    changes: dict[str, Any] = {}
+    if arguments.max_edges is not None:
+        most = arguments.max_edges
+        changes["min_edges"], changes["max_edges"] = min(config.min_edges, most), min(config.max_edges, most)
+        changes["core_num_edges"] = tuple(n for n in config.core_num_edges if n <= most) or (most,)
+    if arguments.modes != "both":
+        changes["test_training_mode"] = arguments.modes == "train"
+        changes["test_inference_mode"] = arguments.modes == "inference"
+    if arguments.measured:
+        changes["source"] = "measured"
+    if arguments.device is not None:
+        changes["device"] = arguments.device
+    return config.replace(**changes)
+
+
+def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> Journal:
+    """The points so far, of a sweep with the same settings and the same code."""
+    file = arguments.step and Path(arguments.step.rpartition(":")[0])
+    code = zlib.crc32(file.read_bytes()) if file and file.is_file() else None
+    step = [arguments.step, arguments.sizes, code]
+    sweep = {"config": config.model_dump(mode="json"), "memory_limit": arguments.memory_limit, "step": step}
+    journal = Journal(arguments.output_dir / _JOURNAL, sweep)
+    num_known = sum(map(len, journal.known.values()))
+    if num_known:
+        print(f"going on where a sweep was interrupted: {num_known} points are there", file=sys.stderr)
+    return journal
+
+
+def _results(
+    arguments: argparse.Namespace, config: MemoryTestConfig, journal: Journal | None
+) -> list[MemoryTestResult]:
+    from memkit.planning.scaling.sweep import run_memory_test, run_own_step  # these import torch
+
+    predicted = set[str]()
+
+    def on_point(name: str, point: ScalingPoint) -> None:
+        if journal is not None:
+            journal.add(name, point)
+        if point.source == "measured":
+            print(_line(name, point), file=sys.stderr)
+        elif name not in predicted:
+            predicted.add(name)
+            print(f"{name}: predicted", file=sys.stderr)
+
+    options: dict[str, Any] = {
+        "gpus": arguments.gpu,
+        "memory_limit": arguments.memory_limit,
+        "known": journal.known if journal else {},
+        "on_point": on_point,
+    }
+    if arguments.step is not None:
+        build_step = load_function("profile", arguments.step)
+        return [run_own_step(arguments.step, build_step, _sizes(arguments.sizes), config, **options)]
+    both: tuple[Literal["full", "core"], ...] = ("full", "core")
+    analyses = [name for name in both if getattr(arguments, name)] or both
+    return [run_memory_test(config, analysis, **options) for analysis in analyses]
+
+
+def _sizes(text: str) -> list[int]:
+    """Read ``5k,10k,1M``, or ``5k..1M`` for twelve sizes in equal ratios."""
+    first, is_range, last = text.partition("..")
+    numbers = [_SIZE.fullmatch(part.strip()) for part in ([first, last] if is_range else text.split(","))]
+    sizes = [round(float(number[1]) * _FACTORS[number[2]]) for number in numbers if number is not None]
+    if len(sizes) < len(numbers) or min(sizes) < 1 or (is_range and sizes[0] > sizes[1]):
+        raise InputError(
+            f"memkit profile --sizes {text}",
+            got=repr(text),
+            expected="positive numbers such as 5000 or 5k, with commas between them, or the smallest..the largest",
+            fix="write for example --sizes 5k,10k,20k or --sizes 5k..1M.",
+        )
+    return list(MemoryTestConfig(min_edges=sizes[0], max_edges=sizes[1]).num_edges) if is_range else sizes
+
+
+def _line(name: str, point: ScalingPoint) -> str:
+    said = {
+        "ok": "" if point.peak_bytes is None else format_bytes(point.peak_bytes),
+        "oom": f"out of memory{f', asked for {format_bytes(point.requested_bytes)}' if point.requested_bytes else ''}",
+        "skipped": "skipped: a smaller one ran out of memory",
+        "error": f"failed: {point.peak_where}",
+    }
+    return f"{name}, {point.mode}, {point.size:,}: {said[point.status]}"
+
+
+def _is_well(result: MemoryTestResult, gpus: list[str]) -> bool:
+    """Whether no point failed, and the cards that were named hold every size that has a law."""
+    if any(point.status == "error" for curve in result.curves for point in curve.result.points):
+        return False
+    rooms = [each.card.usable_bytes for each in result.capacities] if gpus else []
+    return all(
+        (curve.predicted_bytes(point.mode, point.size) or 0) <= room
+        for curve in result.curves
+        for point in curve.result.points
+        for room in rooms
+    )

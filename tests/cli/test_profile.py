@@ -1,0 +1,150 @@
+"""The `memkit profile` command, as typed in a shell."""
+
+import json
+import sys
+
+import pytest
+
+from memkit.cli import main, profile
+from memkit.planning.scaling.config import MemoryTestConfig
+
+CONFIG = MemoryTestConfig(
+    num_physical_nodes=50,
+    num_latent_tokens=40,
+    min_edges=200,
+    max_edges=3200,
+    num_test_points=2,
+    test_decoder=False,
+    mlp=[8],
+    feature_dim=8,
+    core_mlps=[[8]],
+    core_num_edges=[100, 400],
+    core_coord_dims=[2],
+    core_feature_dims=[8],
+)
+SCRIPT = """
+import torch
+
+def build_step(n):
+    print("building", n)
+    weight = torch.nn.Parameter(torch.ones(256))
+    x = torch.ones(n, 256)
+    def step():
+        weight.grad = None
+        (x * weight).square().mean().backward()
+    return step
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+
+
+@pytest.fixture
+def config(tmp_path):
+    CONFIG.save(tmp_path / "sweep.toml")
+    return str(tmp_path / "sweep.toml")
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return f"{tmp_path}/train.py:build_step"
+
+
+def test_both_analyses_with_their_files(config, tmp_path, capsys):
+    folder = tmp_path / "new"
+    assert main(["profile", "--config", config, "--output-dir", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("no step ran on any device") == 2
+    assert err.splitlines()[:2] == ["encoder: predicted", "8, 2 coordinates, 8 features: predicted"]
+    assert 'no PNG: it needs matplotlib, `pip install "memkit[plots]"`' in err
+    names = {path.name for path in folder.iterdir()}
+    assert {"memory_analysis_data.csv", "edge_memory_results.csv", "memory_analysis_results.svg"} < names
+    assert not any(name.endswith(".jsonl") for name in names)
+
+
+def test_max_edges_and_modes(config, tmp_path, capsys):
+    arguments = ["--core", "--max-edges", "150", "--modes", "inference", "--output-dir", str(tmp_path), "--json"]
+    assert main(["profile", "--config", config, *arguments]) == 0
+    ((result),) = json.loads(capsys.readouterr().out)
+    assert [(point["size"], point["mode"]) for point in result["points"]] == [(100, "inference")]
+    assert result["analysis"] == "core"
+
+
+def test_a_step_of_ones_own_and_a_card_that_does_not_hold_it(script, tmp_path, capsys):
+    """x, its product with the weight, and what is kept of the square: 3 KiB a row; 24 GiB end at 8 million rows."""
+    arguments = ["profile", script, "--output-dir", str(tmp_path), "--gpu", "RTX 4090", "--json"]
+    assert main([*arguments, "--sizes", "1k,4k"]) == 0
+    ((result),) = json.loads(capsys.readouterr().out)
+    train, inference = result["curves"]
+    assert train["tier"] == "structural"
+    assert train["largest"]["RTX 4090"] < inference["largest"]["RTX 4090"]
+    assert main([*arguments, "--sizes", "1k,10M"]) == 1
+    assert {path.name for path in tmp_path.glob("scaling_*.csv")} == {"scaling_data.csv"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("5k,10k,1M", [5_000, 10_000, 1_000_000]), ("1.5k", [1_500]), ("7, 9", [7, 9]), ("3..4", [3, 4])],
+)
+def test_sizes(text, sizes):
+    assert profile._sizes(text) == sizes
+
+
+def test_a_range_is_twelve_sizes_in_equal_ratios():
+    sizes = profile._sizes("5k..1M")
+    assert (len(sizes), sizes[0], sizes[-1]) == (12, 5_000, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{script}", "--sizes", "5k,many"], "positive numbers such as 5000 or 5k"),
+        (["{script}", "--sizes", "10..5"], "the smallest..the largest"),
+        (["train:build", "--sizes", "5"], "no Python file"),
+        (["{script}s", "--sizes", "5"], "no such function"),
+        (["--gpu", "A100"], "A100 40GB, A100 80GB"),
+        (["--max-edges", "0"], "max_edges=0"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(script, tmp_path, capsys, arguments, message):
+    given = [argument.format(script=script) for argument in arguments]
+    assert main(["profile", "--output-dir", str(tmp_path), *given]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("memkit: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_step_and_sizes_go_together(script, capsys):
+    for arguments in ([script], ["--sizes", "5"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["profile", *arguments])
+        assert "--sizes go together" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_measured_sweep_goes_on_where_it_was_interrupted(script, tmp_path, capsys, monkeypatch):
+    """The first sweep is stopped after its first point, by an interrupt; the second has one point to measure."""
+    arguments = ["profile", script, "--sizes", "10,20", "--modes", "train", "--measured", "--device", "cpu", "--json"]
+    arguments += ["--output-dir", str(tmp_path / "out")]
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(profile, "_line", stop)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["memkit-profile.points.jsonl"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "going on where a sweep was interrupted: 1 points are there" in err
+    ((result),) = json.loads(out)
+    assert [(p["status"], p["source"], p["peak_bytes"]) for p in result["points"]] == [
+        ("ok", "measured", p["predicted_bytes"]) for p in result["points"]
+    ]
+    assert not list((tmp_path / "out").glob("*.jsonl"))
