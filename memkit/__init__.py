@@ -51,9 +51,12 @@ if TYPE_CHECKING:
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.scaling.config import MemoryTestConfig
+    from memkit.planning.scaling.fit import fit_points
     from memkit.planning.scaling.measured import measure_scaling
     from memkit.planning.scaling.outputs import MemoryTestResult
+    from memkit.planning.scaling.points import ScalingPoint
     from memkit.planning.scaling.profile import profile_scaling
+    from memkit.planning.scaling.result import ScalingResult
     from memkit.planning.scaling.sweep import run_memory_test
     from memkit.planning.shard import Shard
     from memkit.planning.summary import print_config_summary
@@ -137,6 +140,8 @@ _HOMES = {
     "ProgressiveTrainer": "train.progressive",
     "ResumableBatchSampler": "train.order",
     "ResumableLoader": "train.order",
+    "ScalingPoint": "planning.scaling.points",
+    "ScalingResult": "planning.scaling.result",
     "Shard": "planning.shard",
     "SparseVoxels": "_voxels",
     "SparsityAwareProcessor": "chunk.sparse",
@@ -166,6 +171,7 @@ _HOMES = {
     "feature_mae": "voxel.grids",
     "find_gpu": "planning.gpus",
     "first_points": "points.voxels",
+    "fit_points": "planning.scaling.fit",
     "format_bytes": "_units",
     "fragments": "points.voxels",
     "get_preset_config": "planning.presets",
@@ -239,6 +245,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "ProgressiveTrainer",
     "ResumableBatchSampler",
     "ResumableLoader",
+    "ScalingPoint",
+    "ScalingResult",
     "Shard",
     "SparseVoxels",
     "SparsityAwareProcessor",
@@ -269,6 +277,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "feature_mae",
     "find_gpu",
     "first_points",
+    "fit_points",
     "format_bytes",
     "fragments",
     "get_preset_config",

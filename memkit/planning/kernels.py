@@ -93,6 +93,8 @@ def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any
 
 def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, *__: Any) -> tuple[Tensor, ...]:
     """OneDNN keeps gates and states for the backward: `set_workspace_sizes` in its `src/cpu/rnn/rnn_utils.cpp`."""
+    if not torch.is_grad_enabled():
+        return *out[:3], out[3].new_empty(0)
     num_steps, num_rows, width_in = x.shape
     width, itemsize = w_hidden.shape[1], x.dtype.itemsize
 

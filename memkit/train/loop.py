@@ -247,6 +247,7 @@ class MemoryEfficientTrainLoop:
             self._report_if_due(bar)
             if self._save_every and self.num_steps % self._save_every == 0:
                 self._save_once()
+        self.trainer.flush()  # under DDP other ranks may have more batches
         self._validate_if_due(at_end=True)
         if self._stop.is_set():
             return  # before the validation was done: the resumed run does it

@@ -26,7 +26,7 @@ class PlanCandidate:
         checkpoint: What is done with each treated block; empty where none is.
         required_bytes: What must fit into the budget.
         seconds: What the operators of a step take, by the plan's speeds.
-        measured_seconds: What a step took that was really run; None where none was.
+        measured_seconds: Processor time of a step that was really run; None where none was.
         fits: Whether it fits.
     """
 

@@ -82,9 +82,10 @@ class Trial:
     block_costs: Mapping[str, Mapping[Treatment, BlockCost]]
 
 
-TrainStep: TypeAlias = Callable[[Any, LossFn], object]
-# Gives the training step of an arrangement for the block; the step takes the whole batch, and runs the first two
-# micro-batches of it at most: a third finds what the second finds.
+# Takes the whole batch, and runs the first two micro-batches of it at most: a third finds what the second finds, but
+# for what each leaves until the end of the step (its loss). Returns how many bytes that is.
+TrainStep: TypeAlias = Callable[[Any, LossFn], int]
+# Gives the training step of an arrangement for the block.
 Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractContextManager[TrainStep]]
 
 
@@ -133,9 +134,10 @@ class Rehearsal:
                             stack.enter_context(trace)
                             stack.enter_context(recorder)
                             recorder.hold(model, batch)
-                        train_step(batch, _announced(loss_fn, trace))
+                        left_bytes = train_step(batch, _announced(loss_fn, trace))
         estimate = summarise(recorder, mode.guesses)
-        required_bytes = estimate.required_bytes
+        num_run = min(2, arrangement.accumulation_steps)
+        required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
         if device_type == "cpu":
             required_bytes += torch.get_rng_state().nbytes * (1 + len(arrangement.treatments)) + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)

@@ -40,6 +40,12 @@ class MemoryTestResult:
         device: What was measured on; None where all is predicted.
         curves: In the order in which they ran.
         capacities: The cards that they are compared with.
+
+    Example:
+        >>> import memkit as mk
+        >>> config = mk.MemoryTestConfig(num_test_points=2, max_edges=10_000, test_decoder=False)
+        >>> len(mk.run_memory_test(config).curves)
+        1
     """
 
     analysis: Analysis

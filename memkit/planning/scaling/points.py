@@ -25,6 +25,12 @@ class ScalingPoint:
         source: ``"fake"`` (a dry run without data) or ``"measured"``.
         requested_bytes: Size of the request that could not be met, where memory ran out.
         seconds: How long a measured step took.
+
+    Example:
+        >>> import memkit as mk
+        >>> point = mk.ScalingPoint(5000, "train", "ok", 25_274_568, "optimizer", "measured")
+        >>> mk.ScalingResult((point,), {}).peaks("train")
+        {5000: 25274568}
     """
 
     size: int

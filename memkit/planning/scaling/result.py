@@ -29,6 +29,16 @@ class ScalingResult:
     Attributes:
         points: By mode and size.
         law: The law of each mode that has one.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> def build_step(num_rows):
+        ...     layer, x = torch.nn.Linear(10, 10), torch.ones(num_rows, 10)
+        ...     return lambda: layer(x).sum().backward()
+        >>> result = mk.profile_scaling(build_step, sizes=[100, 200], modes=("train",))
+        >>> result.peaks("train")[200] == result.law["train"].predict(200)
+        True
     """
 
     points: tuple[ScalingPoint, ...]
