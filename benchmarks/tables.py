@@ -12,10 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables_plan, tables_runs, tables_voxel
 from benchmarks.markdown import table
-from benchmarks.tables_plan import block_treatments, s0_sweep
-from benchmarks.tables_runs import dryrun_scripts, kill_nine, loop_cost, loop_semantics
-from benchmarks.tables_voxel import clouds, clouds_far, clouds_oracles
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -365,15 +363,9 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         dry_run,
         public_runs,
         liger_rows,
-        dryrun_scripts,
-        kill_nine,
-        loop_cost,
-        loop_semantics,
-        block_treatments,
-        s0_sweep,
-        clouds,
-        clouds_far,
-        clouds_oracles,
+        *tables_plan.RENDERERS,
+        *tables_runs.RENDERERS,
+        *tables_voxel.RENDERERS,
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.markdown import table
@@ -37,3 +38,44 @@ def s0_sweep(result: dict[str, Any]) -> str:
         if name.startswith("edge MLP")
     ]
     return table(["MLP", "training", "inference"], rows)
+
+
+_ADVISED = {
+    "language": "transformer, text",
+    "unet": "3D U-Net, MNI152 brain",
+    "denoiser": "convolutions, a slice of it",
+    "edge_mlp": "edge MLP, fsaverage5",
+    "residual_net": "residual net with BatchNorm, digits",
+    "vae": "variational autoencoder, digits",
+    "point_net": "point net, fsaverage5",
+    "wide_mlp": "wide MLP, foreach AdamW",
+}
+
+
+def advice(result: dict[str, Any]) -> str:
+    def spread(rows: list[dict[str, Any]], key: str) -> str:
+        errors = [row[key] for row in rows if row.get(key) is not None]
+        return f"{statistics.median(errors):.1%} ({max(errors):.1%})" if errors else ""
+
+    table_rows = []
+    for model, figures in result["figures"]["models"].items():
+        verified = [row for row in figures["advice"].values() if row["status"] == "verified"]
+        best = max(verified, key=lambda row: row["allocator_saved_bytes"])
+        table_rows.append(
+            [
+                _ADVISED[model],
+                f"{figures['peak_bytes'] / 1e6:.1f} MB",
+                str(len(verified)),
+                f"{best['name']}: {best['allocator_saved_bytes'] / 1e6:.1f} MB",
+                f"{max(row['saved_off_by'] for row in verified):.1%}",
+                spread(verified, "allocator_off_by"),
+                spread(verified, "naive_off_by"),
+            ]
+        )
+    header = ["model", "plain peak", "verified", "saves most, by the allocator", "live tensors, largest error"]
+    return table(
+        [*header, "with what kernels take inside, median (largest)", "by subtraction, median (largest)"], table_rows
+    )
+
+
+RENDERERS = (block_treatments, s0_sweep, advice)

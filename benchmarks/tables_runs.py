@@ -64,3 +64,6 @@ def loop_cost(result: dict[str, Any]) -> str:
     }
     cost = result["figures"]["cost"]
     return table(["", "ratio"], [[text, f"{cost[name]['ratio']:.3f}"] for name, text in names.items()])
+
+
+RENDERERS = (dryrun_scripts, kill_nine, loop_cost, loop_semantics)

@@ -33,3 +33,6 @@ def clouds_oracles(result: dict[str, Any]) -> str:
         for name, row in result["figures"]["oracles"].items()
     ]
     return table(["metric", "memkit", "the other", "relative difference"], rows)
+
+
+RENDERERS = (clouds, clouds_far, clouds_oracles)

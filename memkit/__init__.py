@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
     from memkit._voxels import SparseVoxels
+    from memkit.assemble.advice.advise import advise
+    from memkit.assemble.advice.record import Advice, AdviceTable
     from memkit.assemble.density import DensityInvariantTrainer
     from memkit.assemble.density_records import PointBatch, PointScene
     from memkit.assemble.enhanced import create_enhanced_train_loop
@@ -100,6 +102,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Accuracy": "train.reducers",
+    "Advice": "assemble.advice.record",
+    "AdviceTable": "assemble.advice.record",
     "AllocatorSettings": "planning.card.allocator_settings",
     "BudgetBatchSampler": "points.batches",
     "CachingAllocator": "planning.card.allocator",
@@ -155,6 +159,7 @@ _HOMES = {
     "VoxelMetrics": "voxel.streaming",
     "VoxelScores": "voxel.grids",
     "WeightedMean": "train.reducers",
+    "advise": "assemble.advice.advise",
     "all_gpus": "planning.gpus",
     "atomic_steps": "train.transaction",
     "cached_backward": "train.contrastive",
@@ -205,6 +210,8 @@ _HOMES = {
 
 __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "Accuracy",
+    "Advice",
+    "AdviceTable",
     "AllocatorSettings",
     "BudgetBatchSampler",
     "CachingAllocator",
@@ -261,6 +268,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "VoxelScores",
     "WeightedMean",
     "__version__",
+    "advise",
     "all_gpus",
     "atomic_steps",
     "cached_backward",

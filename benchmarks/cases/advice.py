@@ -5,7 +5,7 @@ measured by the CPU allocator's own events, which count what kernels take inside
 same models in float64 for the gradients of what claims to be exact. Negative control: the saving as people reckon it,
 what the treated part holds at the peak subtracted.
 
-Run: python -m benchmarks.cases.advice   (10 minutes)
+Run: python -m benchmarks.cases.advice   (3 minutes)
 """
 
 from __future__ import annotations
