@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memkit.assemble.density import DensityInvariantTrainer
     from memkit.assemble.density_records import PointBatch, PointScene
     from memkit.assemble.enhanced import create_enhanced_train_loop
+    from memkit.assemble.prepare import PreparedTrainer, plan_training, prepare
     from memkit.assemble.report import write_report
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import Holder, MemoryEstimate
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
+    from memkit.planning.plan.plan import PlanCandidate, TrainingPlan
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.scaling.config import MemoryTestConfig
@@ -137,10 +139,12 @@ _HOMES = {
     "MemoryTestConfig": "planning.scaling.config",
     "MemoryTestResult": "planning.scaling.outputs",
     "NearestPoints": "voxel.nearest",
+    "PlanCandidate": "planning.plan.plan",
     "PointBatch": "assemble.density_records",
     "PointCloudMetrics": "voxel.streaming",
     "PointScene": "assemble.density_records",
     "PrecisionRecall": "voxel.clouds",
+    "PreparedTrainer": "assemble.prepare",
     "ProgressiveTrainer": "train.progressive",
     "ResumableBatchSampler": "train.order",
     "ResumableLoader": "train.order",
@@ -153,6 +157,7 @@ _HOMES = {
     "StateError": "_errors",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
+    "TrainingPlan": "planning.plan.plan",
     "TrainingStateManager": "train.state",
     "ValidationMonitor": "train.validation",
     "VirtualGPU": "planning.card.virtual_gpu",
@@ -191,7 +196,9 @@ _HOMES = {
     "offload_activations": "train.offload",
     "offload_state": "train.state_offload",
     "parse_bytes": "_units",
+    "plan_training": "assemble.prepare",
     "precision_recall": "voxel.clouds",
+    "prepare": "assemble.prepare",
     "print_config_summary": "planning.summary",
     "profile_scaling": "planning.scaling.profile",
     "read_memory_events": "_eventlog",
@@ -245,10 +252,12 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "MemoryTestConfig",
     "MemoryTestResult",
     "NearestPoints",
+    "PlanCandidate",
     "PointBatch",
     "PointCloudMetrics",
     "PointScene",
     "PrecisionRecall",
+    "PreparedTrainer",
     "ProgressiveTrainer",
     "ResumableBatchSampler",
     "ResumableLoader",
@@ -261,6 +270,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "StateError",
     "Tracker",
     "TrainingConfig",
+    "TrainingPlan",
     "TrainingStateManager",
     "ValidationMonitor",
     "VirtualGPU",
@@ -300,7 +310,9 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "offload_activations",
     "offload_state",
     "parse_bytes",
+    "plan_training",
     "precision_recall",
+    "prepare",
     "print_config_summary",
     "profile_scaling",
     "read_memory_events",

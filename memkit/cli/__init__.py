@@ -11,7 +11,7 @@ from memkit._errors import MemkitError
 from memkit._version import __version__
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
-_COMMANDS = ("compare", "convert", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
+_COMMANDS = ("check", "compare", "convert", "demo", "dryrun", "estimate", "gpus", "presets", "profile", "report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -28,6 +28,14 @@ class PlanCandidate:
         seconds: What the operators of a step take, by the plan's speeds.
         measured_seconds: Processor time of a step that was really run; None where none was.
         fits: Whether it fits.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> plan = mk.plan_training(model, torch.ones(8, 64), lambda m, x: m(x).square().mean(), budget="1GiB")
+        >>> plan.candidates[0].fits, plan.candidates[0].treatment
+        (True, '-')
     """
 
     micro_batch_size: int
@@ -75,7 +83,8 @@ class TrainingPlan:
             context. This fits into the budget.
         budget_bytes: The budget.
         predicted_seconds: What the operators of the planned step take, by `speeds`.
-        predicted_slowdown: That over the same figure of the whole batch at once, untreated, in the first precision.
+        predicted_slowdown: That over the same figure of the first candidate: the largest micro-batches allowed (the
+            whole batch, where it may be chosen), no block treated, in the first precision.
         estimate: The planned step's memory, taken apart.
         candidates: All that was tried, in that order.
         speeds: Where the times come from.
@@ -146,23 +155,28 @@ class TrainingPlan:
 
     def explain(self) -> str:
         """Return the frontier for people: all that was tried with why it lost, and a plot of time against memory."""
-        rows = [("rows x steps", "precision", "blocks", "needs", "time", "measured", "")]
-        for each in sorted(self.candidates, key=lambda each: each.seconds):
-            size = f"{each.micro_batch_size} x {each.accumulation_steps}"
-            time = f"{self._slowdown(each):.2f}"
-            measured = "-" if each.measured_seconds is None else f"{each.measured_seconds:.3g} s"
-            needs = format_bytes(each.required_bytes)
-            rows.append((size, each.precision or "-", each.treatment, needs, time, measured, self._verdict(each)))
+        columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
+        rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         where = f"budget {format_bytes(self.budget_bytes)}; peak in {self.estimate.peak_where}"
-        notes = [where, f"time: over that of the whole batch as it is, by {self.speeds}", *self.notes]
+        notes = [where, f"time: over that of the largest micro-batches, untreated, by {self.speeds}", *self.notes]
         return "\n".join([*lines, "", *self._plot(), "", *notes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON."""
         figures = {**asdict(self), "estimate": self.estimate.as_dict(), "notes": list(self.notes)}
         return figures | {"candidates": [asdict(each) for each in self.candidates]}
+
+    def _row(self, candidate: PlanCandidate) -> list[str]:
+        return [
+            f"{candidate.micro_batch_size} x {candidate.accumulation_steps}",
+            candidate.precision or "-",
+            candidate.treatment,
+            format_bytes(candidate.required_bytes),
+            f"{self._slowdown(candidate):.2f}",
+            self._verdict(candidate),
+        ]
 
     def _slowdown(self, candidate: PlanCandidate) -> float:
         return candidate.seconds / self.predicted_seconds * self.predicted_slowdown
@@ -172,13 +186,12 @@ class TrainingPlan:
         return same_size and candidate.checkpoint == (self.checkpoint or {})
 
     def _verdict(self, candidate: PlanCandidate) -> str:
+        measured = "" if candidate.measured_seconds is None else f", {candidate.measured_seconds:.3g} s when run"
         if self._is_chosen(candidate):
-            return "<- chosen"
+            return f"<- chosen{measured}"
         if not candidate.fits:
             return f"{format_bytes(candidate.required_bytes - self.budget_bytes)} too much"
-        if candidate.measured_seconds is not None:
-            return "slower when run"
-        return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one"
+        return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one{measured}"
 
     def _plot(self) -> list[str]:
         """Time upwards, memory to the right, the budget as a line."""

@@ -22,7 +22,7 @@ from memkit.planning.plan.speeds import Speeds
 Treatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
 # What treating a block takes in Python for each of its operators, in launches: as measured on tiny blocks on a CPU.
-_PYTHON_LAUNCHES: dict[Treatment, int] = {"selective": 50, "full": 25, "offload": 6}
+_PYTHON_LAUNCHES: dict[Treatment, int] = {"selective": 35, "full": 20, "offload": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Rehearsal:
     """The user's step, and where it is rehearsed.
 
     Attributes:
-        block_names: Blocks that can be treated.
+        blocks: Modules that can be treated, by name.
         kept_operators: Those whose results a "selective" block keeps.
         num_rows: Rows of the batch.
     """
@@ -107,7 +107,7 @@ class Rehearsal:
     stage: Callable[[float | None], AbstractContextManager[Stage]]
     arrange: Arrange
     speeds: Speeds
-    block_names: tuple[str, ...]
+    blocks: Mapping[str, nn.Module]
     kept_operators: frozenset[Any]
     num_rows: int
 
@@ -118,7 +118,7 @@ class Rehearsal:
             arrangement: How.
             plain: The trial of the same micro-batches without treatments; None where there are none.
         """
-        blocks = {self.model.get_submodule(name): name for name in self.block_names}
+        names = {block: name for name, block in self.blocks.items()}
         with (
             as_by_itself(),
             self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
@@ -128,7 +128,7 @@ class Rehearsal:
             optimizer = optimizer_maker(given)(model.parameters())
             with self.arrange(model, optimizer, arrangement) as train_step:
                 for is_recorded in (has_past, True):
-                    trace, recorder = StepTrace(self.speeds, blocks, self.kept_operators), make_recorder()
+                    trace, recorder = StepTrace(self.speeds, names, self.kept_operators), make_recorder()
                     with contextlib.ExitStack() as stack:
                         if is_recorded:
                             stack.enter_context(trace)
@@ -181,7 +181,7 @@ class Rehearsal:
 
     def _saved_bytes(self, recording: Recording) -> dict[str, tuple[int, int]]:
         """What each block's forward keeps for its backward: all of it, and what selective treatment leaves there."""
-        saved = dict.fromkeys(self.block_names, (0, 0))
+        saved = dict.fromkeys(self.blocks, (0, 0))
         kept_names = {str(each) for each in self.kept_operators}
         for storage in recording.storages():
             owner = next((name for name in saved if f"{storage.module}.".startswith(f"{name}.")), None)

@@ -1,0 +1,60 @@
+"""`memkit check`: habits in training scripts that cost memory, found without running them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from memkit.check.check import RULES, CheckResult, check_paths
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser("check", help="find habits in scripts that cost memory, without running them")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="a .py, .ipynb or .sh file, or a folder")
+    parser.add_argument("--select", metavar="RULES", default="", help="check only these rules, with commas between")
+    parser.add_argument("--ignore", metavar="RULES", default="", help="leave these rules out, with commas between")
+    parser.add_argument("--list-rules", action="store_true", help="show the rules and stop")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.list_rules:
+        _show_rules(as_json=arguments.json)
+        return 0
+    if not arguments.paths:
+        arguments.parser.error("a file or a folder is needed")
+    result = check_paths(arguments.paths, select=_ids(arguments.select), ignore=_ids(arguments.ignore))
+    if arguments.json:
+        unread = [{"path": path, "reason": reason} for path, reason in result.unread]
+        findings = [finding.as_dict() for finding in result.findings]
+        print(json.dumps({"findings": findings, "num_files": result.num_files, "unread": unread}, indent=2))
+    else:
+        _show(result)
+    for path, reason in result.unread:
+        print(f"memkit: cannot check {path}: {reason}", file=sys.stderr)
+    return 2 if result.unread else int(bool(result.findings))
+
+
+def _ids(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _show(result: CheckResult) -> None:
+    for finding in result.findings:
+        print(finding)
+    num_errors = sum(finding.level == "error" for finding in result.findings)
+    num_warnings = len(result.findings) - num_errors
+    print(f"{result.num_files} files: {num_errors} errors, {num_warnings} warnings")
+
+
+def _show_rules(*, as_json: bool) -> None:
+    if as_json:
+        fields = ("id", "level", "what", "why", "figure", "fix")
+        print(json.dumps([{name: getattr(rule, name) for name in fields} for rule in RULES], indent=2))
+        return
+    width = max(len(rule.id) for rule in RULES)
+    for rule in RULES:
+        print(f"{rule.id:<{width}}  {rule.level:<7}  {rule.what}")
