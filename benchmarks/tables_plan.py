@@ -78,4 +78,46 @@ def advice(result: dict[str, Any]) -> str:
     )
 
 
-RENDERERS = (block_treatments, s0_sweep, advice)
+def scaling_law(result: dict[str, Any]) -> str:
+    rows = []
+    for family, modes in result["figures"]["families"].items():
+        row = modes["train"]
+        if row["tier"] != "structural":
+            rows.append([family, row["n"], row["tier"], "", f"{row['seconds']:.1f} s", "", "", ""])
+            continue
+        real = row.get("predicted_over_real")
+        inside = row.get("real_is_in_interval")
+        rows.append(
+            [
+                family,
+                row["n"],
+                f"structural, order {row['order']}",
+                f"{row['predicted_over_dry_run']:.7f}",
+                f"{row['seconds']:.1f} s",
+                f"{row['secant_over_actual']:.3f}",
+                "" if real is None else f"{real:.7f}",
+                "" if inside is None else "yes" if inside else "no",
+            ]
+        )
+    header = ["step", "n", "law", "law over dry run, 100 times as large", "processor time", "secant over dry run"]
+    return table([*header, "law over a real run that fits", "real run within the interval"], rows)
+
+
+def planner(result: dict[str, Any]) -> str:
+    rows = []
+    for model, row in result["figures"].items():
+        budgets = row["budgets"]
+        rows.append(
+            [
+                model,
+                f"{sum(each['fits'] for each in budgets)} of {len(budgets)}",
+                ", ".join(f"{each['time_over_best']:.2f}" for each in budgets),
+                ", ".join(f"{each['by_prediction_over_best']:.2f}" for each in budgets),
+                f"{max(each['gradient_error'] for each in budgets):.1e}",
+            ]
+        )
+    header = ["model", "budgets that held", "time over the best that fits, `measure=True`", "by predicted times alone"]
+    return table([*header, "gradient error, float64"], rows)
+
+
+RENDERERS = (block_treatments, s0_sweep, advice, scaling_law, planner)
