@@ -6,6 +6,7 @@ import argparse
 
 from memkit._errors import InputError
 from memkit._eventlog import read_memory_events
+from memkit.cli._collector import without_collector
 from memkit.report.build import build_comparison
 from memkit.report.write import check_target, render, save_report
 
@@ -21,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_run)
 
 
+@without_collector
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         check_target(arguments.output)  # before the work

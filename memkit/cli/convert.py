@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from memkit._eventlog import read_memory_events
+from memkit.cli._collector import without_collector
 from memkit.report.exports import check_new, export_log
 
 _SUFFIXES = {"perfetto": ".trace.json", "csv": ".csv", "jsonl": ".jsonl", "snapshot": ".pickle"}
@@ -25,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_run)
 
 
+@without_collector
 def _run(arguments: argparse.Namespace) -> int:
     output = arguments.output or Path(arguments.log).with_suffix(_SUFFIXES[arguments.to])
     check_new(output)  # before the work

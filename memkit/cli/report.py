@@ -6,6 +6,7 @@ import argparse
 
 from memkit._eventlog import read_memory_events
 from memkit.assemble.report import make_report
+from memkit.cli._collector import without_collector
 from memkit.report.write import SUFFIXES, check_target, save_report
 
 _OUTPUT = "memory_analysis_report.md"
@@ -24,6 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_run)
 
 
+@without_collector
 def _run(arguments: argparse.Namespace) -> int:
     check_target(arguments.output)  # before the work
     report = make_report(
