@@ -35,4 +35,36 @@ def clouds_oracles(result: dict[str, Any]) -> str:
     return table(["metric", "memkit", "the other", "relative difference"], rows)
 
 
-RENDERERS = (clouds, clouds_far, clouds_oracles)
+def voxel_losses(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    of_plain = figures["perceptual"]["4 x 64^3"]["plain"]["peak_bytes"]
+    rows = [
+        [
+            way,
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            f"1/{of_plain / row['peak_bytes']:.1f}",
+            f"{figures['time_of_plain'][way]:.2f}",
+        ]
+        for way, row in figures["perceptual"]["4 x 64^3"].items()
+    ]
+    return table(["way", "peak, 4 × 4 × 64³", "of plain", "time, 2 × 4 × 48³"], rows)
+
+
+def voxel_losses_growth(result: dict[str, Any]) -> str:
+    rows = [
+        [way, *(f"{num_bytes / 2**20:,.1f} MiB" for num_bytes in peaks.values())]
+        for way, peaks in result["figures"]["growth"].items()
+    ]
+    return table(["way", "2 samples", "4", "8"], rows)
+
+
+def voxel_losses_grids(result: dict[str, Any]) -> str:
+    rows = [
+        [f"{name}, {way}", f"{row['peaks_in_grids'][way]:.2f}", f"{row['time_of_plain'][way]:.2f}"]
+        for name, row in result["figures"]["grids"].items()
+        for way in ("plain", "memkit")
+    ]
+    return table(["loss", "peak", "time"], rows)
+
+
+RENDERERS = (clouds, clouds_far, clouds_oracles, voxel_losses, voxel_losses_growth, voxel_losses_grids)

@@ -1,0 +1,154 @@
+"""Several losses with weights that may change over the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from memkit._errors import FileFormatError, InputTypeError, StateError
+from memkit.voxel.settings import Checker
+
+Loss: TypeAlias = Callable[..., Tensor]
+Weight: TypeAlias = float | Callable[[int], float]
+_VERSION = 1
+_TOTAL = "total"
+
+
+class CompositeLoss3D(nn.Module):
+    """A weighted sum of losses, with each one's last value for the log.
+
+    Args:
+        losses: ``{name: (loss, weight)}``. A loss is any ``loss(prediction, target)`` that returns a 0-dim tensor; a
+            weight is a number, or a schedule: a function of the step's number. A loss of weight 0 is not computed.
+
+    Attributes:
+        values: Of the last forward: each loss without its weight, and ``"total"``; 0-dim tensors without a graph, still
+            on their device. A loss that was not computed is missing.
+        num_steps: How often `step` was called; what schedules are asked with. Part of the state_dict.
+
+    Raises:
+        ConfigError: There is no loss, or a name, a loss or a weight is none.
+
+    Memory cost: what its losses cost, one after another; each of memkit's keeps one gradient of the prediction until
+    backward.
+
+    Source: `docs/losses.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> loss = mk.CompositeLoss3D(
+        ...     {
+        ...         "voxels": (mk.OccupancyAwareLoss(), 1.0),
+        ...         "edges": (mk.StructurePreservingLoss(), lambda step: min(1.0, step / 100)),
+        ...     }
+        ... )
+        >>> prediction = torch.zeros(1, 1, 4, 4, 4, requires_grad=True)
+        >>> loss(prediction, torch.ones(1, 1, 4, 4, 4)).backward()
+        >>> {name: value.item() for name, value in loss.values.items()}
+        {'voxels': 1.0, 'total': 1.0}
+        >>> loss.step()  # once for each optimiser step
+        >>> total = loss(prediction, torch.ones(1, 1, 4, 4, 4))
+        >>> sorted(loss.values), loss.weights()
+        (['edges', 'total', 'voxels'], {'voxels': 1.0, 'edges': 0.01})
+    """
+
+    def __init__(self, losses: Mapping[str, tuple[Loss, Weight]]) -> None:
+        super().__init__()
+        check = Checker("CompositeLoss3D({...})")
+        given: Any = losses
+        if not isinstance(given, Mapping) or not given:
+            raise check.refuse("losses", losses, "{name: (loss, weight)}, with one loss at least")
+        self.losses: dict[str, Loss] = {}
+        self._weights: dict[str, Weight] = {}
+        for name, pair in given.items():
+            if not isinstance(name, str) or not name.isidentifier() or name == _TOTAL or hasattr(nn.ModuleDict, name):
+                raise check.refuse("losses", name, f"names like 'edges'; not {_TOTAL!r}, nor a method of nn.ModuleDict")
+            loss, weight = check.items(name, pair, 2)
+            if not callable(loss):
+                raise check.refuse(name, loss, "a function or module of (prediction, target)")
+            self.losses[name] = loss
+            self._weights[name] = weight if callable(weight) else check.number(name, weight)
+        # Those that are modules move with this one, and are saved with it.
+        self.parts = nn.ModuleDict({name: each for name, each in self.losses.items() if isinstance(each, nn.Module)})
+        self.values: dict[str, Tensor] = {}
+        self.num_steps = 0
+
+    def weights(self) -> dict[str, float]:
+        """The weights at this step.
+
+        Raises:
+            ConfigError: A schedule returned no finite number.
+        """
+        check = Checker(f"CompositeLoss3D({{...}}).weights() at step {self.num_steps}")
+        return {
+            name: check.number(name, weight(self.num_steps) if callable(weight) else weight)
+            for name, weight in self._weights.items()
+        }
+
+    def forward(self, prediction: Any, target: Any) -> Tensor:
+        """Add up the losses.
+
+        Args:
+            prediction: What the losses take.
+            target: What the losses take.
+
+        Returns:
+            The weighted sum, 0-dim.
+
+        Raises:
+            ConfigError: A schedule returned no finite number.
+            InputTypeError: A loss returned no 0-dim tensor.
+            StateError: All weights are zero at this step.
+        """
+        call = "CompositeLoss3D({...})(prediction, target)"
+        weights = {name: weight for name, weight in self.weights().items() if weight}
+        if not weights:
+            raise StateError(
+                call,
+                got=f"weights that are all zero at step {self.num_steps}",
+                expected="one at least that is not",
+                fix="let one schedule begin above zero.",
+            )
+        self.values = {}
+        terms = []
+        for name, weight in weights.items():
+            value: Any = self.losses[name](prediction, target)
+            if not isinstance(value, Tensor) or value.dim():
+                what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise InputTypeError(
+                    call,
+                    got=f"{what} from {name!r}",
+                    expected="a 0-dim tensor",
+                    fix="average inside of the loss: reduction='mean'.",
+                )
+            self.values[name] = value.detach()
+            terms.append(value * weight)
+        total: Tensor = sum(terms[1:], terms[0])
+        self.values[_TOTAL] = total.detach()
+        return total
+
+    def step(self) -> None:
+        """Count a step of the optimiser: schedules go on. Like a learning-rate scheduler's."""
+        self.num_steps += 1
+
+    def get_extra_state(self) -> dict[str, int]:
+        """What the state_dict holds besides the losses' own: the number of steps."""
+        return {"version": _VERSION, "num_steps": self.num_steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Go on from `get_extra_state`.
+
+        Raises:
+            FileFormatError: It is another version's.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != _VERSION:
+            raise FileFormatError(
+                "CompositeLoss3D({...}).load_state_dict(state)",
+                got=repr(state)[:80],
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
+        self.num_steps = state["num_steps"]

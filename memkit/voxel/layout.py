@@ -1,0 +1,186 @@
+"""What the channels of a volume mean, and where it lies in space: without that, a flip can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memkit._voxels import Triple
+from memkit.voxel.settings import Checker
+
+KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
+_CENTRAL = 1e-3  # of a voxel: a sensor this near to the middle is in the middle
+
+
+class VectorField(NamedTuple):
+    """The channels that hold one vector; z is None where the volume has none."""
+
+    x: int
+    y: int
+    z: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VoxelLayout:
+    """The channels of a volume (C, D, H, W), and its frame.
+
+    Attributes:
+        channels: What each channel is: ``"occupancy"``; ``"count"`` (of points); ``"intensity"``; ``"doppler"`` (radial
+            velocity, seen from the sensor); ``"scalar"`` (anything that no turn changes); ``"vector:x"``,
+            ``"vector:y"``, ``"vector:z"`` for a vector's components, with a name behind them where there is more than
+            one vector: ``"vector:x:normal"``.
+        axes: Which axis runs along D, H and W: ``"XYZ"``, or ``"ZYX"`` where D is the height.
+        voxel_size: Metres along X, Y and Z.
+        origin: Where the grid's corner at voxel (0, 0, 0) lies, in metres along X, Y and Z, in the frame of the points.
+        sensor_origin: Where the sensor is, in the same frame. Needed with a Doppler channel.
+        empty_value: What an empty voxel holds: one number, or one for each channel (-1 for data scaled to [-1, 1]).
+        value_range: For each channel the lowest and highest value it may have, or None. Jitter and noise stay within
+            it. A vector's range is symmetric, or a change of sign would leave it.
+
+    Raises:
+        ConfigError: A key has a wrong value; the message names it.
+
+    Source: `docs/augmentation.md`.
+
+    Example:
+        >>> import memkit as mk
+        >>> layout = mk.VoxelLayout(
+        ...     ("occupancy", "intensity", "doppler"),
+        ...     voxel_size=(0.2, 0.2, 0.4),
+        ...     origin=(0.0, -12.8, -2.0),
+        ...     sensor_origin=(0.0, 0.0, 0.0),
+        ... )
+        >>> layout.off_centre((64, 128, 10))
+        'X'
+    """
+
+    channels: Sequence[str]
+    _: KW_ONLY
+    axes: str = "XYZ"
+    voxel_size: Sequence[float] = (1.0, 1.0, 1.0)
+    origin: Sequence[float] = (0.0, 0.0, 0.0)
+    sensor_origin: Sequence[float] | None = None
+    empty_value: float | Sequence[float] = 0.0
+    value_range: Sequence[Sequence[float] | None] | None = None
+
+    def __post_init__(self) -> None:
+        check = Checker("VoxelLayout(...)")
+        channels = check.items("channels", self.channels)
+        if not channels:
+            raise check.refuse("channels", channels, "one kind for each channel")
+        for kind in channels:
+            if not (isinstance(kind, str) and (kind in KINDS or _is_component(kind))):
+                raise check.refuse(
+                    "channels", kind, f"of {', '.join(KINDS)}, vector:x, vector:y, vector:z, vector:x:<name> and so on"
+                )
+        if len(check.axes("axes", self.axes)) != 3:
+            raise check.refuse("axes", self.axes, "the letters X, Y and Z in the order of D, H and W")
+        sensor = None if self.sensor_origin is None else check.triple("sensor_origin", self.sensor_origin)
+        if sensor is None and "doppler" in channels:
+            raise check.refuse("sensor_origin", None, "three numbers, as a Doppler channel is seen from a sensor")
+        empty = self.empty_value
+        is_list = isinstance(empty, (list, tuple))
+        empties = check.items("empty_value", empty if is_list else (empty,) * len(channels), len(channels))
+        ranges = (None,) * len(channels)
+        if self.value_range is not None:
+            ranges = check.items("value_range", self.value_range, len(channels))
+        voxel_size = check.triple("voxel_size", self.voxel_size)
+        if min(voxel_size) <= 0:
+            raise check.refuse("voxel_size", voxel_size, "sizes above zero")
+        values = {
+            "channels": channels,
+            "voxel_size": voxel_size,
+            "origin": check.triple("origin", self.origin),
+            "sensor_origin": sensor,
+            "empty_value": tuple(check.number("empty_value", each) for each in empties),
+            "value_range": tuple(_range(check, kind, each) for kind, each in zip(channels, ranges, strict=True)),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        _ = self.vectors  # refuses one that is not whole
+
+    @property
+    def empties(self) -> tuple[float, ...]:
+        """What an empty voxel holds, for each channel."""
+        assert isinstance(self.empty_value, tuple)  # noqa: S101 # made so above
+        return self.empty_value
+
+    @property
+    def vectors(self) -> tuple[VectorField, ...]:
+        """The channels that hold vectors."""
+        check = Checker("VoxelLayout(...)")
+        fields: dict[str, dict[str, int]] = {}
+        for channel, kind in enumerate(self.channels):
+            if _is_component(kind):
+                component, _, name = kind.removeprefix("vector:").partition(":")
+                if component in fields.setdefault(name, {}):
+                    raise check.refuse("channels", kind, "each component of a vector once; name a second vector's")
+                fields[name][component] = channel
+        for each in fields.values():
+            if not {"x", "y"} <= each.keys():
+                raise check.refuse("channels", self.channels, "a vector's x and y together, as a turn mixes them")
+        return tuple(VectorField(each["x"], each["y"], each.get("z")) for each in fields.values())
+
+    def dim(self, axis: str) -> int:
+        """Which of D, H, W (0, 1, 2) an axis runs along."""
+        return self.axes.index(axis)
+
+    def centre(self, shape: Triple) -> tuple[float, float, float]:
+        """The middle of a grid (D, H, W): metres along X, Y and Z."""
+        x, y, z = (
+            start + size * shape[self.dim(axis)] / 2
+            for axis, start, size in zip("XYZ", self.origin, self.voxel_size, strict=True)
+        )
+        return x, y, z
+
+    def is_square(self, shape: Triple) -> bool:
+        """Whether a quarter turn in XY brings a grid (D, H, W) onto itself."""
+        return shape[self.dim("X")] == shape[self.dim("Y")] and self.voxel_size[0] == self.voxel_size[1]
+
+    def off_centre(self, shape: Triple) -> str:
+        """The axes along which the sensor is not in the middle of a grid (D, H, W); none where no sensor is given."""
+        if self.sensor_origin is None:
+            return ""
+        places = zip("XYZ", self.sensor_origin, self.centre(shape), self.voxel_size, strict=True)
+        return "".join(axis for axis, sensor, middle, size in places if abs(sensor - middle) > _CENTRAL * size)
+
+    def occupied(self, volume: Tensor) -> Tensor:
+        """Which voxels are not empty: (C, ...) to (...) bool.
+
+        The occupancy channel says it, else that of counts; without both, a voxel is occupied that differs from the
+        empty value in some channel.
+        """
+        for kind in ("occupancy", "count"):
+            if kind in self.channels:
+                channel = list(self.channels).index(kind)
+                return volume[channel] != self.empties[channel]
+        mask = torch.zeros(volume.shape[1:], dtype=torch.bool, device=volume.device)
+        for values, empty in zip(volume, self.empties, strict=True):
+            mask |= values != empty
+        return mask
+
+
+def refuse_no_layout(check: Checker, layout: object) -> None:
+    """Refuse what is neither a layout nor None."""
+    if not isinstance(layout, VoxelLayout | None):
+        raise check.refuse("layout", layout, "a VoxelLayout or None")
+
+
+def _is_component(kind: object) -> bool:
+    if not isinstance(kind, str) or not kind.startswith("vector:"):
+        return False
+    component, colon, name = kind.removeprefix("vector:").partition(":")
+    return component in {"x", "y", "z"} and bool(name) == bool(colon)
+
+
+def _range(check: Checker, kind: str, given: object) -> tuple[float, float] | None:
+    if given is None:
+        return None
+    low, high = (check.number("value_range", each) for each in check.items("value_range", given, 2))
+    if low > high or (_is_component(kind) and low != -high):
+        raise check.refuse("value_range", given, "the lower end first, and for a vector's component low = -high")
+    return low, high

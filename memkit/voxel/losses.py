@@ -1,0 +1,224 @@
+"""Losses that know what voxels and points are: structure, occupancy, distance of clouds."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memkit._errors import InputError
+from memkit._streamed import Gradients, with_gradients
+from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.nearest import Backend
+from memkit.voxel.pairs import check_pair, mean_of_samples, work_dtype
+from memkit.voxel.settings import Checker
+
+VoxelKind = Literal["l1", "mse", "bce"]
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "l1": F.l1_loss,
+    "mse": F.mse_loss,
+    "bce": F.binary_cross_entropy_with_logits,
+}
+
+
+class StructurePreservingLoss(nn.Module):
+    """How far the differences of neighbouring voxels are apart: edges count, and not a constant offset.
+
+    The mean absolute difference of the finite differences along D, H and W, averaged over the three axes. An axis of
+    one voxel counts as 0. Computed in float32, with its gradient, one sample at a time.
+
+    Memory cost: one gradient of the prediction in float32, and two volumes of one sample.
+
+    Source: the gradient difference loss of Mathieu et al. 2016 in 3D, of the differences' own signs; `docs/losses.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> target = torch.rand(1, 1, 4, 4, 4)
+        >>> loss = mk.StructurePreservingLoss()
+        >>> bool(loss(target + 5, target) < 1e-5), bool(loss(target * 5, target) > 0.1)
+        (True, True)
+    """
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compare two volumes.
+
+        Args:
+            prediction: (B, C, D, H, W), floating.
+            target: The same shape, any real dtype; it gets no gradient.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            InputTypeError: What came is no tensor of numbers.
+            InputError: Shapes or devices differ, or the volumes hold nothing.
+            StateError: In backward with ``create_graph=True``.
+        """
+        call = "StructurePreservingLoss()(prediction, target)"
+        prediction, target = check_pair(call, prediction, target)
+        return with_gradients(functools.partial(_structure, prediction, target), [prediction], call=call)
+
+
+@torch.no_grad()
+def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
+    dtype = work_dtype(prediction)
+    total = torch.zeros((), dtype=dtype, device=prediction.device)
+    gradient = torch.zeros_like(prediction, dtype=dtype) if needs[0] else None
+    for sample, (ours, theirs) in enumerate(zip(prediction, target, strict=True)):
+        residual = ours.to(dtype) - theirs.to(dtype)  # differences are linear: that of two volumes' is the residual's
+        for axis in (1, 2, 3):
+            difference = residual.diff(dim=axis)
+            if not difference.numel():
+                continue
+            share = 1 / (3 * len(prediction) * difference.numel())
+            total += difference.abs().sum() * share
+            if gradient is not None:
+                difference.sign_().mul_(share)
+                length = difference.shape[axis]
+                gradient[sample].narrow(axis, 1, length).add_(difference)
+                gradient[sample].narrow(axis, 0, length).sub_(difference)
+    return total, [gradient]
+
+
+class OccupancyAwareLoss(nn.Module):
+    """A mean over voxels in which the occupied ones count more: in a sparse grid empty space would outvote them.
+
+    The weighted mean within each sample, then the mean over samples: a constant error keeps its size whatever is
+    occupied, and micro-batches add up to the batch. Computed in float32 whatever the precision around it.
+
+    Args:
+        occupied_weight: What a voxel counts that is occupied in the target; an empty one counts 1.
+        kind: ``"l1"``, ``"mse"``, or ``"bce"``: the prediction is logits, the target in [0, 1].
+        layout: Says which voxels are occupied. Without it, those whose target is not zero in some channel.
+
+    Raises:
+        ConfigError: The weight is no number above zero, or the kind is unknown.
+
+    Memory cost: one gradient of the prediction, and two volumes of one sample.
+
+    Source: `docs/losses.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> target = torch.zeros(1, 1, 2, 2, 2)
+        >>> target[0, 0, 0, 0, 0] = 1
+        >>> loss = mk.OccupancyAwareLoss(occupied_weight=3.0)
+        >>> round(loss(torch.zeros_like(target), target).item(), 6)  # 3 of 7 + 3
+        0.3
+    """
+
+    def __init__(
+        self, occupied_weight: float = 10.0, *, kind: VoxelKind = "l1", layout: VoxelLayout | None = None
+    ) -> None:
+        super().__init__()
+        check = Checker("OccupancyAwareLoss(...)")
+        self.occupied_weight = check.number("occupied_weight", occupied_weight, 1e-6, 1e6)
+        self.kind = check.choice("kind", kind, _LOSSES)
+        self.layout = layout
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compare two volumes.
+
+        Args:
+            prediction: (B, C, D, H, W), floating.
+            target: The same shape, any real dtype; it gets no gradient.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            InputTypeError: What came is no tensor of numbers.
+            InputError: Shapes or devices differ, the volumes hold nothing, or have not the layout's channels.
+            StateError: In backward with ``create_graph=True``.
+        """
+        call = "OccupancyAwareLoss(...)(prediction, target)"
+        prediction, target = check_pair(call, prediction, target)
+        if self.layout is not None and len(self.layout.channels) != prediction.shape[1]:
+            raise InputError(
+                call,
+                got=f"volumes of {prediction.shape[1]} channels",
+                expected=f"those of the layout: {', '.join(self.layout.channels)}",
+                fix="name each channel in VoxelLayout(channels=[...]).",
+            )
+        return mean_of_samples(self._sum, prediction, target, chunk_size=1, call=call)
+
+    def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Of one sample: (1, C, D, H, W)."""
+        is_occupied = (target[0] != 0).any(0) if self.layout is None else self.layout.occupied(target[0])
+        weights = torch.where(is_occupied, self.occupied_weight, 1.0).to(prediction.dtype)
+        # Over the channels first: the weights need no room for each of them.
+        losses = _LOSSES[self.kind](prediction[0], target[0], reduction="none").mean(0)
+        return (losses * weights).sum() / weights.sum()
+
+
+class ChamferLoss(nn.Module):
+    """The Chamfer distance of clouds as a loss that is always finite: see `memkit.chamfer_distance`.
+
+    Args:
+        empty_distance: What a pair counts of which one cloud is empty, in the unit of the distance: squared where the
+            convention squares. It has no gradient, as there is no point to move. Both empty: 0.
+        convention: As for `memkit.chamfer_distance`.
+        backend: As for `memkit.nearest_points`.
+        memory_budget: As for `memkit.nearest_points`.
+
+    Raises:
+        ConfigError: ``empty_distance`` is no finite number from zero on.
+
+    Memory cost: see `memkit.chamfer_distance`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> loss = mk.ChamferLoss(empty_distance=100.0)
+        >>> cloud = torch.rand(5, 3, requires_grad=True)
+        >>> loss([cloud, cloud[:0]], [cloud.detach(), cloud.detach()]).item()
+        50.0
+    """
+
+    def __init__(
+        self,
+        *,
+        empty_distance: float,
+        convention: ConventionName | ChamferConvention = "pytorch3d",
+        backend: Backend = "auto",
+        memory_budget: int | str = "16MiB",
+    ) -> None:
+        super().__init__()
+        self.empty_distance = Checker("ChamferLoss(...)").number("empty_distance", empty_distance, 0.0, math.inf)
+        self.convention = convention
+        self.backend = backend
+        self.memory_budget = memory_budget
+
+    def forward(self, prediction: Cloud, target: Cloud) -> Tensor:
+        """Compare clouds.
+
+        Args:
+            prediction: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), of which the mean is taken.
+            target: The other cloud or clouds; they get gradients too.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            ConfigError: The convention or the back end is unknown.
+            InputTypeError: What came is no cloud.
+            InputError: The batches disagree, or a coordinate is not finite.
+        """
+        return chamfer_distance(
+            prediction,
+            target,
+            convention=self.convention,
+            empty_distance=self.empty_distance,
+            backend=self.backend,
+            memory_budget=self.memory_budget,
+        )

@@ -1,0 +1,237 @@
+"""Perceptual losses: how far two volumes are apart in the features of a frozen network, a few samples at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit._errors import InputError, InputTypeError
+from memkit._streamed import Gradients, with_gradients
+from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
+from memkit.voxel.pairs import check_pair, mean_of_samples
+from memkit.voxel.settings import Checker
+
+_CALL = "Perceptual3DLoss(...)(prediction, target)"
+_SLICES = "SliceLoss(...)(prediction, target)"
+_EPSILON = 1e-4  # inside the root of the norm: an empty voxel's gradient is finite, and at most some tens
+_AXES = {"D": 2, "H": 3, "W": 4}
+
+
+class Perceptual3DLoss(FrozenNetworkLoss):
+    """How far two volumes are apart in the features of a frozen 3D network.
+
+    Features are scaled to unit length in each voxel; the loss is the squared distance, averaged over voxels and samples
+    and added up over the network's levels. The network needs no download: random convolutions compare structure at
+    several scales. It is drawn from the seed, so it is the same on every rank and after a restart. Give ``extractor``
+    to use a trained one.
+
+    The gradient is computed inside the forward, ``chunk_size`` samples at a time, so that memory does not grow with the
+    batch but by the gradient itself. Autocast is off inside: value and gradient are those of float32.
+
+    Args:
+        in_channels: C of the volumes, for the random network.
+        base_channels: Channels of its first level; each further level has twice as many.
+        use_checkpoint: Recompute the features inside a stage in place of keeping them; costs one more forward.
+        num_levels: Levels of the random network; each but the first halves the size.
+        extractor: A network in place of the random one. Of an `nn.Sequential` the features after each stage are
+            compared, else the tensor or the list of tensors (B, C, ...) that it returns. It is frozen and put into eval
+            mode.
+        seed: Of the random network.
+        chunk_size: Samples at a time.
+
+    Raises:
+        ConfigError: A setting is no whole number above zero.
+
+    Memory cost: a volume's features on all levels, for ``chunk_size`` samples, and one gradient of the prediction.
+
+    Source: LPIPS (Zhang et al. 2018) in 3D; `docs/losses.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> loss = mk.Perceptual3DLoss(in_channels=4, base_channels=8)
+        >>> target = (torch.rand(2, 4, 16, 16, 16) > 0.9).float()
+        >>> prediction = torch.zeros_like(target, requires_grad=True)
+        >>> loss(prediction, target).backward()
+        >>> bool(prediction.grad.isfinite().all()), loss(target, target).item(), list(loss.state_dict())
+        (True, 0.0, [])
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 4,
+        base_channels: int = 32,
+        use_checkpoint: bool = False,  # noqa: FBT001, FBT002 - users write it so
+        *,
+        num_levels: int = 4,
+        extractor: nn.Module | None = None,
+        seed: int = 0,
+        chunk_size: int = 1,
+    ) -> None:
+        check = Checker("Perceptual3DLoss(...)")
+        is_random = extractor is None
+        if extractor is None:
+            extractor = random_extractor(
+                check.whole("in_channels", in_channels, 1),
+                check.whole("base_channels", base_channels, 1),
+                check.whole("num_levels", num_levels, 1),
+                seed=check.whole("seed", seed),
+            )
+        super().__init__(extractor)
+        self.in_channels = in_channels if is_random else None
+        self.use_checkpoint = check.flag("use_checkpoint", use_checkpoint)
+        self.chunk_size = check.whole("chunk_size", chunk_size, 1)
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compare two volumes.
+
+        Args:
+            prediction: (B, C, D, H, W), floating.
+            target: The same shape, any real dtype; it gets no gradient.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            InputTypeError: What came is no tensor of numbers, or the extractor returns no features.
+            InputError: Shapes or devices differ, the volumes hold nothing, or have another number of channels.
+            StateError: The network was converted to half precision; in backward with ``create_graph=True``.
+        """
+        prediction, target = check_pair(_CALL, prediction, target)
+        if self.in_channels not in {None, prediction.shape[1]}:
+            raise InputError(
+                _CALL,
+                got=f"volumes of {prediction.shape[1]} channels",
+                expected=f"in_channels={self.in_channels}, as the loss was made",
+                fix=f"write Perceptual3DLoss(in_channels={prediction.shape[1]}).",
+            )
+        dtype = self._work_dtype(_CALL, prediction)
+        return mean_of_samples(
+            self._sum, prediction, target, chunk_size=self.chunk_size, call=_CALL, dtype=dtype, behind=self.network
+        )
+
+    def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The sum of the samples' losses. Both volumes go through the levels side by side: a target's live shortly."""
+        total = prediction.new_zeros(())
+        theirs = levels_of(self.network, target, use_checkpoint=False, call=_CALL)
+        for features in levels_of(self.network, prediction, use_checkpoint=self.use_checkpoint, call=_CALL):
+            with torch.no_grad():
+                wanted = next(theirs)
+            total = total + feature_distance(features, wanted, call=_CALL)
+        return total
+
+
+class SliceLoss(FrozenNetworkLoss):
+    """A 2D distance of images, on all slices of two volumes: LPIPS, for example, where it is installed.
+
+    ``SliceLoss(lpips.LPIPS(net="alex"))`` for volumes of three channels in [-1, 1]. The mean over the axes of the mean
+    over slices; the gradient is computed inside the forward, ``chunk_size`` slices at a time.
+
+    Args:
+        distance: ``distance(prediction, target)`` of (n, C, H, W) each returns a distance for each slice, in any shape,
+            or their mean. A module is frozen and put into eval mode.
+        axes: Across which the slices are cut, of ``"D"``, ``"H"`` and ``"W"``.
+        chunk_size: Slices at a time.
+
+    Raises:
+        ConfigError: An axis is unknown or comes twice, or ``chunk_size`` is no whole number above zero.
+
+    Memory cost: one chunk's graph; a copy of both volumes and a gradient of the prediction, for each axis.
+
+    Source: the 2.5D form of MONAI's PerceptualLoss; `docs/losses.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> loss = mk.SliceLoss(torch.nn.MSELoss(), axes="DW")
+        >>> a, b = torch.rand(2, 1, 4, 5, 6), torch.rand(2, 1, 4, 5, 6)
+        >>> torch.allclose(loss(a, b), (a - b).square().mean())
+        True
+    """
+
+    def __init__(
+        self, distance: Callable[[Tensor, Tensor], Tensor], *, axes: str = "DHW", chunk_size: int = 16
+    ) -> None:
+        check = Checker("SliceLoss(...)")
+        given: Any = axes
+        if not isinstance(given, str) or not axes or len(set(axes)) < len(axes) or set(axes) - _AXES.keys():
+            raise check.refuse("axes", axes, "some of the letters D, H and W, each once")
+        super().__init__(distance)
+        self.axes = axes
+        self.chunk_size = check.whole("chunk_size", chunk_size, 1)
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compare two volumes.
+
+        Args:
+            prediction: (B, C, D, H, W), floating.
+            target: The same shape, any real dtype; it gets no gradient.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            InputTypeError: What came is no tensor of numbers, or the distance returns none.
+            InputError: Shapes or devices differ, or the volumes hold nothing.
+            StateError: The distance was converted to half precision; in backward with ``create_graph=True``.
+        """
+        prediction, target = check_pair(_SLICES, prediction, target)
+        means = [
+            mean_of_samples(
+                self._sum,
+                *(each.movedim(_AXES[axis], 1).flatten(0, 1) for each in (prediction, target)),
+                chunk_size=self.chunk_size,
+                call=_SLICES,
+                dtype=self._work_dtype(_SLICES, prediction),
+                behind=self.network,
+            )
+            for axis in self.axes
+        ]
+        return torch.stack(means).mean()
+
+    def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
+        found = self.network(prediction, target)
+        if not isinstance(found, Tensor) or found.numel() not in {1, len(prediction)}:
+            what = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise InputTypeError(
+                _SLICES,
+                got=f"a distance that returns {what} for {len(prediction)} slices",
+                expected="a number for each slice, or their mean",
+                fix="average over channels and places inside of it.",
+            )
+        return found.mean() * len(prediction)
+
+
+def feature_distance(features: Tensor, target: Tensor, *, call: str) -> Tensor:
+    """Squared distance of features scaled to unit length in each place, the mean over places, the sum over samples.
+
+    The gradient is written into the memory of the difference, and is all that is kept.
+
+    Args:
+        features: (n, C, ...).
+        target: The same shape, without a graph.
+        call: The user's call, for messages.
+    """
+    return with_gradients(functools.partial(_distance, features, target), [features], call=call)
+
+
+@torch.no_grad()
+def _distance(features: Tensor, target: Tensor, needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
+    ours, theirs = (
+        torch.linalg.vector_norm(each, dim=1, keepdim=True).square().add(_EPSILON).rsqrt()
+        for each in (features, target)
+    )
+    difference = (features * ours).sub_(target * theirs)  # exactly zero for equal features
+    squared = torch.linalg.vector_norm(difference, dim=1, keepdim=True).square()
+    num_places = squared[0].numel()
+    if not needs[0]:
+        return squared.sum() / num_places, [None]
+    # With a and b the scaled features: the gradient for the unscaled is 2 * ours * (a - b - a * <a, a - b>), and
+    # 2 <a, a - b> = |a|^2 - |b|^2 + |a - b|^2, where |a|^2 = 1 - epsilon * ours^2.
+    along = (squared + _EPSILON * (theirs.square() - ours.square())) / 2
+    gradient = difference.addcmul_(features, along * ours, value=-1).mul_(ours * (2 / num_places))
+    return squared.sum() / num_places, [gradient]
