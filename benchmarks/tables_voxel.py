@@ -47,7 +47,7 @@ def voxel_losses(result: dict[str, Any]) -> str:
         ]
         for way, row in figures["perceptual"]["4 x 64^3"].items()
     ]
-    return table(["way", "peak, 4 × 4 × 64³", "of plain", "time, 2 × 4 × 48³"], rows)
+    return table(["way", "peak, 4 x 4 x 64³", "of plain", "time, 2 x 4 x 48³"], rows)
 
 
 def voxel_losses_growth(result: dict[str, Any]) -> str:
@@ -67,4 +67,36 @@ def voxel_losses_grids(result: dict[str, Any]) -> str:
     return table(["loss", "peak", "time"], rows)
 
 
-RENDERERS = (clouds, clouds_far, clouds_oracles, voxel_losses, voxel_losses_growth, voxel_losses_grids)
+def voxel_augmentation(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            f"{name}, {volume['occupancy']:.0%} occupied",
+            way,
+            f"{row['input_bytes'] / 1e6:.1f} MB",
+            f"{row['peak_of_input']:.2f}",
+            f"{row['time_ratio']:.2f}",
+        ]
+        for name, volume in result["figures"]["costs"].items()
+        for way, row in volume["ways"].items()
+    ]
+    return table(["volume", "way", "input", "peak / input", "time / the usual form's"], rows)
+
+
+def voxel_augmentation_inputs(result: dict[str, Any]) -> str:
+    fuzz = result["figures"]["fuzz"]
+    rows = [[name, f"{count:,}"] for name, count in fuzz["counts"].items()]
+    return table(
+        [f"{fuzz['num_inputs']:,} inputs", "number"], [*rows, ["anything else", str(len(fuzz["anything_else"]))]]
+    )
+
+
+RENDERERS = (
+    clouds,
+    clouds_far,
+    clouds_oracles,
+    voxel_losses,
+    voxel_losses_growth,
+    voxel_losses_grids,
+    voxel_augmentation,
+    voxel_augmentation_inputs,
+)

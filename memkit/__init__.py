@@ -89,6 +89,8 @@ if TYPE_CHECKING:
     from memkit.train.transaction import atomic_steps
     from memkit.train.validation import ValidationMonitor
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+    from memkit.voxel.augment import VoxelAugmentation
+    from memkit.voxel.augment_base import VoxelPoints
     from memkit.voxel.clouds import (
         ChamferConvention,
         PrecisionRecall,
@@ -98,11 +100,16 @@ if TYPE_CHECKING:
         hausdorff_distance,
         precision_recall,
     )
+    from memkit.voxel.compose import ComposedAugmentation
     from memkit.voxel.composite import CompositeLoss3D
+    from memkit.voxel.cutout import CutoutAugmentation
+    from memkit.voxel.dataset import VoxelDataset
     from memkit.voxel.grids import VoxelScores, feature_mae, voxel_iou, voxel_scores
     from memkit.voxel.layout import VoxelLayout
     from memkit.voxel.losses import ChamferLoss, OccupancyAwareLoss, StructurePreservingLoss
+    from memkit.voxel.mix import CutmixAugmentation, MixedLabels, MixupAugmentation
     from memkit.voxel.nearest import NearestPoints, nearest_points
+    from memkit.voxel.params import AugmentationParams, VoxelDraw, VoxelParams
     from memkit.voxel.perceptual import Perceptual3DLoss, SliceLoss
     from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 
@@ -111,6 +118,7 @@ _HOMES = {
     "Advice": "assemble.advice.record",
     "AdviceTable": "assemble.advice.record",
     "AllocatorSettings": "planning.card.allocator_settings",
+    "AugmentationParams": "voxel.params",
     "BudgetBatchSampler": "points.batches",
     "CachingAllocator": "planning.card.allocator",
     "ChamferConvention": "voxel.clouds",
@@ -118,9 +126,12 @@ _HOMES = {
     "ChunkedProcessor": "chunk.processor",
     "CompactRecords": "train.compact",
     "CompactStrings": "train.compact",
+    "ComposedAugmentation": "voxel.compose",
     "CompositeLoss3D": "voxel.composite",
     "ConfigError": "_errors",
     "ConfusionCounts": "train.reducers",
+    "CutmixAugmentation": "voxel.mix",
+    "CutoutAugmentation": "voxel.cutout",
     "DensityInvariantTrainer": "assemble.density",
     "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
@@ -144,6 +155,8 @@ _HOMES = {
     "MemoryManager": "memory.manager",
     "MemoryTestConfig": "planning.scaling.config",
     "MemoryTestResult": "planning.scaling.outputs",
+    "MixedLabels": "voxel.mix",
+    "MixupAugmentation": "voxel.mix",
     "NearestPoints": "voxel.nearest",
     "OccupancyAwareLoss": "voxel.losses",
     "Perceptual3DLoss": "voxel.perceptual",
@@ -171,8 +184,13 @@ _HOMES = {
     "TrainingStateManager": "train.state",
     "ValidationMonitor": "train.validation",
     "VirtualGPU": "planning.card.virtual_gpu",
+    "VoxelAugmentation": "voxel.augment",
+    "VoxelDataset": "voxel.dataset",
+    "VoxelDraw": "voxel.params",
     "VoxelLayout": "voxel.layout",
     "VoxelMetrics": "voxel.streaming",
+    "VoxelParams": "voxel.params",
+    "VoxelPoints": "voxel.augment_base",
     "VoxelScores": "voxel.grids",
     "WeightedMean": "train.reducers",
     "advise": "assemble.advice.advise",
@@ -231,6 +249,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "Advice",
     "AdviceTable",
     "AllocatorSettings",
+    "AugmentationParams",
     "BudgetBatchSampler",
     "CachingAllocator",
     "ChamferConvention",
@@ -238,9 +257,12 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "ChunkedProcessor",
     "CompactRecords",
     "CompactStrings",
+    "ComposedAugmentation",
     "CompositeLoss3D",
     "ConfigError",
     "ConfusionCounts",
+    "CutmixAugmentation",
+    "CutoutAugmentation",
     "DensityInvariantTrainer",
     "DynamicResolutionProcessor",
     "FileFormatError",
@@ -264,6 +286,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "MemoryManager",
     "MemoryTestConfig",
     "MemoryTestResult",
+    "MixedLabels",
+    "MixupAugmentation",
     "NearestPoints",
     "OccupancyAwareLoss",
     "Perceptual3DLoss",
@@ -291,8 +315,13 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "TrainingStateManager",
     "ValidationMonitor",
     "VirtualGPU",
+    "VoxelAugmentation",
+    "VoxelDataset",
+    "VoxelDraw",
     "VoxelLayout",
     "VoxelMetrics",
+    "VoxelParams",
+    "VoxelPoints",
     "VoxelScores",
     "WeightedMean",
     "__version__",

@@ -78,16 +78,30 @@ def _card_events(
     reserved = sum(size for segment in segments for _, _, size in segment.blocks)
     before, sizes = _rewind(final, entries)
     levels = list(_levels(dict(before), entries, sizes))
-    best = max(range(len(levels)), key=lambda index: levels[index][0], default=None)
-    peak = before if best is None else dict(before)
-    for _ in islice(_levels(peak, entries, sizes), 0 if best is None else best + 1):
+    start_bytes = sum(block.allocated_bytes for block in before.values())
+    best = max(range(len(levels)), key=lambda index: levels[index][0], default=-1)
+    if levels and start_bytes > levels[best][0]:
+        best = -1
+    peak = dict(before)
+    for _ in islice(_levels(peak, entries, sizes), best + 1):
         pass
     by_place: dict[str, int] = {}
-    for block in (final if best is None else peak).values():
+    for block in peak.values():
         by_place[block.place] = by_place.get(block.place, 0) + block.allocated_bytes
     held = reserved - sum(_GROWS.get(entry.action, 0) * entry.num_bytes for entry in entries)
     is_told = held >= 0  # else actions are missing, and what was held meanwhile is not known
     phases = _phases(annotations)
+    if entries and best < 0:  # never again as much as before the first action
+        yield Event(
+            "history begins",
+            wall_s=entries[0].seconds,
+            allocated_bytes=start_bytes,
+            requested_bytes=sum(block.requested_bytes for block in before.values()),
+            reserved_bytes=held if is_told else None,
+            note={"peak_by_line": by_place},
+            rank=0,
+            run=run,
+        )
     for index, (entry, (allocated, requested)) in enumerate(zip(entries, levels, strict=True)):
         held += _GROWS.get(entry.action, 0) * entry.num_bytes
         if entry.action == "free_completed" and index != best:
@@ -103,6 +117,7 @@ def _card_events(
             requested_bytes=requested,
             reserved_bytes=held if is_told else None,
             note=note or None,
+            rank=0,
             run=run,
         )
     if segments:
@@ -113,7 +128,8 @@ def _card_events(
             allocated_bytes=sum(block.allocated_bytes for block in final.values()),
             requested_bytes=sum(block.requested_bytes for block in final.values()),
             reserved_bytes=reserved,
-            note=note | ({"peak_by_line": by_place} if best is None and by_place else {}),
+            note=note | ({"peak_by_line": by_place} if not entries and by_place else {}),
+            rank=0,
             run=run,
             **totals,
         )

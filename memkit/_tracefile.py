@@ -188,6 +188,7 @@ class _Run:
                 allocated_bytes=level,
                 reserved_bytes=act.reserved_bytes or None,
                 note=(self._split(places, best) or None) if index == best else None,
+                rank=0,
                 run=self._run,
             )
         while steps:
@@ -210,6 +211,7 @@ class _Run:
             duration_ns=round(1e3 * (step.end_us - step.start_us)),
             allocated_bytes=within[-1] if within else None,
             peak_bytes=max(within, default=None),
+            rank=0,
             run=self._run,
         )
 

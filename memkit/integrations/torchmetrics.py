@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -40,9 +41,13 @@ class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not ther
         super().__init__(**options)
         metrics.reset()
         self._metrics = metrics
-        zeros = torch.zeros(len(metrics.state_dict()["sums"]), dtype=torch.float64)
-        self.add_state("sums", zeros, dist_reduce_fx="sum")
+        state = metrics.state_dict()
+        self.add_state("sums", torch.zeros(len(state["sums"]), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        # A MetricCollection updates only one of those whose states have equal names and values: other settings must
+        # have another name.
+        settings = zlib.crc32(repr((type(metrics), state["settings"], list(state["sums"]))).encode())
+        self.add_state(f"settings_{settings:08x}", torch.zeros(()), dist_reduce_fx="sum")
         self.set_dtype(torch.float64)
 
     def update(self, *samples: Any) -> None:

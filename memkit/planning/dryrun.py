@@ -114,20 +114,26 @@ class DryRun:
         for _ in range(min(2, self.accumulation_steps)):  # a third micro-batch finds what the second finds
             with torch.autocast(device_type, dtype) if dtype else nullcontext():
                 loss = loss_fn(model, batch)
-            if isinstance(loss, tuple):
-                loss = loss[0] / loss[1]
-            if not isinstance(loss, Tensor):
-                raise InputTypeError(
-                    "loss_fn(model, sample_batch)",
-                    got=f"a {type(loss).__name__}",
-                    expected="the mean loss as a tensor, or (loss_sum, count)",
-                    fix="return the tensor that backward() is called on.",
-                )
+            loss = mean_of(loss)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
+
+
+def mean_of(loss: object) -> Tensor:
+    """Return the mean loss: what ``loss_fn`` returned, or the quotient of the pair that it returned."""
+    if isinstance(loss, tuple):
+        loss = loss[0] / loss[1]
+    if not isinstance(loss, Tensor):
+        raise InputTypeError(
+            "loss_fn(model, sample_batch)",
+            got=f"a {type(loss).__name__}",
+            expected="the mean loss as a tensor, or (loss_sum, count)",
+            fix="return the tensor that backward() is called on.",
+        )
+    return loss
 
 
 @contextmanager

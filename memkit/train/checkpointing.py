@@ -155,9 +155,17 @@ def _match(model: nn.Module, patterns: Sequence[str] | Mapping[str, Treatment]) 
                     expected=f"one of {TREATMENTS}; a block that is not named keeps its activations",
                     fix="pass one of these, or leave the block out.",
                 )
+    wanted: object = [patterns] if isinstance(patterns, str) else patterns
+    if not isinstance(wanted, Sequence | Mapping) or not all(isinstance(pattern, str) for pattern in wanted):
+        raise ConfigError(
+            f"checkpoint={patterns!r}",
+            got=repr(patterns),
+            expected="'auto', patterns as text, a mapping from them, or a callable (name, module) -> bool",
+            fix="write for example checkpoint=['encoder.*'].",
+        )
     modules = {name: module for name, module in model.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in wanted:
         matched = {name: module for name, module in modules.items() if fnmatch.fnmatchcase(name, pattern)}
         if not matched:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.3) or list(modules)[:3]

@@ -84,7 +84,6 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
         self._to, self._folder, self._model = to, None if folder is None else Path(folder), model
         self._stores: dict[torch.device, Store] = {}
-        self._lasting: set[int] = set()  # storages of the model
         self._records: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()  # by storage address
         self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
         self._active: list[contextlib.AbstractContextManager[Self]] = []
@@ -102,12 +101,13 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     @contextlib.contextmanager
     def within(self, model: nn.Module | None) -> Iterator[Self]:
         """Offload in a block of code; another model's parameters and buffers stay."""
-        before, self._lasting = self._lasting, _storages(model) if model is not None else set()
-        try:
-            with saved_tensors_hooks(_uncompiled(self._pack), _uncompiled(_Packed.unpack)):
-                yield self
-        finally:
-            self._lasting = before
+        lasting = _storages(model) if model is not None else set()
+
+        def pack(tensor: torch.Tensor) -> _Packed:
+            return self._pack(tensor, lasting)
+
+        with saved_tensors_hooks(_uncompiled(pack), _uncompiled(_Packed.unpack)):
+            yield self
 
     @contextlib.contextmanager
     def around(self, other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
@@ -115,18 +115,18 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         with other, self:
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> _Packed:
-        moves = self._may_move(tensor)
+    def _pack(self, tensor: torch.Tensor, lasting: set[int]) -> _Packed:
+        moves = self._may_move(tensor, lasting)
         tensor = tensor.detach()  # an operator's own result would keep its graph alive; the version stays shared
         return _Packed(tensor, self._record(tensor) if moves else None)
 
-    def _may_move(self, tensor: torch.Tensor) -> bool:
+    def _may_move(self, tensor: torch.Tensor, lasting: set[int]) -> bool:
         if isinstance(tensor, nn.Parameter) or isinstance(_base(tensor), nn.Parameter) or not _has_storage(tensor):
             return False
         if tensor.nbytes < self._min_bytes or tensor.device.type == "meta":
             return False
         return (self._to == "disk" or tensor.device.type != "cpu") and (
-            _address(tensor.untyped_storage()) not in self._lasting
+            _address(tensor.untyped_storage()) not in lasting
         )
 
     def _record(self, tensor: torch.Tensor) -> _Record:

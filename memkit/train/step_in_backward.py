@@ -33,7 +33,8 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         optimizer: One of torch's own optimisers but LBFGS, or several.
 
     Raises:
-        ConfigError: The optimiser needs more than one parameter's gradient, or there are several ranks.
+        ConfigError: The optimiser needs more than one parameter's gradient, backward steps its parameters already, or
+            there are several ranks.
         StateError: From what needs a gradient that is freed: a second backward before ``optimizer.step()``, clipping by
             the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already.
 
@@ -58,6 +59,8 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         _refuse(f"{process_rank()[1]} ranks", "one process: ranks exchange their gradients when backward has them all")
     with contextlib.ExitStack() as stack:
         for each in optimizers:
+            if steps_in_backward(each):
+                _refuse("parameters that backward steps already", "each parameter in one optimiser, and one context")
             stack.callback(_forget, each)
             stack.callback(each.register_step_pre_hook(_forget).remove)
             for group in each.param_groups:

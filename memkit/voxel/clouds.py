@@ -325,17 +325,20 @@ def paired(
     a: Cloud | NearestPoints, b: Cloud | None, backend: Backend, memory_budget: int | str
 ) -> Iterator[NearestPoints]:
     """The nearest points of each pair of clouds."""
-    if isinstance(a, NearestPoints):
+    if isinstance(a, NearestPoints) and b is None:
         yield a
         return
-    if b is None or isinstance(a, Tensor) != isinstance(b, Tensor):
+    clouds: tuple[Cloud, Cloud]
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.dim() and b.dim():
+        clouds = ((a,), (b,)) if a.dim() == 2 else (a, b)
+    elif isinstance(a, Sequence) and isinstance(b, Sequence):
+        clouds = a, b
+    else:
         _refuse_batches(a, b)
-    if isinstance(a, Tensor) and a.dim() == 2:
-        a, b = (a,), (b,)  # type: ignore[assignment]  # both are tensors
-    if len(a) != len(b) or not len(a):
+    if len(clouds[0]) != len(clouds[1]) or not len(clouds[0]):
         _refuse_batches(a, b)
-    for clouds in zip(a, b, strict=True):
-        yield nearest_points(*clouds, backend=backend, memory_budget=memory_budget)
+    for pair in zip(*clouds, strict=True):
+        yield nearest_points(*pair, backend=backend, memory_budget=memory_budget)
 
 
 def _mean(metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:

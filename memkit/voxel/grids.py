@@ -118,11 +118,12 @@ def feature_mae(
         per_channel: Return (C,) in place of the mean over the channels.
 
     Returns:
-        A 0-dim tensor, or (C,), with gradients. Where nothing is compared: 0 if both are empty, else inf.
+        A 0-dim tensor, or (C,), with gradients; float32 of integers and bool. Where nothing is compared: 0 if both are
+        empty, else inf.
 
     Raises:
         InputTypeError: One of them is no grid, or only one is sparse.
-        InputError: Shapes differ.
+        InputError: Shapes differ, or there is a mask for what is no dense volume.
 
     Memory cost: the differences that are compared.
 
@@ -138,16 +139,18 @@ def feature_mae(
         2.0
     """
     call = "feature_mae(prediction, target)"
+    if mask is not None and (pairs is not None or isinstance(prediction, SparseVoxels)):
+        _refuse(call, "a mask for points or sparse volumes", "a mask for dense volumes alone")
     if pairs is not None:
         return _mae_of_points(prediction, target, pairs, per_channel=per_channel)
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call)
         ours, theirs = _shared_rows(prediction, target)
-        difference = prediction.features[ours] - target.features[theirs]
+        difference = _difference(prediction.features[ours], target.features[theirs])
         are_empty = not len(prediction.coords) and not len(target.coords)
     else:
         prediction, target = _both_dense(prediction, target, call)
-        difference = (prediction - target).movedim(1, -1).reshape(-1, prediction.shape[1])
+        difference = _difference(prediction, target).movedim(1, -1).reshape(-1, prediction.shape[1])
         are_empty = not len(difference)
         if mask is not None:
             if mask.shape != (len(target), *target.shape[2:]) or mask.dtype != torch.bool:
@@ -227,8 +230,14 @@ def _mae_of_points(a: Grid, b: Grid, pairs: NearestPoints, *, per_channel: bool)
     if not len(a) or not len(b):
         mean = a.sum(0) * 0 + b.sum(0) * 0 + (0.0 if len(a) == len(b) else math.inf)
     else:
-        mean = ((a - b[pairs.a_to_b]).abs().mean(0) + (b - a[pairs.b_to_a]).abs().mean(0)) / 2
+        of_a, of_b = _difference(a, b[pairs.a_to_b]), _difference(b, a[pairs.b_to_a])
+        mean = (of_a.abs().mean(0) + of_b.abs().mean(0)) / 2
     return mean if per_channel else mean.mean()
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    a, b = (each if each.is_floating_point() else each.float() for each in (a, b))  # uint8 would wrap
+    return a - b
 
 
 def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:

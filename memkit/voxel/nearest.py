@@ -80,7 +80,8 @@ def nearest_points(
 
     Raises:
         InputTypeError: The clouds are not floating point rows.
-        InputError: They disagree in dimensions or device, or hold a coordinate that is not finite.
+        InputError: They disagree in dimensions or device, or hold a coordinate that is not finite, or whose square is
+            not.
         ConfigError: The back end is unknown, not installed, or not for these dimensions.
 
     Memory cost: two int64 for each pair found, and the budget during the search.
@@ -180,14 +181,17 @@ def _checked(cloud: object, name: str) -> Tensor:
             expected="floating point coordinates (N, D)",
             fix="give one row for each point; of a batch, one cloud at a time.",
         )
-    if not bool(cloud.isfinite().all()):
+    cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
+    largest = (torch.finfo(cloud.dtype).max / (4 * cloud.shape[1])) ** 0.5  # two of them: a finite squared distance
+    is_usable = (cloud.detach().abs() <= largest).all(1)  # nan is not
+    if not bool(is_usable.all()):
         raise InputError(
             _CALL,
-            got=f"{name}: {int((~cloud.isfinite()).any(1).sum())} points with a coordinate that is nan or inf",
-            expected="finite coordinates",
+            got=f"{name}: {int((~is_usable).sum())} points with a coordinate that is nan or inf, or has no square",
+            expected=f"coordinates of at most {largest:.1e}",
             fix="drop these points, or find where they come from.",
         )
-    return cloud.to(torch.promote_types(cloud.dtype, torch.float32))
+    return cloud
 
 
 def _squared(points: Tensor, others: Tensor, index: Tensor) -> Tensor:

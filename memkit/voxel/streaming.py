@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from memkit._errors import FileFormatError, StateError
+from memkit._errors import ConfigError, FileFormatError, StateError
 from memkit.voxel.clouds import (
     Cloud,
     ConventionName,
@@ -20,16 +20,21 @@ from memkit.voxel.clouds import (
     precision_recall,
 )
 from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
-from memkit.voxel.nearest import Backend, NearestPoints
+from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
 
 _VERSION = 1
 
 
 class _Sums:
-    """Named sums in float64 on the CPU, and how many samples they are of."""
+    """Named sums in float64 on the CPU, and how many samples they are of.
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(names)
+    Args:
+        names: Of the sums.
+        settings: What the names do not say, as plain types: sums of other settings do not add up with these.
+    """
+
+    def __init__(self, names: Sequence[str], **settings: float) -> None:
+        self._names, self._settings = tuple(names), settings
         self._sums = torch.zeros(len(self._names), dtype=torch.float64)
         self._num_samples = 0
 
@@ -49,11 +54,11 @@ class _Sums:
         Raises:
             StateError: Its settings differ.
         """
-        if other._names != self._names:
+        if (other._names, other._settings) != (self._names, self._settings):
             raise StateError(
                 f"{type(self).__name__}.merge(other)",
-                got=f"metrics {', '.join(other._names)}",
-                expected=", ".join(self._names),
+                got=f"metrics {', '.join(other._names)} with {other._settings}",
+                expected=f"{', '.join(self._names)} with {self._settings}",
                 fix="make both with the same settings.",
             )
         self._sums += other._sums
@@ -62,9 +67,13 @@ class _Sums:
     def sync(self, group: dist.ProcessGroup | None = None) -> None:
         """Add up over the ranks: all have the whole afterwards. Call it once, before `compute`.
 
+        In a single process, where torch.distributed was not begun, there is nothing to add.
+
         Args:
             group: The ranks; None is all.
         """
+        if not (dist.is_available() and dist.is_initialized()):
+            return
         everything = torch.cat([self._sums, torch.tensor([float(self._num_samples)], dtype=torch.float64)])
         device = torch.device("cpu") if dist.get_backend(group) != "nccl" else torch.device("cuda")
         everything = everything.to(device)
@@ -87,8 +96,11 @@ class _Sums:
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, as plain types."""
-        return {"version": _VERSION, "sums": dict(zip(self._names, self._sums.tolist(), strict=True))} | {
-            "num_samples": self._num_samples
+        return {
+            "version": _VERSION,
+            "settings": dict(self._settings),
+            "sums": dict(zip(self._names, self._sums.tolist(), strict=True)),
+            "num_samples": self._num_samples,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -97,11 +109,12 @@ class _Sums:
         Raises:
             FileFormatError: It is another version's, or of other settings.
         """
-        if state.get("version") != _VERSION or tuple(state["sums"]) != self._names:
+        found = state.get("version"), tuple(state.get("sums", ())), state.get("settings")
+        if found != (_VERSION, self._names, self._settings):
             raise FileFormatError(
                 f"{type(self).__name__}.load_state_dict(state)",
-                got=f"version {state.get('version')!r} of {', '.join(state.get('sums', ()))}",
-                expected=f"version {_VERSION} of {', '.join(self._names)}",
+                got=f"version {found[0]!r} of {', '.join(found[1])} with {found[2]}",
+                expected=f"version {_VERSION} of {', '.join(self._names)} with {self._settings}",
                 fix="load it into metrics of the same settings.",
             )
         self._sums = torch.tensor(list(state["sums"].values()), dtype=torch.float64)
@@ -124,6 +137,9 @@ class PointCloudMetrics(_Sums):
             finds nothing cannot hide. How many there were is counted apart.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range, or one comes twice.
 
     Memory cost: one number for each metric, whatever the number of samples; `nearest_points` during `update`.
 
@@ -151,10 +167,20 @@ class PointCloudMetrics(_Sums):
     ) -> None:
         self._thresholds, self._quantiles, self._conventions = tuple(thresholds), tuple(quantiles), tuple(conventions)
         self._empty_distance, self._search = empty_distance, (backend, memory_budget)
-        shares = [f"{kind}_{limit:g}" for kind in ("precision", "recall", "f_score") for limit in self._thresholds]
-        farthest = [f"hausdorff_{each:g}" if each < 1 else "hausdorff" for each in self._quantiles]
+        shares = [f"{kind}_{_short(each)}" for kind in ("precision", "recall", "f_score") for each in self._thresholds]
+        farthest = [f"hausdorff_{_short(each)}" if each < 1 else "hausdorff" for each in self._quantiles]
         empties = ["num_empty_predictions", "num_empty_targets", "num_both_empty"]
-        super().__init__([*(f"chamfer_{each}" for each in self._conventions), *farthest, *shares, *empties])
+        names = [*(f"chamfer_{each}" for each in self._conventions), *farthest, *shares, *empties]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                "PointCloudMetrics(...)",
+                got=f"metrics {', '.join(names)}",
+                expected="each threshold, quantile and convention once",
+                fix="leave the repeated ones out.",
+            )
+        super().__init__(names, empty_distance=empty_distance)
+        empty = torch.zeros(0, 3)
+        self._row(nearest_points(empty, empty, backend=backend, memory_budget=memory_budget))  # refuses wrong settings
 
     def update(self, prediction: Cloud | NearestPoints, target: Cloud | None = None) -> None:
         """Add a pair of clouds (N, D), (M, D), or a batch, as for `chamfer_distance`."""
@@ -169,6 +195,10 @@ class PointCloudMetrics(_Sums):
         shares = torch.stack(precision_recall(pairs, threshold=self._thresholds)).flatten()
         counts = torch.tensor([*are_empty, all(are_empty)])
         return torch.cat([each.cpu().double() for each in (torch.stack(chamfer + farthest), shares, counts)])
+
+
+def _short(number: float) -> str:
+    return str(number).removesuffix(".0")  # and not "g", in which neighbours would be one
 
 
 class VoxelMetrics(_Sums):
@@ -192,7 +222,7 @@ class VoxelMetrics(_Sums):
 
     def __init__(self, *, threshold: float = 0.5) -> None:
         self._threshold = threshold
-        super().__init__(["iou", "precision", "recall", "f_score", "num_both_empty"])
+        super().__init__(["iou", "precision", "recall", "f_score", "num_both_empty"], threshold=threshold)
 
     def update(self, prediction: Grid, target: Grid) -> None:
         """Add grids, as for `voxel_scores`; each sample counts once."""

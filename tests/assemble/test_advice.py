@@ -323,3 +323,5 @@ def test_wrong_arguments(batch):
         advise(mlp(64, 10), batch, lambda model, batch: 1.0)
     with pytest.raises(mk.ConfigError, match="a class in torch"):
         advise(mlp(64, 10), batch, classify, optimizer="adamm")
+    with pytest.raises(mk.InputError, match="8 bytez"):  # before any step: there may be no advice to ask it of
+        advise(mlp(64, 10), batch, lambda model, batch: pytest.fail("it ran"), budget="8 bytez")

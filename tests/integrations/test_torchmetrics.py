@@ -60,3 +60,13 @@ def test_its_own_synchronisation_gives_two_ranks_the_whole(tmp_path):
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert numbers(found) == pytest.approx(whole(), rel=1e-14)
+
+
+def test_a_collection_keeps_metrics_of_other_settings_apart():
+    collection = torchmetrics.MetricCollection(
+        {name: StreamingMetric(mk.VoxelMetrics(threshold=limit)) for name, limit in (("low", 0.3), ("high", 0.7))}
+    )
+    ones = torch.ones(1, 2, 2, 2)
+    collection.update(ones, ones)  # both are right: their sums are equal
+    collection.update(ones * 0.5, ones)
+    assert [collection[name].compute()["iou"].item() for name in ("low", "high")] == [1.0, 0.5]

@@ -82,6 +82,19 @@ def test_every_field_may_be_missing(tmp_path, level):
                 part[key] = value
 
 
+def test_what_was_held_before_the_history_can_be_the_peak(tmp_path):
+    later = [("free_requested", 1, 1000 * MIB), ("free_completed", 1, 1000 * MIB), ("alloc", 2, MIB)]
+    history = [{"action": action, "addr": address, "size": size} for action, address, size in later]
+    log = read_memory_events(save(tmp_path, {"device_traces": [history]}))
+    assert [(event.event, event.allocated_bytes) for event in log.events] == [
+        ("history begins", 1000 * MIB),
+        ("free", 0),
+        ("alloc", MIB),
+    ]
+    assert log.events[0].note == {"peak_by_line": {"not recorded": 1000 * MIB}}
+    assert read_figures(log, None).peak.num_bytes == 1000 * MIB
+
+
 def test_two_cards_are_two_runs_and_a_list_of_segments_is_a_snapshot(tmp_path):
     two = snapshot()
     two["segments"].append({**two["segments"][0], "device": 1})
@@ -261,6 +274,16 @@ def test_what_is_exported_comes_back_equal(tmp_path, suffix, make):
             (each.event, each.peak_total_bytes, each.note) for each in log.events
         ]
         assert again.headers == log.headers or make is first_log
+
+
+@pytest.mark.parametrize("data", [pickle.dumps(snapshot()), json.dumps(profile_of_a_card()).encode()])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_an_imported_file_comes_back_with_every_value(tmp_path, data, suffix):
+    (tmp_path / "log").write_bytes(data)
+    log = read_memory_events(tmp_path / "log")
+    export_log(log, tmp_path / f"out{suffix}")
+    again = read_memory_events(tmp_path / f"out{suffix}")
+    assert (again.headers, again.events) == (log.headers, log.events)
 
 
 def test_a_table_comes_back_through_any_csv_reader(tmp_path):

@@ -242,6 +242,9 @@ class TestMapping:
             ({"layers.0": "full", "layers.0.linear1": "offload"}, r"'layers.0.linear1', whose modules all lie inside"),
             ({"layers.0": "disk"}, r"'disk' for 'layers.0'; expected one of \('full', 'selective', 'offload'\)"),
             ({"layer.0": "full"}, r"'layer.0', which matches no module of TransformerEncoder.*'layers.0'"),
+            ({0: "full"}, "patterns as text"),
+            ([0], "patterns as text"),
+            (4, "patterns as text"),
         ],
     )
     def test_refused(self, choice, message):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -327,3 +328,29 @@ def test_fake_tensors_move_without_being_written():
         held.append((recording.peak_bytes(), recording.live_bytes(), offload.written_bytes))
         assert len(offload._stores) == isinstance(mode, contextlib.nullcontext)
     assert held[0] == held[1]
+
+
+def test_threads_in_blocks_of_their_own_keep_their_own_buffers():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("factor", torch.ones(4096))
+
+        def forward(self, x):
+            return x * self.factor  # saves the buffer alone
+
+    offload, both_inside = offload_activations(to="disk", min_bytes=1024), threading.Barrier(2)
+
+    def work():
+        model = Scale()
+        with offload.within(model):
+            both_inside.wait(10)
+            model(torch.ones(4096, requires_grad=True)).sum().backward()
+            both_inside.wait(10)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert offload.written_bytes == 0

@@ -114,3 +114,15 @@ def test_what_needs_the_gradients_says_that_they_are_gone():
         assert take_census(torch.device("cpu"), 0).by_category.get("gradient", 0) == 0
         optimizer.zero_grad()
         assert model.weight.grad is None
+
+
+def test_parameters_are_stepped_by_one_optimizer_in_one_context():
+    model = nn.Linear(3, 1)
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())
+    with step_in_backward(first):
+        for again in (first, second):
+            with pytest.raises(mk.ConfigError, match="backward steps already"), step_in_backward(again):
+                pass
+    with pytest.raises(mk.ConfigError, match="backward steps already"), step_in_backward([first, second]):
+        pass
+    assert not model.weight._post_accumulate_grad_hooks

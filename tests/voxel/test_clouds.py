@@ -153,3 +153,17 @@ def test_a_threshold_that_is_no_distance_is_refused(threshold):
         f_score(torch.rand(3, 3), torch.rand(3, 3), threshold=threshold)
     with pytest.raises(ConfigError, match="a share in"):
         hausdorff_distance(torch.rand(3, 3), torch.rand(3, 3), quantile=95)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.tensor(1.0), torch.tensor(1.0)),
+        (5, 6),
+        (iter([torch.ones(1, 3)]), iter([torch.ones(1, 3)])),
+        (nearest_points(torch.ones(1, 3), torch.ones(1, 3)), torch.ones(1, 3)),
+    ],
+)
+def test_what_is_neither_a_cloud_nor_a_batch_is_refused(a, b):
+    with pytest.raises(InputError, match="or one NearestPoints"):
+        chamfer_distance(a, b)

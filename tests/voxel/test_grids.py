@@ -111,3 +111,17 @@ def test_what_does_not_compare_is_refused():
         voxel_iou(torch.ones(1, 3, 2, 2, 2), volume)
     with pytest.raises(InputError, match="equal batch size"):
         voxel_iou(sparse(volume), sparse(torch.ones(2, 1, 2, 2, 2)))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool])
+def test_labels_are_compared_as_numbers(dtype):
+    low, high = torch.zeros(1, 1, 2, 2, 2, dtype=dtype), torch.ones(1, 1, 2, 2, 2, dtype=dtype)
+    assert feature_mae(low, high) == feature_mae(high, low) == 1
+    pairs = nearest_points(torch.zeros(1, 3), torch.zeros(1, 3))
+    assert feature_mae(low.reshape(8, 1)[:1], high.reshape(8, 1)[:1], pairs=pairs) == 1
+
+
+def test_a_mask_is_for_dense_volumes():
+    sparse, mask = SparseVoxels.from_dense(torch.ones(1, 1, 2, 2, 2)), torch.zeros(1, 2, 2, 2, dtype=torch.bool)
+    with pytest.raises(InputError, match="a mask for points or sparse volumes"):
+        feature_mae(sparse, sparse, mask=mask)

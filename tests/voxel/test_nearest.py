@@ -123,6 +123,7 @@ def test_auto_takes_the_tree_where_scipy_is_and_does_without(monkeypatch):
     [
         (torch.ones(3, 3), torch.ones(3, 2), InputError, r"\(3, 3\) on cpu and \(3, 2\)"),
         (torch.ones(3, 3), torch.tensor([[0.0, 0, torch.nan]]), InputError, "b: 1 points .* nan or inf"),
+        (torch.full((2, 3), 1e25), torch.zeros(1, 3), InputError, "a: 2 points .* no square"),
         (torch.ones(3, dtype=torch.int64), torch.ones(1, 3), InputTypeError, r"a: \(3,\), torch.int64"),
         ([[0.0]], torch.ones(1, 1), InputTypeError, "a: a list"),
     ],
@@ -137,3 +138,11 @@ def test_an_unknown_back_end_and_one_that_does_not_fit_are_refused():
         nearest_points(torch.ones(2, 3), torch.ones(2, 3), backend="faiss")
     with pytest.raises(ConfigError, match="for 5 coordinates"):
         nearest_points(torch.ones(2, 5), torch.ones(2, 5), backend="pruned")
+
+
+@pytest.mark.parametrize("backend", ["tiled", "pruned", "kdtree"])
+def test_the_largest_coordinates_that_are_taken_have_finite_distances(backend):
+    largest = (torch.finfo(torch.float32).max / 12) ** 0.5
+    a = torch.tensor([[largest] * 3, [0.0] * 3])
+    assert nearest_points(a[:1], -a, backend=backend).a_to_b.tolist() == [1]
+    assert nearest_points(a[:1], -a[:1], backend=backend).distances()[0].isfinite().all()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from memkit._errors import FileFormatError, StateError
+from memkit._errors import ConfigError, FileFormatError, StateError
 from memkit.voxel.clouds import chamfer_distance, f_score, hausdorff_distance
 from memkit.voxel.grids import voxel_iou
 from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
@@ -106,3 +106,44 @@ def test_two_ranks_have_what_one_process_has(tmp_path):
         whole.update(*pair)
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt", weights_only=True) == pytest.approx(whole.compute(), rel=1e-14)
+
+
+def test_what_names_do_not_say_counts_as_a_setting_too():
+    with pytest.raises(StateError, match=r"threshold.*0\.9"):
+        VoxelMetrics().merge(VoxelMetrics(threshold=0.9))
+    with pytest.raises(FileFormatError, match="empty_distance"):
+        PointCloudMetrics().load_state_dict(PointCloudMetrics(empty_distance=8.0).state_dict())
+    with pytest.raises(FileFormatError, match="version 1 of"):
+        VoxelMetrics().load_state_dict({"version": 1})
+
+
+def test_thresholds_that_lie_close_together_stay_apart():
+    metrics = PointCloudMetrics(thresholds=[0.1, 0.10000001])
+    cloud = torch.tensor([[0.0, 0, 0]], dtype=torch.float64)
+    metrics.update(cloud, cloud + torch.tensor([0.1, 0, 0], dtype=torch.float64))
+    found = metrics.compute()
+    assert (found["f_score_0.1"], found["f_score_0.10000001"]) == (0, 1)
+    resumed = PointCloudMetrics(thresholds=[0.1, 0.10000001])
+    resumed.load_state_dict(metrics.state_dict())
+    assert resumed.compute() == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"thresholds": [0.1, 0.1]}, "each threshold, quantile and convention once"),
+        ({"thresholds": [-1.0]}, "distances above zero"),
+        ({"quantiles": [1.5]}, r"a share in \[0, 1\]"),
+        ({"conventions": ["pytorch"]}, "'pytorch3d'"),
+    ],
+)
+def test_wrong_settings_are_refused_before_the_first_sample(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        PointCloudMetrics(**settings)
+
+
+def test_one_process_has_nothing_to_add():
+    metrics = VoxelMetrics()
+    metrics.update(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
+    metrics.sync()
+    assert metrics.num_samples == 1

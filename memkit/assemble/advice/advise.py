@@ -22,7 +22,7 @@ from memkit.assemble.advice.remedies import Case, Remedy, both, find_remedies, n
 from memkit.assemble.advice.step import Change, MakeStage, Observation, Precision, Training, for_real, observe
 from memkit.planning.card.stage import on_card
 from memkit.planning.dryrun import LossFn, on_cpu
-from memkit.planning.gpus import find_gpu
+from memkit.planning.gpus import capacity_bytes, find_gpu
 from memkit.planning.optimizers import MakeOptimizer
 
 _WORTH_TELLING = 0.01  # of the peak
@@ -72,7 +72,7 @@ def advise(
 
     Raises:
         InputTypeError: ``model`` is no module, or the loss no tensor.
-        InputError: A size depends on data; no card has the name ``target``.
+        InputError: A size depends on data; no card has the name ``target``; ``budget`` is no size and no card.
         ConfigError: An option is not one of those above.
 
     Memory cost: for the real runs, on the host, the step's own peak and five times the parameters.
@@ -128,6 +128,8 @@ class _Trial:
     def __init__(self, training: Training, target: str, budget: int | str | None) -> None:
         self._training, self.on_card = training, target != "cpu"
         self._budget = target if self.on_card and budget is None else budget
+        if self._budget is not None:
+            capacity_bytes(self._budget)  # refuses what is none before any step is run
         self._stage: MakeStage = partial(on_card, find_gpu(target)) if self.on_card else on_cpu
         self.plain = observe(training, nothing, self._stage)
         # On a card torch's optimizers take all parameters at once; on the CPU they must be told.

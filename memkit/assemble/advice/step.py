@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from memkit._errors import InputTypeError
 from memkit._recorder import Recorder
 from memkit._recording import Recording
 from memkit._workspace import WorkspaceRecorder
-from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, summarise
+from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, mean_of, summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.fakes import DryMode
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
@@ -76,16 +75,7 @@ class Step:
     def _run_plainly(self, optimizer: Optimizer) -> None:
         with torch.autocast(self.device_type, torch.bfloat16) if self.precision else nullcontext():
             loss = self.loss_fn(self.model, self.batch)
-        if isinstance(loss, tuple):
-            loss = loss[0] / loss[1]
-        if not isinstance(loss, Tensor):
-            raise InputTypeError(
-                "loss_fn(model, sample_batch)",
-                got=f"a {type(loss).__name__}",
-                expected="the mean loss as a tensor, or (loss_sum, count)",
-                fix="return the tensor that backward() is called on.",
-            )
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        mean_of(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
 

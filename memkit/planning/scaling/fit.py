@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Literal
 
-from memkit._errors import InputError
+from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit.planning.scaling.deterministic import DeterministicLaw
 from memkit.planning.scaling.law import Law
 from memkit.planning.scaling.noisy import noisy_law
@@ -17,7 +18,7 @@ def fit_points(
     """The law of measured peaks, where there is no step to trace.
 
     Args:
-        sizes: Distinct sizes of 1 or more, in any order.
+        sizes: Distinct sizes of 1 or more, in any order; lists or NumPy arrays.
         peaks: Peak bytes at each, 1 or more.
         tier: ``"deterministic"`` for what an allocator counts: the same at every run. ``"noisy"`` for what scatters:
             resident memory, the driver's figures, what an allocator reserves.
@@ -27,6 +28,8 @@ def fit_points(
 
     Raises:
         InputError: No sizes, sizes that repeat, a size or a peak below 1, or another number of peaks.
+        InputTypeError: A size or a peak is no whole number.
+        ConfigError: ``tier`` is another word.
 
     Source:
         Variable projection: Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares
@@ -39,10 +42,19 @@ def fit_points(
         >>> law.tier, law.predict(8000), law.max_n("20MB")
         ('deterministic', 26000000, 6000)
     """
+    call = f"fit_points(sizes, peaks, tier={tier!r})"
+    if tier not in ("deterministic", "noisy"):
+        raise ConfigError(call, got=repr(tier), expected="'deterministic' or 'noisy'", fix="leave tier out.")
+    try:
+        sizes, peaks = ([index(each) for each in numbers] for numbers in (sizes, peaks))  # NumPy's would overflow
+    except TypeError as error:
+        raise InputTypeError(
+            call, got=str(error), expected="whole numbers", fix="convert them with int(...)."
+        ) from error
     if not sizes or len(set(sizes)) < len(sizes) or min(sizes) < 1 or len(peaks) != len(sizes) or min(peaks) < 1:
         raise InputError(
-            f"fit_points(sizes, peaks, tier={tier!r})",
-            got=f"sizes {list(sizes)} and peaks {list(peaks)}",
+            call,
+            got=f"sizes {sizes} and peaks {peaks}",
             expected="distinct sizes of 1 or more, and a peak of 1 byte or more for each",
             fix="pass one (size, peak) pair per measured size.",
         )

@@ -49,7 +49,8 @@ def measure_scaling(
 
     Args:
         build_step: As for `profile_scaling`. A function at the top level of a module, or an object that pickle can
-            send: each process imports it again. ``device`` is torch's default device there, so it need not be asked.
+            send: each process imports it again, and a script that makes them does so under
+            ``if __name__ == "__main__":``. ``device`` is torch's default device there, so it need not be asked.
         sizes: One or more distinct sizes of 1 or more.
         modes: ``"train"``, ``"inference"``, or both.
         device: Where to run; ``"auto"``: the accelerator, or else the CPU.

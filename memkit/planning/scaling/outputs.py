@@ -172,7 +172,9 @@ class MemoryTestResult:
         for curve in self._shown:
             for mode in curve.result.law:
                 sizes = [curve.largest(mode, each.card.usable_bytes) for each in self.capacities]
-                rows.append((f"{curve.name}, {mode}", ["not known" if size is None else f"{size:,}" for size in sizes]))
+                rows.append(
+                    (f"{curve.name}, {mode}", ["no limit known" if size is None else f"{size:,}" for size in sizes])
+                )
         return [f"{name:<{self._width}}" + "".join(f"{cell:>18}" for cell in cells) for name, cells in rows]
 
     @property

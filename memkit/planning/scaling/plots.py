@@ -115,7 +115,7 @@ def _per_edge(named: _Named, curves: Sequence[Curve]) -> list[Series]:
 
 
 def _series(name: str, heights: Mapping[int, float | None], unit: int, colour: int, style: Style) -> Series:
-    there = {x: y / unit for x, y in heights.items() if y is not None}
+    there = {x: y / unit for x, y in heights.items() if y}  # zero has no place on a logarithmic axis
     return Series(name, tuple(there), tuple(there.values()), colour, style)
 
 

@@ -91,7 +91,7 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
 
 def check_request(call: str, sizes: Sequence[int], modes: Sequence[Mode]) -> None:
     """Raise where sizes or modes are none; ``call`` is what the user wrote."""
-    if not sizes or not modes or not set(modes) <= {"train", "inference"}:
+    if not len(sizes) or not modes or not set(modes) <= {"train", "inference"}:
         raise ConfigError(
             call,
             got=f"sizes={sizes!r} and modes={modes!r}",

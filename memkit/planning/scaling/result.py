@@ -61,9 +61,9 @@ class ScalingResult:
         """The slope of the logarithms from the smallest to the largest point: what is often called a scaling factor.
 
         It includes the constant part, and is below the true power of ``n`` wherever the step holds something that does
-        not grow. `Law.order` is without it. None where there are fewer than two points.
+        not grow. `Law.order` is without it. None where there are fewer than two points that hold something.
         """
-        peaks = self.peaks(mode)
+        peaks = self._with_logarithm(mode)
         if len(peaks) < 2:
             return None
         first, last = min(peaks), max(peaks)
@@ -134,17 +134,22 @@ class ScalingResult:
 
     def _figure(self) -> Figure:
         series = []
-        for colour, mode in enumerate(mode for mode in MODES if self.peaks(mode)):
-            peaks = self.peaks(mode)
+        for colour, mode in enumerate(mode for mode in MODES if self._with_logarithm(mode)):
+            peaks = self._with_logarithm(mode)
             low, high = min(peaks), max(peaks)
             between = {round(low * (high / low) ** (step / _NUM_STEPS)) for step in range(_NUM_STEPS)}
-            curve = {n: height for n in sorted({*peaks, *between}) if (height := self._peak(mode, n)) is not None}
+            curve = {n: height for n in sorted({*peaks, *between}) if (height := self._peak(mode, n))}
             series += [
                 Series("", list(curve), [height / GIB for height in curve.values()], colour, "line"),
                 Series(mode, list(peaks), [height / GIB for height in peaks.values()], colour, "points"),
             ]
         notes = [f"Line, {mode}: {law.tier} law." for mode, law in self.law.items()]
-        return Figure("Peak memory of one step", [Panel("By size", "n", "peak (GiB)", series)], notes)
+        panels = [Panel("By size", "n", "peak (GiB)", series)] if series else []
+        return Figure("Peak memory of one step", panels, notes)
+
+    def _with_logarithm(self, mode: Mode) -> dict[int, int]:
+        """The peaks that are not zero."""
+        return {size: peak for size, peak in self.peaks(mode).items() if peak}
 
     def _peak(self, mode: Mode, n: int) -> int | None:
         """What a point says, or else the law."""

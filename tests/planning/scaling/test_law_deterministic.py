@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +76,16 @@ def test_one_point_is_known_only_there():
 def test_what_is_no_table_is_refused(sizes, peaks):
     with pytest.raises(mk.InputError, match="fit_points"):
         fit_points(sizes, peaks)
+
+
+def test_numpy_numbers_do_not_overflow():
+    sizes, peaks = np.array([1, 2**40, 2**41]), np.array([1, 2**40, 2**41])
+    assert fit_points(sizes, peaks).predict(2**43) == 2**43
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tier", "error"), [([1.5, 2], "noisy", mk.InputTypeError), ([1, 2], "structural", mk.ConfigError)]
+)
+def test_other_numbers_and_other_tiers_are_refused(sizes, tier, error):
+    with pytest.raises(error):
+        fit_points(sizes, [10, 20], tier=tier)

@@ -7,6 +7,7 @@ import gc
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,6 +169,7 @@ def test_a_step_that_cannot_do_without_gradients():
         ([100], ("training",), mk.ConfigError),
         ([100.0], ("train",), mk.InputTypeError),
         ([0], ("train",), mk.InputError),
+        (np.array([100, 200]), ("train",), mk.InputTypeError),
     ],
 )
 def test_what_is_refused(sizes, modes, error):
@@ -235,3 +237,13 @@ def test_plots(result, tmp_path, monkeypatch):
         result.plot(tmp_path / "law.png")
     with pytest.raises(mk.ConfigError, match=r"got the suffix '.jpeg'"):
         result.plot(tmp_path / "law.jpeg")
+
+
+def test_a_step_without_tensors_and_points_without_peaks_have_text_and_plot():
+    empty = profile_scaling(lambda n: lambda: None, [10, 20], ["train"])
+    assert (empty.peaks("train"), empty.scaling_factor("train")) == ({10: 0, 20: 0}, None)
+    failed = ScalingResult((ScalingPoint(10, "train", "error", None, "ValueError", "measured"),), {})
+    assert "n^0" in empty.explain()
+    assert "error" in failed.explain()
+    for each in (empty, failed):
+        assert "<circle" not in each.plot()

@@ -1,0 +1,72 @@
+"""Flips and quarter turns of one sample, in each form: a volume, coordinates of voxels, points in metres, vectors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memkit._voxels import Triple
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.params import VoxelDraw
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Mirror some axes, then exchange X and Y: every flip and quarter turn is one of these.
+
+    Attributes:
+        mirrored: Axes that are mirrored.
+        exchanged: Whether X and Y change places afterwards.
+    """
+
+    mirrored: frozenset[str]
+    exchanged: bool
+
+    @classmethod
+    def of(cls, draw: VoxelDraw) -> Move:
+        """The move of a draw: a turn is a mirrored axis and an exchange."""
+        turned = {0: "", 1: "Y", 2: "XY", 3: "X"}[draw.turns]
+        return cls(frozenset(set(draw.flips) ^ set(turned)), draw.turns % 2 == 1)
+
+    def __bool__(self) -> bool:
+        return bool(self.mirrored) or self.exchanged
+
+    def dims(self, layout: VoxelLayout) -> list[int]:
+        """Which of D, H, W are mirrored."""
+        return [layout.dim(axis) for axis in sorted(self.mirrored)]
+
+    def aligned(self, target: Tensor, layout: VoxelLayout) -> Tensor:
+        """A view of the result (C, D, H, W) whose dimensions are the source's."""
+        return target.transpose(1 + layout.dim("X"), 1 + layout.dim("Y")) if self.exchanged else target
+
+    def places(self, coords: Tensor, shape: Triple, layout: VoxelLayout) -> Tensor:
+        """Where voxels come to lie: (N, 3) int64 along D, H, W to the same."""
+        places = coords.clone()
+        for dim in self.dims(layout):
+            places[:, dim] = shape[dim] - 1 - coords[:, dim]
+        if self.exchanged:
+            x, y = layout.dim("X"), layout.dim("Y")
+            places[:, [x, y]] = places[:, [y, x]]
+        return places
+
+    def points(self, coords: Tensor, shape: Triple, layout: VoxelLayout) -> Tensor:
+        """Where points come to lie: (N, 3) metres along X, Y, Z to the same, about the middle of the grid."""
+        middle = torch.tensor(layout.centre(shape), dtype=coords.dtype, device=coords.device)
+        columns = list(coords.unbind(1))
+        for axis in self.mirrored:
+            number = "XYZ".index(axis)
+            columns[number] = 2 * middle[number] - columns[number]
+        if self.exchanged:
+            columns[:2] = columns[1] - middle[1] + middle[0], columns[0] - middle[0] + middle[1]
+        return torch.stack(columns, 1)
+
+    def turn_vectors(self, rows: Tensor, layout: VoxelLayout) -> None:
+        """Turn the vectors of voxels, in place: (C, N)."""
+        for field in layout.vectors:
+            for axis, channel in zip("XYZ", field, strict=True):
+                if axis in self.mirrored and channel is not None:
+                    rows[channel] = -rows[channel]
+            if self.exchanged:
+                rows[[field.x, field.y]] = rows[[field.y, field.x]]

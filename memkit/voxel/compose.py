@@ -1,0 +1,105 @@
+"""Several augmentations in a row, as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from memkit._errors import InputError, InputTypeError
+from memkit.voxel.augment_base import Augmentation, X, generator
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.params import AugmentationParams, ComposedParams
+from memkit.voxel.settings import Checker
+
+
+class ComposedAugmentation(Augmentation[ComposedParams]):
+    """Augmentations one after the other. Each draws its own parameters, from the seed and its place in the row.
+
+    Args:
+        augmentations: In the order in which they are applied.
+
+    Raises:
+        ConfigError: There is none.
+        InputTypeError: One of them is no augmentation.
+
+    Memory cost: that of the first; later ones overwrite what came before, where they can.
+
+    Source: `docs/augmentation.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> x = torch.rand(2, 4, 16, 16, 8)
+        >>> aug = mk.ComposedAugmentation([mk.VoxelAugmentation(noise_std=0.0), mk.CutoutAugmentation()])
+        >>> params = aug.sample(x.shape, seed=0, epoch=0, index=[4, 7])
+        >>> bool(torch.equal(aug.inverse(aug.apply(x, params.geometry()), params), x))
+        True
+    """
+
+    layout = None  # each has its own
+    _params = ComposedParams
+
+    def __init__(self, augmentations: Sequence[Augmentation[Any]]) -> None:
+        self.augmentations = tuple(augmentations)
+        if not self.augmentations:
+            check = Checker("ComposedAugmentation(augmentations)")
+            raise check.refuse("augmentations", augmentations, "one augmentation at least")
+        for each in self.augmentations:
+            if not isinstance(each, Augmentation):
+                raise InputTypeError(
+                    "ComposedAugmentation(augmentations)",
+                    got=f"a {type(each).__name__}",
+                    expected="augmentations of memkit",
+                    fix="make one, such as VoxelAugmentation(); call functions of your own before or after it.",
+                )
+
+    def sample(
+        self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0
+    ) -> ComposedParams:
+        """Draw parameters for each; see `Augmentation.sample`.
+
+        Raises:
+            InputError: As for each of them.
+        """
+        check = Checker("ComposedAugmentation.sample(shape)", InputError)
+        steps = []
+        for number, each in enumerate(self.augmentations):
+            of_its_own = generator(check, seed=seed, epoch=0, index=[number])
+            steps.append(each.sample(shape, seed=int(of_its_own.integers(2**63)), epoch=epoch, index=index))
+        return ComposedParams(tuple(steps))
+
+    def _apply(self, x: X, params: ComposedParams, layout: VoxelLayout | None, *, inplace: bool) -> X:
+        return _run(x, list(self._pairs(params)), layout, inplace=inplace)
+
+    def inverse(self, y: X, params: ComposedParams, *, layout: VoxelLayout | None = None) -> X:
+        """Undo the flips and turns of each, the last one first; see `Augmentation.inverse`.
+
+        Raises:
+            InputTypeError: As for `apply`.
+            InputError: As for `apply`.
+        """
+        self._refuse_other_params("ComposedAugmentation.inverse(y, params)", params)
+        pairs = [(each, step.inverse()) for each, step in self._pairs(params)]
+        return _run(y, pairs[::-1], layout, inplace=False)
+
+    def _pairs(self, params: ComposedParams) -> Iterator[tuple[Augmentation[Any], AugmentationParams]]:
+        if len(params.steps) != len(self.augmentations):
+            raise InputError(
+                "ComposedAugmentation.apply(x, params)",
+                got=f"parameters of {len(params.steps)} augmentations",
+                expected=f"of {len(self.augmentations)}",
+                fix="pass what sample() of this one drew.",
+            )
+        return zip(self.augmentations, params.steps, strict=True)
+
+
+def _run(
+    x: X,
+    pairs: Sequence[tuple[Augmentation[Any], AugmentationParams]],
+    layout: VoxelLayout | None,
+    *,
+    inplace: bool,
+) -> X:
+    for number, (each, step) in enumerate(pairs):
+        x = each.apply(x, step, layout=layout, inplace=inplace or number > 0)  # what a step made is ours to overwrite
+    return x

@@ -1,0 +1,125 @@
+"""Boxes of a volume that are emptied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from memkit._voxels import SparseVoxels
+from memkit.voxel.augment_base import (
+    Augmentation,
+    VoxelPoints,
+    X,
+    box_of,
+    filled,
+    generators,
+    in_box,
+    layout_of,
+    read_grid,
+    with_rows,
+)
+from memkit.voxel.layout import VoxelLayout, refuse_no_layout
+from memkit.voxel.params import Box, CutoutParams
+from memkit.voxel.settings import Checker
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutoutAugmentation(Augmentation[CutoutParams]):
+    """Empty boxes of each sample: all channels get their empty value; sparse voxels and points are left out.
+
+    A target keeps what its input lost (``params.geometry()`` has no holes), and so do labels.
+
+    Attributes:
+        prob: Of a sample to get holes.
+        num_holes: Of a sample that gets some. They may overlap.
+        size: Side of a hole, as a share of the grid's, along each axis. A hole lies inside of the grid.
+        layout: What the channels hold where they are empty. Without one that is 0.
+
+    Raises:
+        ConfigError: A key has a wrong value; the message names it.
+
+    Memory cost: the result.
+
+    Source: `docs/augmentation.md`; DeVries and Taylor, "Improved regularization of convolutional neural networks with
+    cutout", 2017.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> x = torch.ones(1, 16, 16, 16)
+        >>> aug = mk.CutoutAugmentation(prob=1.0, size=0.5)
+        >>> aug.apply(x, aug.sample(x.shape, seed=0)).mean().item()
+        0.875
+    """
+
+    prob: float = 0.5
+    num_holes: int = 1
+    size: float = 0.25
+    layout: VoxelLayout | None = None
+
+    _params = CutoutParams
+
+    def __post_init__(self) -> None:
+        check = Checker("CutoutAugmentation(...)")
+        check.number("prob", self.prob, 0.0, 1.0)
+        check.whole("num_holes", self.num_holes, 1, 1000)
+        check.number("size", self.size, 0.0, 1.0)
+        refuse_no_layout(check, self.layout)
+
+    def sample(
+        self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0
+    ) -> CutoutParams:
+        """Draw parameters; see `Augmentation.sample`.
+
+        Raises:
+            InputError: The shape or a number cannot be.
+        """
+        call = "CutoutAugmentation.sample(shape)"
+        grid = read_grid(call, shape, self.layout)
+        holes: list[tuple[Box, ...]] = []
+        for chance in generators(call, grid, seed, epoch, index):
+            is_cut = chance.random() < self.prob
+            boxes = tuple(box_of(chance, grid.shape, self.size) for _ in range(self.num_holes))
+            holes.append(boxes if is_cut else ())
+        return CutoutParams(grid.shape, grid.batched, tuple(holes))
+
+    def _apply(self, x: X, params: CutoutParams, layout: VoxelLayout | None, *, inplace: bool) -> X:
+        grid = params.shape, len(params.holes), params.batched
+        known = layout_of("CutoutAugmentation.apply(x, params)", x, grid, layout)
+        if isinstance(x, Tensor):
+            out = x if inplace else x.clone(memory_format=torch.contiguous_format)
+            if x.is_floating_point():
+                for sample, boxes in zip(out if params.batched else [out], params.holes, strict=True):
+                    _cut_volume(sample, boxes, known)
+            return cast("X", out)
+        if isinstance(x, SparseVoxels):
+            kept = _outside(x.coords[:, 0], x.coords[:, 1:], params.holes)
+            return cast("X", with_rows(x, x.coords[kept], x.features[kept]))
+        kept = _outside(None, _voxels_of(x.coords, known), params.holes)
+        return cast("X", VoxelPoints(x.coords[kept], x.features[kept]))
+
+
+def _cut_volume(sample: Tensor, boxes: tuple[Box, ...], layout: VoxelLayout) -> None:
+    for (d0, h0, w0), (d1, h1, w1) in boxes:
+        sample[:, d0:d1, h0:h1, w0:w1] = filled(layout.empties, sample)[:, None, None, None]
+
+
+def _outside(samples: Tensor | None, places: Tensor, holes: tuple[tuple[Box, ...], ...]) -> Tensor:
+    """Which voxels (N, 3) are in no hole of their sample: (N,) bool."""
+    kept = torch.ones(len(places), dtype=torch.bool, device=places.device)
+    for number, boxes in enumerate(holes):
+        for box in boxes:
+            inside = in_box(places, box)
+            kept &= ~(inside if samples is None else inside & (samples == number))
+    return kept
+
+
+def _voxels_of(coords: Tensor, layout: VoxelLayout) -> Tensor:
+    """The voxels that points lie in: (N, 3) metres along X, Y, Z to (N, 3) along D, H, W, as whole floats."""
+    origin, size = (filled(each, coords) for each in (layout.origin, layout.voxel_size))
+    voxels = ((coords - origin) / size).floor()
+    return voxels[:, ["XYZ".index(axis) for axis in layout.axes]]

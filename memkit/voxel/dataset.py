@@ -1,0 +1,143 @@
+"""A data set of volumes that augments what it hands out, the same for any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from memkit._errors import ConfigError, InputTypeError
+from memkit._voxels import SparseVoxels
+from memkit.voxel.augment import VoxelAugmentation
+from memkit.voxel.augment_base import Augmentation
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.settings import Checker
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Samples(Protocol[T_co]):
+    """Anything with a length and samples by index: a list, another data set, a reader of files."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> T_co: ...
+
+
+class VoxelDataset(Dataset[Any]):
+    """Samples of any source, augmented when they are asked for.
+
+    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping or tuple of these, of which all undergo the
+    same flips and turns; what is no volume in it (labels, names) is handed on. Parameters are drawn from the seed, the
+    epoch and the sample's index: 0 and N workers hand out the same. The samples of the source are never written to.
+
+    Args:
+        samples: Anything with a length and samples by index. It must be one that workers can have copies of.
+        use_augmentation: False hands samples out as they are, for validation.
+        augmentation_config: Attributes of `VoxelAugmentation`, as a mapping.
+        augmentation: An augmentation instead, such as a `ComposedAugmentation`.
+        layout: What the channels mean, where the configuration or the augmentation does not say it.
+        photometric: Names of a mapping's volumes (places in a tuple) whose values change; the others are only flipped
+            and turned. None is all. Volumes of integers are never changed.
+        layouts: For names whose channels are others.
+        seed: Of the run.
+
+    Raises:
+        ConfigError: A key of the configuration is wrong; the message names it. Or two settings exclude each other.
+
+    Memory cost: one sample.
+
+    Source: `docs/augmentation.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> volumes = [{"radar": torch.rand(2, 16, 16, 8), "mask": torch.ones(1, 16, 16, 8, dtype=torch.int64)}] * 4
+        >>> dataset = mk.VoxelDataset(volumes, use_augmentation=True, augmentation_config={"flip_prob": 0.5}, seed=0)
+        >>> for epoch in range(2):
+        ...     dataset.set_epoch(epoch)
+        ...     for sample in torch.utils.data.DataLoader(dataset, batch_size=2):
+        ...         pass
+        >>> sample["radar"].shape
+        torch.Size([2, 2, 16, 16, 8])
+    """
+
+    def __init__(
+        self,
+        samples: Samples[Any],
+        *,
+        use_augmentation: bool = True,
+        augmentation_config: Mapping[str, Any] | None = None,
+        augmentation: Augmentation[Any] | None = None,
+        layout: VoxelLayout | None = None,
+        photometric: Collection[Any] | None = None,
+        layouts: Mapping[Any, VoxelLayout] | None = None,
+        seed: int = 0,
+    ) -> None:
+        check = Checker("VoxelDataset(...)")
+        check.flag("use_augmentation", use_augmentation)
+        if augmentation is not None and (augmentation_config is not None or layout is not None):
+            raise ConfigError(
+                check.call,
+                got="augmentation, and augmentation_config or layout beside it",
+                expected="an augmentation, or the settings of one",
+                fix="put layout and settings into the augmentation.",
+            )
+        self._samples = samples
+        self._augmentation = augmentation or VoxelAugmentation.from_config(augmentation_config or {}, layout=layout)
+        self._use_augmentation = use_augmentation
+        self._photometric = photometric
+        self._layouts = layouts
+        self._seed = check.whole("seed", seed)
+        # In shared memory, so that workers that live on from epoch to epoch see it change.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw anew. Call it before an epoch's loop begins; workers that live on see it as well.
+
+        Args:
+            epoch: 0 or more.
+
+        Raises:
+            ConfigError: It is no such number.
+        """
+        self._epoch.fill_(Checker("VoxelDataset.set_epoch(epoch)").whole("epoch", epoch))
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"VoxelDataset[{index}] of {len(self)} samples")  # ends a for loop over the data set
+        sample = self._samples[index]
+        if not self._use_augmentation:
+            return sample
+        if isinstance(sample, Mapping):
+            return self._augmented(sample, index)
+        if isinstance(sample, (tuple, list)):
+            return tuple(self._augmented(dict(enumerate(sample)), index).values())
+        return self._augmented({0: sample}, index)[0]
+
+    def _augmented(self, sample: Mapping[Any, Any], index: int) -> dict[Any, Any]:
+        volumes = {name: each for name, each in sample.items() if _is_volume(each)}
+        if not volumes:
+            raise InputTypeError(
+                f"VoxelDataset[{index}]",
+                got="a sample of " + ", ".join(type(each).__name__ for each in sample.values()),
+                expected="a volume (C, D, H, W), or a mapping or tuple with such volumes",
+                fix="wrap the source so that it gives tensors with a dimension of channels.",
+            )
+        first = next(iter(volumes.values()))
+        shape = first.shape if isinstance(first, Tensor) else (first.features.shape[1], *first.shape)
+        drawn = self._augmentation.sample(
+            shape, seed=self._seed, epoch=int(self._epoch), index=index if index >= 0 else index + len(self)
+        )
+        moved = self._augmentation.apply_joint(volumes, drawn, photometric=self._photometric, layouts=self._layouts)
+        return {name: moved.get(name, each) for name, each in sample.items()}
+
+
+def _is_volume(each: object) -> bool:
+    return isinstance(each, SparseVoxels) or (isinstance(each, Tensor) and each.dim() == 4)

@@ -1,0 +1,286 @@
+"""Two samples of a batch in one: mixed voxel by voxel, or one's box in the other."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkit._errors import InputError, InputTypeError
+from memkit._voxels import SparseVoxels
+from memkit.voxel.augment_base import (
+    Augmentation,
+    BatchShape,
+    VoxelPoints,
+    X,
+    blocks_of,
+    box_of,
+    generator,
+    in_box,
+    layout_of,
+    numbers_of,
+    read_grid,
+    with_rows,
+)
+from memkit.voxel.layout import VoxelLayout, refuse_no_layout
+from memkit.voxel.params import CutmixParams, MixupParams
+from memkit.voxel.settings import Checker
+
+M = TypeVar("M", MixupParams, CutmixParams)
+
+
+class MixedLabels(NamedTuple):
+    """The labels of mixed samples: ``weight * loss(x, first) + (1 - weight) * loss(x, second)``.
+
+    Attributes:
+        first: (B, ...) labels of each sample itself.
+        second: (B, ...) labels of its partner.
+        weight: (B,) float64 in [0, 1].
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> mix = mk.MixupAugmentation()
+        >>> labels = mix.labels(torch.tensor([5, 6]), mix.sample((2, 1, 8, 8, 8), seed=0))
+        >>> labels.first.tolist(), labels.weight.dtype
+        ([5, 6], torch.float64)
+    """
+
+    first: Tensor
+    second: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Mix(Augmentation[M], Generic[M]):
+    """Draws partners and shares; each sample of a batch its own.
+
+    Attributes:
+        alpha: A sample's own share is drawn from Beta(alpha, alpha).
+        layout: What the channels mean. Without one all are scalars, and empty voxels hold 0.
+    """
+
+    alpha: float = 0.2
+    layout: VoxelLayout | None = None
+
+    def __post_init__(self) -> None:
+        check = Checker(f"{type(self).__name__}(...)")
+        check.number("alpha", self.alpha, 1e-3, 1e3)
+        refuse_no_layout(check, self.layout)
+
+    def sample(self, shape: Sequence[int], *, seed: int, epoch: int = 0, index: int | Sequence[int] = 0) -> M:
+        """Draw parameters for a batch; see `Augmentation.sample`.
+
+        Raises:
+            InputError: The shape is no batch's (B, C, D, H, W), or a number cannot be.
+        """
+        call = f"{type(self).__name__}.sample(shape)"
+        grid = read_grid(call, shape, self.layout)
+        if not grid.batched:
+            raise InputError(
+                call,
+                got=f"the shape {tuple(shape)} of one sample",
+                expected="(B, C, D, H, W)",
+                fix="mix after samples were put into a batch.",
+            )
+        named = tuple(index) if isinstance(index, Sequence) else (index,)
+        return self._draw(generator(Checker(call, InputError), seed=seed, epoch=epoch, index=named), grid)
+
+    @abstractmethod
+    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> M: ...
+
+    def labels(self, labels: Tensor, params: M) -> MixedLabels:
+        """What a mixed sample is labelled with: its own label, its partner's, and the share of its own.
+
+        Args:
+            labels: (B, ...), one row for each sample.
+            params: What `sample` drew.
+
+        Raises:
+            InputError: There are more or fewer labels than samples.
+        """
+        if labels.dim() < 1 or len(labels) != len(params.partners):
+            raise InputError(
+                f"{type(self).__name__}.labels(labels, params)",
+                got=f"labels of shape {tuple(labels.shape)}",
+                expected=f"one row for each of {len(params.partners)} samples",
+                fix="draw parameters for this batch.",
+            )
+        weight = torch.tensor(params.weights, dtype=torch.float64, device=labels.device)
+        return MixedLabels(labels, labels[list(params.partners)], weight)
+
+    def _check(self, x: X, params: M, layout: VoxelLayout | None) -> VoxelLayout:
+        call = f"{type(self).__name__}.apply(x, params)"
+        if isinstance(x, VoxelPoints):
+            raise InputTypeError(
+                call,
+                got="points of one sample",
+                expected="a batch of volumes, dense or sparse",
+                fix="mix clouds by torch.cat of their points, or voxelise them first.",
+            )
+        return layout_of(call, x, (params.shape, len(params.partners), True), layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixupAugmentation(_Mix[MixupParams]):
+    """Mix each sample of a batch with another one: where one of the two is empty, the other stays as it is.
+
+    Occupied voxels are united; a voxel that both have gets the weighted mean, and the larger occupancy. Targets are
+    mixed with the same parameters; class labels with `labels`.
+
+    Attributes:
+        alpha: A sample's own share is drawn from Beta(alpha, alpha), for each sample.
+        layout: What the channels mean. Without one all are scalars, and empty voxels hold 0.
+
+    Raises:
+        ConfigError: A key has a wrong value; the message names it.
+
+    Memory cost: the result.
+
+    Source: `docs/augmentation.md`; Zhang et al., "mixup: beyond empirical risk minimization", 2018.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> x = torch.rand(4, 2, 8, 8, 8)
+        >>> mix = mk.MixupAugmentation(alpha=0.4)
+        >>> params = mix.sample(x.shape, seed=0, epoch=0, index=5)
+        >>> y, labels = mix.apply(x, params), mix.labels(torch.arange(4), params)
+        >>> y.shape, labels.weight.shape
+        (torch.Size([4, 2, 8, 8, 8]), torch.Size([4]))
+    """
+
+    _params = MixupParams
+
+    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> MixupParams:
+        partners = chance.permutation(grid.num_samples).tolist()
+        weights = chance.beta(self.alpha, self.alpha, grid.num_samples).tolist()
+        return MixupParams(grid.shape, tuple(partners), tuple(weights))
+
+    def _apply(self, x: X, params: MixupParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
+        known = self._check(x, params, layout)
+        if isinstance(x, SparseVoxels):
+            return cast("X", _mix_sparse(x, params, known))
+        volume = cast("Tensor", x)
+        if not volume.is_floating_point():
+            raise InputTypeError(
+                "MixupAugmentation.apply(x, params)",
+                got=f"labels of dtype {volume.dtype}",
+                expected="floating point volumes",
+                fix="use labels(), and weigh two losses; CutmixAugmentation keeps label volumes whole.",
+            )
+        out = torch.empty_like(volume, memory_format=torch.contiguous_format)
+        for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):
+            for depth, height in blocks_of(params.shape):
+                a, b = (volume[each, :, depth, height] for each in (number, partner))
+                out[number, :, depth, height] = _mix(a, b, (known.occupied(a), known.occupied(b)), weight, known)
+        return cast("X", out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutmixAugmentation(_Mix[CutmixParams]):
+    """Put a box of another sample into each sample of a batch.
+
+    Each sample has a box of its own, inside of the grid, whose volume is the partner's share: its sides are the cube
+    root of that share. ``params.weights`` count voxels, after rounding. Targets and label volumes are cut with the same
+    parameters; class labels with `labels`.
+
+    Attributes:
+        alpha: A sample's own share is drawn from Beta(alpha, alpha), for each sample.
+        layout: What the channels mean.
+
+    Raises:
+        ConfigError: A key has a wrong value; the message names it.
+
+    Memory cost: the result.
+
+    Source: `docs/augmentation.md`; Yun et al., "CutMix: regularization strategy to train strong classifiers with
+    localizable features", 2019.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> x = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 8, 8)
+        >>> cut = mk.CutmixAugmentation(alpha=1.0)
+        >>> params = cut.sample(x.shape, seed=0)
+        >>> y = cut.apply(x, params)
+        >>> own = [float((y[i] == i).float().mean()) for i in range(4)]
+        >>> all(share == weight or i == partner for i, (share, weight, partner)
+        ...     in enumerate(zip(own, params.weights, params.partners, strict=True)))
+        True
+    """
+
+    alpha: float = 1.0
+
+    _params = CutmixParams
+
+    def _draw(self, chance: np.random.Generator, grid: BatchShape) -> CutmixParams:
+        partners = chance.permutation(grid.num_samples).tolist()
+        shares = chance.beta(self.alpha, self.alpha, grid.num_samples).tolist()
+        boxes = tuple(box_of(chance, grid.shape, (1 - share) ** (1 / 3)) for share in shares)
+        return CutmixParams(grid.shape, tuple(partners), boxes)
+
+    def _apply(self, x: X, params: CutmixParams, layout: VoxelLayout | None, *, inplace: bool) -> X:  # noqa: ARG002 # partners are read
+        self._check(x, params, layout)
+        if isinstance(x, SparseVoxels):
+            return cast("X", _cut_sparse(x, params))
+        volume = cast("Tensor", x)
+        out = volume.clone(memory_format=torch.contiguous_format)
+        for number, (partner, (start, stop)) in enumerate(zip(params.partners, params.boxes, strict=True)):
+            d, h, w = (slice(*ends) for ends in zip(start, stop, strict=True))
+            out[number, :, d, h, w] = volume[partner, :, d, h, w]
+        return cast("X", out)
+
+
+def _mix(a: Tensor, b: Tensor, occupied: tuple[Tensor, Tensor], weight: float, layout: VoxelLayout) -> Tensor:
+    """Mix values (C, ...) of voxels, of which each is occupied or not, (...): the same arithmetic in both forms."""
+    mixed = (a * weight).add_(b * (1 - weight))
+    for channel, kind in enumerate(layout.channels):
+        if kind == "occupancy":
+            mixed[channel] = torch.maximum(a[channel], b[channel])
+    in_a, in_b = occupied
+    return torch.where(in_a & in_b, mixed, torch.where(in_b, b, a))
+
+
+def _mix_sparse(voxels: SparseVoxels, params: MixupParams, layout: VoxelLayout) -> SparseVoxels:
+    coords, features = [], []
+    for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):
+        (places_a, a), (places_b, b) = (_rows(voxels, each) for each in (number, partner))
+        keys, order = numbers_of(places_b, params.shape).sort()
+        wanted = numbers_of(places_a, params.shape)
+        found = torch.searchsorted(keys, wanted)
+        is_shared = torch.zeros_like(found, dtype=torch.bool)
+        is_inside = found < len(keys)
+        is_shared[is_inside] = keys[found[is_inside]] == wanted[is_inside]
+        theirs = order[found[is_shared]]
+        ones = torch.ones_like(theirs, dtype=torch.bool)
+        united = a.clone()
+        united[is_shared] = _mix(a[is_shared].T, b[theirs].T, (ones, ones), weight, layout).T
+        is_new = torch.ones(len(b), dtype=torch.bool, device=b.device)
+        is_new[theirs] = False
+        places = torch.cat([places_a, places_b[is_new]])
+        coords.append(torch.nn.functional.pad(places, (1, 0), value=number))
+        features.append(torch.cat([united, b[is_new]]))
+    return with_rows(voxels, torch.cat(coords), torch.cat(features))
+
+
+def _cut_sparse(voxels: SparseVoxels, params: CutmixParams) -> SparseVoxels:
+    coords, features = [], []
+    for number, (partner, box) in enumerate(zip(params.partners, params.boxes, strict=True)):
+        for source, is_pasted in ((number, False), (partner, True)):
+            places, values = _rows(voxels, source)
+            kept = in_box(places, box) == is_pasted
+            coords.append(torch.nn.functional.pad(places[kept], (1, 0), value=number))
+            features.append(values[kept])
+    return with_rows(voxels, torch.cat(coords), torch.cat(features))
+
+
+def _rows(voxels: SparseVoxels, number: int) -> tuple[Tensor, Tensor]:
+    """Places (N, 3) and features (N, C) of one sample."""
+    rows = voxels.coords[:, 0] == number
+    return voxels.coords[rows, 1:], voxels.features[rows]

@@ -1,0 +1,346 @@
+"""What was drawn for an augmentation: frozen records, in JSON and back, that can be applied again and again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from memkit._errors import FileFormatError, InputError
+from memkit._voxels import Triple
+from memkit.voxel.settings import Checker
+
+VERSION = 1
+_AMOUNTS = "noise_std", "doppler_std", "intensity_gain"
+Box = tuple[Triple, Triple]  # first voxel along D, H, W, and the one after the last
+
+
+@dataclass(frozen=True, slots=True)
+class AugmentationParams(ABC):
+    """What an augmentation drew. The same record gives the same result, wherever and whenever it is applied.
+
+    Source: `docs/augmentation.md`.
+
+    Example:
+        >>> import memkit as mk
+        >>> params = mk.VoxelAugmentation().sample((4, 32, 32, 16), seed=0, epoch=1, index=7)
+        >>> mk.AugmentationParams.from_json(params.to_json()) == params
+        True
+    """
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def geometry(self) -> AugmentationParams:
+        """What a target undergoes as well: flips, turns and mixing, without noise, jitter, dropout and holes."""
+
+    @abstractmethod
+    def inverse(self) -> AugmentationParams:
+        """What undoes flips and turns. Nothing undoes noise, jitter, dropout, holes and mixing."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {"kind": self.kind, **json.loads(json.dumps(dataclasses.asdict(self)))}
+
+    def to_json(self) -> str:
+        """One line of JSON, for a log."""
+        return json.dumps({"version": VERSION, **self.to_dict()})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> AugmentationParams:
+        """The record that `to_json` wrote.
+
+        Raises:
+            FileFormatError: The text is no such JSON.
+            InputError: A value in it cannot be.
+        """
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(f"no JSON: {error}"[:200]) from None
+        if not isinstance(found, dict) or found.pop("version", None) != VERSION:
+            raise _unreadable("no object with version 1")
+        return _from_dict(found)
+
+
+@dataclass(frozen=True, slots=True)
+class VoxelDraw:
+    """What `VoxelAugmentation` drew for one sample.
+
+    Attributes:
+        flips: The axes that are mirrored, of X, Y and Z.
+        turns: Quarter turns from X towards Y, after the flips: 0 to 3.
+        noise_std: Of the noise on intensities and scalars.
+        doppler_std: Of the noise on Doppler channels.
+        intensity_gain: Factor of the intensities.
+        dropout_prob: Share of the voxels that are emptied.
+        seed: Of noise and dropout, which depend on it and on the voxel's place alone.
+
+    Raises:
+        InputError: A value cannot be.
+
+    Example:
+        >>> import memkit as mk
+        >>> mk.VoxelDraw(flips="XZ", turns=1, noise_std=0.02).inverse()
+        VoxelDraw(flips='XZ', turns=1, noise_std=0.0, doppler_std=0.0, intensity_gain=1.0, dropout_prob=0.0, seed=0)
+    """
+
+    flips: str = ""
+    turns: int = 0
+    noise_std: float = 0.0
+    doppler_std: float = 0.0
+    intensity_gain: float = 1.0
+    dropout_prob: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check = _check("VoxelDraw(...)")
+        checked = {name: check.number(name, getattr(self, name), 0.0) for name in _AMOUNTS}
+        checked["dropout_prob"] = check.number("dropout_prob", self.dropout_prob, 0.0, 1.0)
+        wholes = {"turns": check.whole("turns", self.turns, 0, 3), "seed": check.whole("seed", self.seed)}
+        check.axes("flips", self.flips)
+        for name, value in (checked | wholes).items():
+            object.__setattr__(self, name, value)
+
+    def geometry(self) -> VoxelDraw:
+        """Flips and turns alone."""
+        return VoxelDraw(self.flips, self.turns)
+
+    def inverse(self) -> VoxelDraw:
+        """The flips and turns that bring it back."""
+        is_mirrored = ("X" in self.flips) != ("Y" in self.flips)  # then a turn and its inverse change places
+        return VoxelDraw(self.flips, self.turns if is_mirrored else -self.turns % 4)
+
+
+@dataclass(frozen=True, slots=True)
+class VoxelParams(AugmentationParams):
+    """What `VoxelAugmentation` drew.
+
+    Attributes:
+        shape: (D, H, W) of the grid.
+        batched: Whether it is for volumes (B, C, D, H, W); else for (C, D, H, W).
+        draws: One for each sample.
+
+    Raises:
+        InputError: A value cannot be.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> params = mk.VoxelParams((2, 2, 2), batched=False, draws=(mk.VoxelDraw(turns=1),))  # by hand
+        >>> mk.VoxelAugmentation().apply(torch.arange(8.0).view(1, 2, 2, 2), params)[0, :, :, 0]
+        tensor([[2., 6.],
+                [0., 4.]])
+    """
+
+    kind = "voxel"
+    shape: Triple
+    batched: bool
+    draws: tuple[VoxelDraw, ...]
+
+    def __post_init__(self) -> None:
+        check = _check("VoxelParams(...)")
+        given = check.items("draws", self.draws)
+        _set_grid(self, check, len(given))
+        draws = tuple(each if isinstance(each, VoxelDraw) else check.record(VoxelDraw, each) for each in given)
+        object.__setattr__(self, "draws", draws)
+
+    def geometry(self) -> VoxelParams:
+        """Flips and turns alone: what a target undergoes as well."""
+        return VoxelParams(self.shape, self.batched, tuple(each.geometry() for each in self.draws))
+
+    def inverse(self) -> VoxelParams:
+        """What undoes flips and turns."""
+        return VoxelParams(self.shape, self.batched, tuple(each.inverse() for each in self.draws))
+
+
+@dataclass(frozen=True, slots=True)
+class CutoutParams(AugmentationParams):
+    """What `CutoutAugmentation` drew.
+
+    Attributes:
+        shape: (D, H, W) of the grid.
+        batched: Whether it is for volumes (B, C, D, H, W); else for (C, D, H, W).
+        holes: For each sample its boxes.
+    """
+
+    kind = "cutout"
+    shape: Triple
+    batched: bool
+    holes: tuple[tuple[Box, ...], ...]
+
+    def __post_init__(self) -> None:
+        check = _check("CutoutParams(...)")
+        _set_grid(self, check, len(check.items("holes", self.holes)))
+        holes = tuple(
+            tuple(_box(check, "holes", box, self.shape) for box in check.items("holes", each)) for each in self.holes
+        )
+        object.__setattr__(self, "holes", holes)
+
+    def geometry(self) -> CutoutParams:
+        """No holes: a target keeps what its input lost."""
+        return CutoutParams(self.shape, self.batched, ((),) * len(self.holes))
+
+    def inverse(self) -> CutoutParams:
+        """No holes: what they took is lost."""
+        return self.geometry()
+
+
+@dataclass(frozen=True, slots=True)
+class MixupParams(AugmentationParams):
+    """What `MixupAugmentation` drew.
+
+    Attributes:
+        shape: (D, H, W) of the grid.
+        partners: For each sample the one that is mixed into it.
+        weights: For each sample its own share; the partner has the rest.
+    """
+
+    kind = "mixup"
+    shape: Triple
+    partners: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check = _check("MixupParams(...)")
+        _set_partners(self, check)
+        weights = check.items("weights", self.weights, len(self.partners))
+        object.__setattr__(self, "weights", tuple(check.number("weights", each, 0.0, 1.0) for each in weights))
+
+    batched: ClassVar[bool] = True
+
+    def geometry(self) -> MixupParams:
+        """All of it: a target is mixed as its input is."""
+        return self
+
+    def inverse(self) -> MixupParams:
+        """Nothing mixed in: what mixing did stays."""
+        return MixupParams(self.shape, tuple(range(len(self.partners))), (1.0,) * len(self.partners))
+
+
+@dataclass(frozen=True, slots=True)
+class CutmixParams(AugmentationParams):
+    """What `CutmixAugmentation` drew.
+
+    Attributes:
+        shape: (D, H, W) of the grid.
+        partners: For each sample the one that a box is taken from.
+        boxes: For each sample the box.
+    """
+
+    kind = "cutmix"
+    shape: Triple
+    partners: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        check = _check("CutmixParams(...)")
+        _set_partners(self, check)
+        boxes = check.items("boxes", self.boxes, len(self.partners))
+        object.__setattr__(self, "boxes", tuple(_box(check, "boxes", each, self.shape) for each in boxes))
+
+    batched: ClassVar[bool] = True
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """For each sample the share of its volume that is its own, counted in voxels."""
+        whole = int(np.prod(self.shape))
+        return tuple(1 - int(np.prod(np.subtract(stop, start))) / whole for start, stop in self.boxes)
+
+    def geometry(self) -> CutmixParams:
+        """All of it: a target is cut as its input is."""
+        return self
+
+    def inverse(self) -> CutmixParams:
+        """Nothing pasted: what it overwrote is lost."""
+        nothing = ((0, 0, 0), (0, 0, 0))
+        return CutmixParams(self.shape, tuple(range(len(self.partners))), (nothing,) * len(self.partners))
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedParams(AugmentationParams):
+    """What `ComposedAugmentation` drew.
+
+    Attributes:
+        steps: The record of each augmentation, in order.
+    """
+
+    kind = "composed"
+    steps: tuple[AugmentationParams, ...]
+
+    def __post_init__(self) -> None:
+        check = _check("ComposedParams(...)")
+        steps = check.items("steps", self.steps)
+        read = (each if isinstance(each, AugmentationParams) else _from_dict(each) for each in steps)
+        object.__setattr__(self, "steps", tuple(read))
+
+    def geometry(self) -> ComposedParams:
+        """What a target undergoes as well, of each step."""
+        return ComposedParams(tuple(each.geometry() for each in self.steps))
+
+    def inverse(self) -> ComposedParams:
+        """What undoes the steps, the last one first."""
+        return ComposedParams(tuple(each.inverse() for each in reversed(self.steps)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types."""
+        return {"kind": self.kind, "steps": [each.to_dict() for each in self.steps]}
+
+
+_KINDS: dict[str, type[AugmentationParams]] = {
+    each.kind: each for each in (VoxelParams, CutoutParams, MixupParams, CutmixParams, ComposedParams)
+}
+
+
+def _from_dict(found: object) -> AugmentationParams:
+    if not isinstance(found, Mapping) or found.get("kind") not in tuple(_KINDS):
+        raise _unreadable("an object whose kind is not one of " + ", ".join(_KINDS))
+    rest = {name: value for name, value in found.items() if name != "kind"}
+    return _check("AugmentationParams.from_json(text)").record(_KINDS[found["kind"]], rest)
+
+
+def _unreadable(got: str) -> FileFormatError:
+    return FileFormatError(
+        "AugmentationParams.from_json(text)",
+        got=got,
+        expected="what to_json() of such a record wrote",
+        fix="check that the line is whole, and read it with the memkit that wrote it.",
+    )
+
+
+def _check(call: str) -> Checker:
+    return Checker(call, InputError)
+
+
+def _triple(check: Checker, name: str, value: object, low: int, high: Triple | None = None) -> Triple:
+    ends = high or (2**31,) * 3
+    a, b, c = (check.whole(name, each, low, end) for each, end in zip(check.items(name, value, 3), ends, strict=True))
+    return a, b, c
+
+
+def _box(check: Checker, name: str, value: object, shape: Triple) -> Box:
+    start, stop = (_triple(check, name, each, 0, shape) for each in check.items(name, value, 2))
+    if any(first > last for first, last in zip(start, stop, strict=True)):
+        raise check.refuse(name, value, "a box that ends after its start")
+    return start, stop
+
+
+def _set_grid(params: VoxelParams | CutoutParams, check: Checker, num_samples: int) -> None:
+    object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
+    is_batch = check.flag("batched", params.batched)
+    if num_samples < 1 or (num_samples > 1 and not is_batch):
+        raise check.refuse("samples", num_samples, "one at least, and one only for a volume (C, D, H, W)")
+
+
+def _set_partners(params: MixupParams | CutmixParams, check: Checker) -> None:
+    object.__setattr__(params, "shape", _triple(check, "shape", params.shape, 1))
+    given = check.items("partners", params.partners)
+    if not given:
+        raise check.refuse("partners", given, "one for each sample, and one sample at least")
+    partners = tuple(check.whole("partners", each, 0, len(given) - 1) for each in given)
+    object.__setattr__(params, "partners", partners)

@@ -1,0 +1,255 @@
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
+from memkit.voxel.augment import VoxelAugmentation
+from memkit.voxel.compose import ComposedAugmentation
+from memkit.voxel.cutout import CutoutAugmentation
+from memkit.voxel.dataset import VoxelDataset
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.mix import CutmixAugmentation, MixupAugmentation
+from memkit.voxel.params import AugmentationParams, VoxelDraw
+from tests.voxel.volumes import cortex
+
+BATCH = (3, 2, 8, 8, 8)
+ALL = ComposedAugmentation(
+    [VoxelAugmentation(dropout_prob=0.1), CutoutAugmentation(prob=1.0), MixupAugmentation(), CutmixAugmentation()]
+)
+
+
+def test_a_draw_is_a_function_of_seed_epoch_and_index_alone():
+    for aug in (*ALL.augmentations, ALL):
+        first = aug.sample(BATCH, seed=1, epoch=2, index=[3, 4, 5])
+        state = torch.get_rng_state(), np.random.get_state()[1].tolist()
+        torch.rand(1)
+        np.random.rand()
+        assert aug.sample(BATCH, seed=1, epoch=2, index=[3, 4, 5]) == first
+        assert not torch.equal(torch.get_rng_state(), state[0])  # only ours moved it
+        others = [
+            aug.sample(BATCH, seed=2, epoch=2, index=[3, 4, 5]),
+            aug.sample(BATCH, seed=1, epoch=3, index=[3, 4, 5]),
+            aug.sample(BATCH, seed=1, epoch=2, index=[4, 5, 6]),
+            aug.sample(BATCH, seed=1, epoch=2, index=3),
+        ]
+        assert first not in others
+        assert len(set(others)) == 4
+
+
+def test_a_sample_in_a_batch_draws_what_it_draws_alone():
+    aug = VoxelAugmentation(dropout_prob=0.1)
+    batch = aug.sample(BATCH, seed=1, epoch=2, index=[7, 3, 9])
+    alone = [aug.sample(BATCH[1:], seed=1, epoch=2, index=each).draws[0] for each in (7, 3, 9)]
+    assert list(batch.draws) == alone
+    x = torch.rand(BATCH)
+    params = aug.sample(BATCH[1:], seed=1, epoch=2, index=3)
+    assert torch.equal(aug.apply(x, batch)[1], aug.apply(x[1], params))
+
+
+def test_large_numbers_and_short_ones_do_not_collide():
+    aug = VoxelAugmentation()
+    names = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (2**32, 0, 0), (0, 2**32, 0), (0, 0, 2**32), (2**63 - 1, 0, 0)]
+    draws = {aug.sample((1, 8, 8, 8), seed=s, epoch=e, index=i).draws[0].seed for s, e, i in names}
+    draws.add(aug.sample((1, 1, 8, 8, 8), seed=0, epoch=0, index=0).draws[0].seed)  # (0, 0, 0, first sample)
+    assert len(draws) == len(names) + 1
+
+
+def test_another_probability_leaves_the_other_draws_as_they_are():
+    settings = [{"flip_prob": 0.0}, {"rotate_prob": 0.0}, {"noise_std": 0.0, "dropout_prob": 0.5}]
+    base = VoxelAugmentation(rotate_prob=1.0, flip_prob=1.0)
+    for index in range(5):
+        expected = base.sample((1, 8, 8, 8), seed=0, index=index).draws[0]
+        for each in settings:
+            found = dataclasses.replace(base, **each).sample((1, 8, 8, 8), seed=0, index=index).draws[0]
+            assert found.seed == expected.seed
+            assert found.turns == (0 if "rotate_prob" in each else expected.turns)
+
+
+def test_probabilities_are_kept():
+    aug = VoxelAugmentation(flip_axes="XZ")
+    draws = aug.sample((2000, 1, 8, 8, 8), seed=0).draws
+    assert sum("X" in each.flips for each in draws) == pytest.approx(1000, abs=100)
+    assert sum("Z" in each.flips for each in draws) == pytest.approx(1000, abs=100)
+    assert sum(each.flips == "XZ" for each in draws) == pytest.approx(500, abs=80)  # independent of each other
+    assert not any("Y" in each.flips for each in draws)
+    assert sum(each.turns > 0 for each in draws) == pytest.approx(600, abs=80)
+    alike = VoxelAugmentation(same_on_batch=True).sample((50, 1, 8, 8, 8), seed=0).draws
+    assert len({(each.flips, each.turns) for each in alike}) == 1
+    assert len({each.seed for each in alike}) == 50  # noise of their own
+
+
+def test_records_go_through_json():
+    params = ALL.sample(BATCH, seed=2**62, epoch=1, index=[1, 2, 3])
+    again = AugmentationParams.from_json(params.to_json())
+    assert again == params
+    assert hash(again) == hash(params)
+    x = torch.rand(BATCH)
+    assert torch.equal(ALL.apply(x, again), ALL.apply(x, params))
+    assert [each["kind"] for each in json.loads(params.to_json())["steps"]] == ["voxel", "cutout", "mixup", "cutmix"]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda d: d.update(version=2), FileFormatError, "version 1"),
+        (lambda d: d.update(kind="warp"), FileFormatError, "kind"),
+        (lambda d: d.update(kind=["voxel"]), FileFormatError, "kind"),
+        (lambda d: d.update(colour=1), InputError, "colour"),
+        (lambda d: d.pop("draws"), InputError, "draws"),
+        (lambda d: d.update(draws=[]), InputError, "samples"),
+        (lambda d: d.update(draws=[{"turns": 4}]), InputError, "turns=4"),
+        (lambda d: d.update(draws=[{"turns": True}]), InputError, "turns=True"),
+        (lambda d: d.update(draws=[{"flips": "XX"}]), InputError, "flips"),
+        (lambda d: d.update(draws=[{"noise_std": float("inf")}]), InputError, "noise_std"),
+        (lambda d: d.update(draws=[{"noise": 1}]), InputError, "write 'noise_std'"),
+        (lambda d: d.update(shape=[8, 8]), InputError, "shape"),
+        (lambda d: d.update(batched=1), InputError, "batched"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused(change, error, text):
+    record = json.loads(VoxelAugmentation().sample((1, 8, 8, 8), seed=0).to_json())
+    change(record)
+    with pytest.raises(error, match=text):
+        AugmentationParams.from_json(json.dumps(record))
+
+
+def test_text_that_is_no_record_is_refused():
+    for text in ("", "[1]", "{", "null", b"\xff", "[" * 100_000):
+        with pytest.raises(FileFormatError):
+            AugmentationParams.from_json(text)
+
+
+def test_the_sources_configuration_is_accepted():
+    aug = VoxelAugmentation.from_config({"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02})
+    assert aug == VoxelAugmentation()
+    layout = {"channels": ["occupancy", "intensity"], "empty_value": -1}
+    aug = VoxelAugmentation.from_config({"intensity_jitter": 0.1, "layout": layout})
+    assert aug.layout == VoxelLayout(("occupancy", "intensity"), empty_value=-1)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"flip_probability": 0.5}, "key 'flip_probability'.*write 'flip_prob'"),
+        ({"flip_prob": 1.5}, r"flip_prob=1\.5"),
+        ({"flip_prob": "0.5"}, "flip_prob='0.5'"),
+        ({"noise_std": -1}, "noise_std=-1"),
+        ({"rotate_prob": True}, "rotate_prob=True"),
+        ({"dropout_prob": float("nan")}, "dropout_prob=nan"),
+        ({"flip_axes": "XW"}, "flip_axes"),
+        ({"on_nonsquare": "resize"}, "on_nonsquare"),
+        ({"same_on_batch": 1}, "same_on_batch=1"),
+        ({"layout": ("occupancy",)}, "layout"),
+        ({"layout": {"channels": ["occupancy"], "axis": "XYZ"}}, "write 'axes'"),
+        ({3: 4}, "the key 3"),
+        ([("flip_prob", 0.5)], "config"),
+    ],
+)
+def test_a_wrong_key_of_a_configuration_is_named(config, text):
+    with pytest.raises(ConfigError, match=text):
+        VoxelAugmentation.from_config(config)
+
+
+def test_a_jitter_without_its_channel_is_told():
+    with pytest.warns(MemkitWarning, match="doppler_jitter=0.1.*no effect"):
+        VoxelAugmentation(doppler_jitter=0.1)
+
+
+def test_records_are_for_their_augmentation():
+    x = torch.rand(BATCH)
+    params = CutoutAugmentation().sample(BATCH, seed=0)
+    with pytest.raises(InputTypeError, match="CutoutParams"):
+        VoxelAugmentation().apply(x, params)
+    with pytest.raises(InputTypeError, match="CutoutParams"):
+        VoxelAugmentation().inverse(x, params)
+    with pytest.raises(InputError, match="of 4"):
+        ALL.apply(x, ComposedAugmentation([CutoutAugmentation()]).sample(BATCH, seed=0))
+    with pytest.raises(InputError, match=r"turns=5"):
+        VoxelDraw(turns=5)
+
+
+# ---- the data set
+
+
+def named(number=8):
+    return [
+        {"radar": cortex().roll(each, 1), "labels": cortex()[:1].to(torch.uint8), "name": str(each)}
+        for each in range(number)
+    ]
+
+
+def test_workers_hand_out_what_one_process_does_in_every_epoch():
+    dataset = VoxelDataset(
+        named(), augmentation_config={"noise_std": 0.1, "dropout_prob": 0.2}, photometric=["radar"], seed=3
+    )
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+    epochs = []
+    for epoch in range(2):
+        dataset.set_epoch(epoch)
+        batches = list(loader)
+        assert [name for each in batches for name in each["name"]] == [str(each) for each in range(8)]
+        epochs.append(torch.cat([each["radar"] for each in batches]))
+        alone = torch.stack([dataset[index]["radar"] for index in range(8)])
+        assert torch.equal(epochs[-1], alone)
+    assert not torch.equal(*epochs)
+    del loader
+
+
+def test_volumes_of_a_sample_move_together_and_the_source_stays_as_it_is():
+    source = named(2)
+    before = source[0]["radar"].clone()
+    dataset = VoxelDataset(
+        source, augmentation_config={"rotate_prob": 1.0}, layout=VoxelLayout(("occupancy", "scalar"))
+    )
+    for epoch in range(4):
+        dataset.set_epoch(epoch)
+        sample = dataset[0]
+        assert torch.equal(sample["radar"][0], sample["labels"][0].float())
+        assert not torch.equal(sample["radar"], before)
+    assert torch.equal(source[0]["radar"], before)
+    assert dataset[-1]["name"] == dataset[1]["name"] == "1"
+    assert torch.equal(dataset[-1]["radar"], dataset[1]["radar"])
+    plain = VoxelDataset(source, use_augmentation=False)
+    assert plain[0] is source[0]
+
+
+def test_tuples_and_bare_volumes_are_samples_too():
+    pairs = [(cortex(), cortex()[:1].long(), 5)]
+    x, y, label = VoxelDataset(pairs, augmentation_config={"noise_std": 0.0, "flip_prob": 1.0})[0]
+    assert torch.equal(x[0], y[0].float())
+    assert label == 5
+    bare = VoxelDataset([cortex()], augmentation=ComposedAugmentation([CutoutAugmentation(prob=1.0, size=0.5)]))
+    assert (bare[0][0].sum() < cortex()[0].sum()).item()
+    with pytest.raises(InputTypeError, match="dimension of channels"):
+        VoxelDataset([torch.zeros(8, 8, 8)])[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"augmentation_config": {"flip": 1}},
+        {"augmentation": CutoutAugmentation(), "augmentation_config": {}},
+        {"use_augmentation": "yes"},
+        {"seed": -1},
+    ],
+)
+def test_wrong_settings_of_a_data_set_are_refused(settings):
+    with pytest.raises(MemkitError):
+        VoxelDataset([cortex()], **settings)
+
+
+def test_a_loop_over_the_data_set_ends_where_the_source_raises_nothing():
+    class Endless:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            return torch.full((1, 2, 2, 2), float(index))
+
+    dataset = VoxelDataset(Endless(), use_augmentation=False)
+    assert [float(each.mean()) for each in dataset] == [0, 1, 2]
+    assert float(dataset[-1].mean()) == -1  # the source says what it is

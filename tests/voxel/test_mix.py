@@ -1,0 +1,179 @@
+import pytest
+import torch
+
+from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit.voxel.augment import VoxelAugmentation
+from memkit.voxel.augment_base import VoxelPoints
+from memkit.voxel.compose import ComposedAugmentation
+from memkit.voxel.cutout import CutoutAugmentation
+from memkit.voxel.layout import VoxelLayout
+from memkit.voxel.mix import CutmixAugmentation, MixupAugmentation
+from memkit.voxel.params import CutmixParams, CutoutParams, MixupParams
+from tests.allocations import trace_allocations
+from tests.voxel.volumes import cortex, sparse
+
+LAYOUT = VoxelLayout(("occupancy", "scalar"), empty_value=(0, 0))
+
+
+def batch():
+    return torch.stack([cortex(), cortex().flip(1), cortex().roll(5, 2), torch.zeros_like(cortex())])
+
+
+def test_mixup_unites_occupancy_and_weighs_what_both_have():
+    x = torch.zeros(2, 2, 2, 2, 2)
+    x[0, :, 0, 0, 0] = torch.tensor([1.0, 4.0])  # the first sample alone
+    x[1, :, 1, 1, 1] = torch.tensor([1.0, 2.0])  # the second alone
+    x[0, :, 0, 1, 0] = torch.tensor([1.0, 10.0])
+    x[1, :, 0, 1, 0] = torch.tensor([1.0, 20.0])  # both
+    mix = MixupAugmentation(layout=LAYOUT)
+    y = mix.apply(x, MixupParams((2, 2, 2), (1, 0), (0.75, 1.0)))
+    assert y[0, :, 0, 0, 0].tolist() == [1, 4]  # not 3: what the other lacks does not thin it out
+    assert y[0, :, 1, 1, 1].tolist() == [1, 2]
+    assert y[0, :, 0, 1, 0].tolist() == [1, 12.5]
+    assert y[0, 0].sum() == 3
+    assert y[1, :, 0, 1, 0].tolist() == [1, 20]
+
+
+def test_mixup_with_an_empty_value_of_its_own():
+    layout = VoxelLayout(("occupancy", "scalar"), empty_value=-1)
+    x = 2 * batch() - 1
+    params = MixupAugmentation(layout=layout).sample(x.shape, seed=0)
+    y = MixupAugmentation(layout=layout).apply(x, params)
+    assert set(y[:, 0].unique().tolist()) == {-1.0, 1.0}
+    scaled = MixupAugmentation(layout=LAYOUT).apply(batch(), params)
+    torch.testing.assert_close(y, 2 * scaled - 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("cls", [MixupAugmentation, CutmixAugmentation, CutoutAugmentation])
+def test_sparse_equals_dense_bit_for_bit(cls, dtype):
+    x = batch().to(dtype)
+    aug = cls(layout=LAYOUT) if cls is not CutoutAugmentation else cls(prob=1.0, size=0.5, num_holes=2)
+    for index in range(3):
+        params = aug.sample(x.shape, seed=0, index=index)
+        before = x.clone()
+        dense, few = aug.apply(x, params), aug.apply(sparse(x, LAYOUT), params)
+        assert torch.equal(few.to_dense(), dense)
+        assert not torch.equal(dense, x)
+        assert torch.equal(x, before)
+        assert len(few.coords) == int((dense[:, 0] != 0).sum())
+        undone = aug.inverse(x, params)  # nothing is moved, so nothing comes back
+        assert torch.equal(undone, x)
+        assert undone.data_ptr() != x.data_ptr()
+
+
+def test_cutmix_boxes_have_the_share_of_the_volume_and_lie_anywhere():
+    cut = CutmixAugmentation(alpha=1.0)
+    params = cut.sample((3000, 1, 20, 20, 20), seed=0)
+    pasted = 1 - torch.tensor(params.weights)
+    assert pasted.mean() == pytest.approx(0.5, abs=0.03)  # a side of sqrt would make it 0.4, a clipped box 0.12
+    starts, stops = (torch.tensor([box[end] for box in params.boxes]) for end in (0, 1))
+    assert int(stops.max()) <= 20
+    assert (((starts + stops) / 2).float().mean(0) - 10).abs().max() < 0.3
+    assert len({tuple(box[0]) for box in params.boxes}) > 500  # not one for the batch
+    x = torch.arange(4.0).view(4, 1, 1, 1, 1).repeat(1, 1, 20, 20, 20)
+    params = cut.sample(x.shape, seed=3)
+    for values in (x, x.long()):
+        y = cut.apply(values, params)
+        for number, (partner, weight) in enumerate(zip(params.partners, params.weights, strict=True)):
+            expected = 1.0 if partner == number else weight
+            assert (y[number] == number).float().mean() == pytest.approx(expected)
+
+
+def test_labels_come_in_pairs_with_a_weight_for_each_sample():
+    for aug in (MixupAugmentation(alpha=0.4), CutmixAugmentation()):
+        params = aug.sample((4, 1, 8, 8, 8), seed=1)
+        first, second, weight = aug.labels(torch.arange(4), params)
+        assert first.tolist() == [0, 1, 2, 3]
+        assert tuple(second.tolist()) == params.partners
+        assert sorted(params.partners) == [0, 1, 2, 3]
+        assert weight.tolist() == list(params.weights)
+        assert len(set(params.weights)) > 1
+        with pytest.raises(InputError, match="4 samples"):
+            aug.labels(torch.arange(3), params)
+
+
+def test_targets_are_mixed_with_their_inputs_and_labels_are_not_blended():
+    mix = MixupAugmentation()
+    params = mix.sample((2, 1, 8, 8, 8), seed=0)
+    x, target = torch.rand(2, 1, 8, 8, 8), torch.rand(2, 1, 8, 8, 8)
+    y = mix.apply_joint({"x": x, "target": target}, params, photometric=["x"])
+    assert torch.equal(y["target"], mix.apply(target, params))
+    with pytest.raises(InputTypeError, match=r"labels\(\)"):
+        mix.apply(torch.zeros(2, 1, 8, 8, 8, dtype=torch.int64), params)
+    with pytest.raises(InputTypeError, match="batch"):
+        mix.apply(VoxelPoints(torch.zeros(1, 3), torch.zeros(1, 1)), params)
+    with pytest.raises(InputError, match="batch"):
+        mix.sample((1, 8, 8, 8), seed=0)
+    with pytest.raises(ConfigError, match="alpha"):
+        MixupAugmentation(alpha=0)
+
+
+def test_holes_are_filled_with_empty_values_and_a_target_keeps_its_voxels():
+    layout = VoxelLayout(("occupancy", "scalar"), empty_value=(-1, 7))
+    x = torch.ones(2, 16, 16, 16)
+    cut = CutoutAugmentation(prob=1.0, size=0.5, layout=layout)
+    params = cut.sample(x.shape, seed=0)
+    y = cut.apply(x, params)
+    hole = y[0] == -1
+    assert hole.sum() == 8**3
+    assert (y[1][hole] == 7).all()
+    assert (y[:, ~hole] == 1).all()
+    joint = cut.apply_joint({"x": x, "y": x, "labels": x.long()}, params, photometric=["x"])
+    assert torch.equal(joint["y"], x)
+    assert torch.equal(joint["labels"], x.long())
+    share = sum(bool(each) for each in CutoutAugmentation(prob=0.3).sample((1000, 1, 4, 4, 4), seed=0).holes)
+    assert share == pytest.approx(300, abs=60)
+
+
+def test_points_in_a_hole_are_left_out():
+    layout = VoxelLayout(("scalar",), axes="ZYX", voxel_size=(1, 2, 0.5), origin=(-4, 0, 0))
+    params = CutoutParams((8, 8, 8), False, ((((0, 0, 0), (4, 8, 2)),),))  # Z below 2 m, X below -2 m
+    coords = torch.tensor([[-3.0, 5, 1], [-3, 5, 3], [-1, 5, 1], [-2.01, 15.9, 0], [-2.0, 0, 0], [9, 9, 9]])
+    kept = CutoutAugmentation(layout=layout).apply(VoxelPoints(coords, coords[:, :1]), params)
+    assert torch.equal(kept.coords, coords[[1, 2, 4, 5]])
+    assert torch.equal(kept.features, kept.coords[:, :1])
+
+
+def test_a_composition_applies_in_order_and_comes_back_in_reverse():
+    steps = [VoxelAugmentation(rotate_prob=1.0, noise_std=0.0), CutoutAugmentation(prob=1.0), VoxelAugmentation()]
+    aug = ComposedAugmentation(steps)
+    x = torch.rand(2, 3, 8, 8, 6)
+    for index in range(5):
+        params = aug.sample(x.shape, seed=0, index=index)
+        expected = x
+        for step, drawn in zip(steps, params.steps, strict=True):
+            expected = step.apply(expected, drawn)
+        before = x.clone()
+        assert torch.equal(aug.apply(x, params), expected)
+        assert torch.equal(x, before)
+        assert torch.equal(aug.inverse(aug.apply(x, params.geometry()), params), x)
+    first, _, third = params.steps
+    assert first.draws[0].seed != third.draws[0].seed  # two of a kind draw their own
+    with pytest.raises(ConfigError, match="one augmentation at least"):
+        ComposedAugmentation([])
+    with pytest.raises(InputTypeError, match="function"):
+        ComposedAugmentation([torch.flip])
+
+
+def test_peaks_are_the_result_and_little_beside_it():
+    x = torch.rand(2, 4, 48, 48, 48)
+    for aug in (
+        MixupAugmentation(),
+        CutmixAugmentation(),
+        CutoutAugmentation(prob=1.0),
+        ComposedAugmentation([VoxelAugmentation(), CutoutAugmentation(prob=1.0), CutoutAugmentation()]),
+    ):
+        params = aug.sample(x.shape, seed=0)
+        aug.apply(x, params)
+        assert trace_allocations(lambda aug=aug, params=params: aug.apply(x, params)).peak <= 1.5 * x.nbytes
+
+
+def test_a_box_of_nothing_and_a_partner_that_is_oneself():
+    x = torch.rand(1, 1, 4, 4, 4)
+    cut = CutmixAugmentation()
+    for seed in range(5):
+        assert torch.equal(cut.apply(x, cut.sample(x.shape, seed=seed)), x)
+        torch.testing.assert_close(MixupAugmentation().apply(x, MixupAugmentation().sample(x.shape, seed=seed)), x)
+    nothing = CutmixParams((4, 4, 4), (0,), (((1, 1, 1), (1, 1, 1)),))
+    assert nothing.weights == (1.0,)
