@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from memkit.assemble.enhanced import create_enhanced_train_loop
     from memkit.assemble.prepare import PreparedTrainer, plan_training, prepare
     from memkit.assemble.report import write_report
+    from memkit.check.check import check_paths, check_source
+    from memkit.check.findings import Finding
     from memkit.chunk.cross_entropy import chunked_linear_cross_entropy
     from memkit.chunk.loss import chunked_loss
     from memkit.chunk.map import chunked_map
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import Holder, MemoryEstimate
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
-    from memkit.planning.plan.plan import PlanCandidate, TrainingPlan
+    from memkit.planning.plan.plan import TrainingPlan
     from memkit.planning.predict import estimate_memory_usage
     from memkit.planning.presets import get_preset_config
     from memkit.planning.scaling.config import MemoryTestConfig
@@ -135,6 +137,7 @@ _HOMES = {
     "DensityInvariantTrainer": "assemble.density",
     "DynamicResolutionProcessor": "chunk.resolution",
     "FileFormatError": "_errors",
+    "Finding": "check.findings",
     "GPU": "planning.gpus",
     "GradientAccumulator": "train.accumulate",
     "GridAwareSampler": "points.sampler",
@@ -160,7 +163,6 @@ _HOMES = {
     "NearestPoints": "voxel.nearest",
     "OccupancyAwareLoss": "voxel.losses",
     "Perceptual3DLoss": "voxel.perceptual",
-    "PlanCandidate": "planning.plan.plan",
     "PointBatch": "assemble.density_records",
     "PointCloudMetrics": "voxel.streaming",
     "PointScene": "assemble.density_records",
@@ -198,6 +200,8 @@ _HOMES = {
     "atomic_steps": "train.transaction",
     "cached_backward": "train.contrastive",
     "chamfer_distance": "voxel.clouds",
+    "check_paths": "check.check",
+    "check_source": "check.check",
     "chunked_linear_cross_entropy": "chunk.cross_entropy",
     "chunked_loss": "chunk.loss",
     "chunked_map": "chunk.map",
@@ -266,6 +270,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "DensityInvariantTrainer",
     "DynamicResolutionProcessor",
     "FileFormatError",
+    "Finding",
     "GPU",
     "GradientAccumulator",
     "GridAwareSampler",
@@ -291,7 +296,6 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "NearestPoints",
     "OccupancyAwareLoss",
     "Perceptual3DLoss",
-    "PlanCandidate",
     "PointBatch",
     "PointCloudMetrics",
     "PointScene",
@@ -330,6 +334,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "atomic_steps",
     "cached_backward",
     "chamfer_distance",
+    "check_paths",
+    "check_source",
     "chunked_linear_cross_entropy",
     "chunked_loss",
     "chunked_map",

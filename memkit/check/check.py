@@ -1,0 +1,189 @@
+"""Checks scripts, notebooks and folders for habits that cost memory; nothing of theirs is run or imported."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit.check import evaluation, graphs, launch, precision, setup, steps
+from memkit.check.findings import Finding, Place, Rule
+from memkit.check.launch import Launcher
+from memkit.check.script import Script
+from memkit.check.source import SUFFIXES, Source, read_source
+
+SCRIPT_RULES = (*graphs.RULES, *evaluation.RULES, *steps.RULES, *precision.RULES, *setup.RULES)
+RULES: tuple[Rule[Any], ...] = (*SCRIPT_RULES, *launch.RULES)
+UNKNOWN = "unknown-ignore"  # the finding about a comment that names no rule
+
+_COMMENT = re.compile(r"#\s*memkit:\s*ignore(?:\[([^\]]*)\])?")
+_FOREIGN = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"})
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What a check of files gives back.
+
+    Attributes:
+        findings: In the order of the files and their lines.
+        num_files: Files that were read.
+        unread: Files that could not be read or parsed: the path and one line of reason.
+    """
+
+    findings: tuple[Finding, ...]
+    num_files: int
+    unread: tuple[tuple[str, str], ...]
+
+
+def check_source(text: str, *, path: str = "<source>") -> tuple[Finding, ...]:
+    """Check one Python script given as text. It is parsed, never run.
+
+    Args:
+        text: The script. One that does not import torch has no findings.
+        path: The name in the findings. One that ends in ``.sh`` makes it a shell script.
+
+    Returns:
+        The findings by line. A line with the comment ``# memkit: ignore[rule]``, or ``# memkit: ignore`` for all
+        rules, has none.
+
+    Raises:
+        FileFormatError: The text is not Python 3.
+
+    Example:
+        >>> import memkit as mk
+        >>> script = '''
+        ... import torch
+        ... for x in loader:
+        ...     loss = model(x)
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     history.append(loss)
+        ... '''
+        >>> [(finding.rule, finding.line) for finding in mk.check_source(script)]
+        [('graph-kept', 7)]
+    """
+    return tuple(_check(Source(path, text, is_shell=path.endswith(".sh")), {rule.id for rule in RULES}))
+
+
+def check_paths(
+    paths: Iterable[str | os.PathLike[str]], *, select: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> CheckResult:
+    r"""Check files and folders: ``.py``, ``.ipynb`` and ``.sh``.
+
+    Args:
+        paths: Files, and folders that are searched. Hidden folders, virtual environments, ``build`` and ``dist`` in
+            them are left out.
+        select: Ids of the rules to check; empty for all.
+        ignore: Ids of rules to leave out.
+
+    Raises:
+        ConfigError: An id is not one of a rule.
+        InputError: A path does not exist, or is a file of another kind.
+
+    Example:
+        >>> import memkit as mk, pathlib, tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "train.py").write_text("import torch\ntorch.autograd.set_detect_anomaly(True)\n")
+        >>> result = mk.check_paths([folder])
+        >>> result.num_files, [finding.rule for finding in result.findings]
+        (1, ['anomaly-left-on'])
+    """
+    known = [rule.id for rule in RULES]
+    for name in (*select, *ignore):
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            fix = f"write {near[0]!r}." if near else "`memkit check --list-rules` shows them."
+            raise ConfigError(f"check_paths(rule {name!r})", got=f"{name!r}", expected="the id of a rule", fix=fix)
+    wanted = set(select or known) - set(ignore)
+    findings: list[Finding] = []
+    unread = []
+    files = [file for path in paths for file in _files_of(Path(path))]
+    for file in files:
+        try:
+            findings += _check(read_source(file), wanted)
+        except FileFormatError as error:
+            unread.append((str(file), error.got))
+        except OSError as error:
+            unread.append((str(file), str(error)))
+    return CheckResult(tuple(findings), len(files) - len(unread), tuple(unread))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(_search(path))
+    if path.is_file() and path.suffix in SUFFIXES:
+        return [path]
+    got = f"a {path.suffix or 'nameless'} file" if path.is_file() else "no such file or folder"
+    expected = "a folder, or a .py, .ipynb or .sh file"
+    raise InputError(f"check_paths({str(path)!r})", got=got, expected=expected, fix="check the path.")
+
+
+def _search(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _FOREIGN and not name.startswith(".")]
+        yield from (Path(parent, name) for name in names if Path(name).suffix in SUFFIXES)
+
+
+def _check(source: Source, wanted: set[str]) -> list[Finding]:
+    if source.is_shell:
+        launcher = Launcher(source.text)
+        found = {(rule, place) for rule in launch.RULES if rule.id in wanted for place in rule.find(launcher)}
+        return _findings(source, found)
+    if "torch" not in source.text:
+        return []
+    script = _parse(source)
+    rules = (rule for rule in SCRIPT_RULES if rule.id in wanted and script.uses_torch)
+    return _findings(source, set(chain.from_iterable(((rule, place) for place in rule.find(script)) for rule in rules)))
+
+
+def _parse(source: Source) -> Script:
+    try:
+        return Script(source.text)
+    except SyntaxError as error:
+        got = f"line {error.lineno}: {error.msg}"
+    except (ValueError, RecursionError, MemoryError) as error:
+        got = f"{type(error).__name__}: {error}"
+    raise FileFormatError(
+        f"check {source.path}", got=got, expected="Python 3", fix="correct the file, or leave it out."
+    ) from None
+
+
+def _findings(source: Source, found: set[tuple[Rule[Any], Place]]) -> list[Finding]:
+    """The findings of a file in the order of its lines, without those that a comment takes out."""
+    ignored = dict(_comments(source))
+    findings = []
+    for rule, place in found:
+        lines = range(place.line, place.last_line + 1)
+        names = set().union(*(ignored.get(line, ()) for line in lines))
+        if not names & {rule.id, "*"}:
+            cell, line = source.cell_at(place.line)
+            findings.append((place.line, rule.finding(source.path, place._replace(line=line), cell)))
+    for line, names in ignored.items():
+        for name in sorted(names - {"*"} - {rule.id for rule in RULES}):
+            cell, line_in_cell = source.cell_at(line)
+            message, fix = f"no rule is named {name!r}", "correct or remove the comment."
+            findings.append((line, Finding(UNKNOWN, "warning", source.path, line_in_cell, 1, message, fix, None, cell)))
+    findings.sort(key=lambda item: (item[0], item[1].column, item[1].rule))
+    return [finding for _, finding in findings]
+
+
+def _comments(source: Source) -> Iterator[tuple[int, set[str]]]:
+    """The lines with a suppression comment, and the ids that each names; "*" for all."""
+    if "memkit:" not in source.text:
+        return
+    text = io.StringIO(source.text, newline=None)
+    lines: Iterable[tuple[int, str]] = enumerate(text, 1)
+    if not source.is_shell:  # a string may speak of such a comment
+        tokens = tokenize.generate_tokens(text.readline)
+        lines = ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
+    for number, line in lines:
+        if comment := _COMMENT.search(line):
+            yield number, {"*"} if comment[1] is None else {name.strip() for name in comment[1].split(",")}

@@ -1,0 +1,148 @@
+"""Rules about evaluation: gradients that nobody asks for, and outputs that stay on the device."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+
+from memkit.check.findings import Place, Rule
+from memkit.check.script import Script, dotted, method, position
+
+_EVALUATES = re.compile(r"eval|valid|test|infer|predict", re.IGNORECASE)
+
+
+def _find_graphs_in_evaluation(script: Script) -> Iterator[Place]:
+    tests = {"pytest", "unittest"}.intersection(script.imports)
+    if tests or any(script.qualified(call.func).endswith("set_grad_enabled") for call in script.calls):
+        return
+    for call in script.calls:
+        name, what = method(call)
+        if what != "eval" or not name or call.args:
+            continue
+        statement, rest = _after(script, call)
+        first = next((use for use in _uses(script, name, statement, rest) if _repeats(script, use)), None)
+        if first is not None and not _called_under_no_grad(script, first):
+            yield Place.of(first)
+
+
+def _after(script: Script, call: ast.Call) -> tuple[ast.stmt, Sequence[ast.stmt]]:
+    """The statement of a call, and those that follow it in the same block."""
+    for child, parent in script.ancestors(call):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(parent, field, None)
+            if isinstance(child, ast.stmt) and isinstance(block, list) and child in block:
+                return child, block[block.index(child) + 1 :]
+    raise AssertionError("every call is in a statement of a block")
+
+
+def _uses(script: Script, name: str, statement: ast.stmt, rest: Sequence[ast.stmt]) -> list[ast.Call]:
+    """The calls of a network between its eval() and its train(), with gradients on; none where any are asked for."""
+    found: list[ast.Call] = []
+    function = script.function_of(statement)
+    for following in rest:
+        for node in ast.walk(following):
+            if not isinstance(node, ast.Call) or script.function_of(node) is not function:
+                continue
+            full = script.qualified(node.func)
+            if method(node)[1] in ("backward", "requires_grad_") or full.startswith(
+                ("torch.autograd", "torch.jit", "torch.onnx")
+            ):
+                return []
+            if method(node) == (name, "train"):
+                return found
+            if dotted(node.func) == name and not script.under_no_grad(node):
+                found.append(node)
+    return found
+
+
+def _repeats(script: Script, call: ast.Call) -> bool:
+    """Whether a call is made for many batches, as far as the file shows; unit tests and warm-ups are left out."""
+    if isinstance(script.parents[call], ast.Expr):
+        return False  # nothing keeps the graph
+    name = getattr(script.function_of(call), "name", "")
+    is_named_so = bool(_EVALUATES.search(name)) and not name.startswith("test_")
+    return is_named_so or script.loop_of(call) is not None
+
+
+def _called_under_no_grad(script: Script, node: ast.AST) -> bool:
+    """Whether every call in the file of the function around a node has gradients off."""
+    name = getattr(script.function_of(node), "name", None)
+    callers = [call for call in script.calls if name is not None and dotted(call.func).rpartition(".")[2] == name]
+    return bool(callers) and all(map(script.under_no_grad, callers))
+
+
+def _find_outputs_on_device(script: Script) -> Iterator[Place]:
+    if not script.on_accelerator:
+        return
+    for call in script.calls:
+        target, what = method(call)
+        loop = script.loop_of(call)
+        if what != "append" or len(call.args) != 1 or loop is None or not script.under_no_grad(call):
+            continue
+        value: ast.expr = call.args[0]
+        if isinstance(value, ast.Name):
+            before = [b for b in script.bound[value.id] if position(b.statement) < position(call)]
+            value = before[-1].value if before and script.inside(before[-1].statement, loop) else value
+        if (
+            isinstance(value, ast.Call)
+            and dotted(value.func) in script.models
+            and not any(script.inside(b.statement, loop) for b in script.bound[target])
+        ):
+            yield Place.of(call)
+
+
+RULES: tuple[Rule[Script], ...] = (
+    Rule(
+        id="eval-with-graph",
+        level="warning",
+        what="evaluation with gradients on",
+        why="`eval()` changes dropout and batch norm only: every forward pass records a graph with its activations.",
+        fix="put the loop under `with torch.no_grad():`, or decorate the function with it.",
+        example="""
+import torch
+def validate(model, loader):
+    model.eval()
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum().item()
+""",
+        near_miss="""
+import torch
+def validate(model, loader):
+    model.eval()
+    with torch.no_grad():
+        for x, y in loader:
+            correct += (model(x).argmax(1) == y).sum().item()
+def attack(model, loader):
+    model.eval()
+    for x, y in loader:
+        criterion(model(x), y).backward()
+""",
+        find=_find_graphs_in_evaluation,
+    ),
+    Rule(
+        id="eval-outputs-on-device",
+        level="warning",
+        what="a list of a network's outputs that stays on the device",
+        why="the whole evaluation set's outputs take device memory at once.",
+        fix="append `output.cpu()`, or reduce to the metric batch by batch.",
+        example="""
+import torch
+model.eval().cuda()
+outputs = []
+with torch.no_grad():
+    for x in loader:
+        outputs.append(model(x.cuda()))
+""",
+        near_miss="""
+import torch
+model.eval().cuda()
+outputs = []
+with torch.no_grad():
+    for x in loader:
+        output = model(x.cuda())
+        outputs.append(output.cpu())
+""",
+        find=_find_outputs_on_device,
+    ),
+)

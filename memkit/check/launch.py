@@ -1,0 +1,99 @@
+"""Rules about shell scripts that start training: processes and the cards they see."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+from memkit.check.findings import Place, Rule
+
+_CARDS = re.compile(r"CUDA_VISIBLE_DEVICES=[\"']?([0-9]+(?:,[0-9]+)*)(?![\w,$])")
+_PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]\s*([0-9]+)(?!\w)")
+_STARTS = re.compile(r"\b(python|torchrun|accelerate|deepspeed)")
+_COMMENT = re.compile(r"(^|\s)#.*$")
+_BACKGROUND = re.compile(r"(?<![&>])&\s*$")
+_WAITS = re.compile(r"(^|[\s;&])wait\b")
+_BLOCKS = re.compile(r"^\s*(if|for|while|until|case|else|elif|fi|done|esac|function)\b|\(\)\s*\{")
+
+
+class Launcher:
+    """A shell script as its commands: continued lines joined, comments removed, each with its first and last line."""
+
+    def __init__(self, text: str) -> None:
+        self.commands: list[tuple[int, int, str]] = []
+        first, parts = 1, list[str]()
+        for number, line in enumerate(io.StringIO(text, newline=None), 1):
+            code = _COMMENT.sub("", line.rstrip("\n"))
+            parts.append(code.removesuffix("\\"))
+            if not code.endswith("\\"):
+                self.commands.append((first, number, " ".join(parts)))
+                first, parts = number + 1, []
+        if parts:
+            self.commands.append((first, first + len(parts) - 1, " ".join(parts)))
+
+
+def _find_shared(launcher: Launcher) -> Iterator[Place]:
+    busy: set[str] = set()
+    for first, last, command in launcher.commands:
+        if _WAITS.search(command) or _BLOCKS.search(command):
+            busy.clear()
+        cards = _CARDS.search(command)
+        if cards is None or not _STARTS.search(command):
+            continue
+        used = set(cards[1].split(","))
+        if used & busy:
+            yield Place(first, 1, last)
+        if _BACKGROUND.search(command):
+            busy |= used
+
+
+def _find_crowded(launcher: Launcher) -> Iterator[Place]:
+    exported: int | None = None
+    for first, last, command in launcher.commands:
+        cards, processes = _CARDS.search(command), _PROCESSES.search(command)
+        here = len(cards[1].split(",")) if cards else None
+        if _BLOCKS.search(command) or ("CUDA_VISIBLE_DEVICES" in command and cards is None):
+            exported = None
+        elif command.lstrip().startswith("export "):
+            exported = here or exported
+        visible = here or exported
+        if processes is not None and visible is not None and int(processes[1]) > visible:
+            yield Place(first, 1, last)
+
+
+RULES: tuple[Rule[Launcher], ...] = (
+    Rule(
+        id="two-processes-one-gpu",
+        level="warning",
+        what="a second process is started on a card while the first one may still run",
+        why="both have their context and their peak on one card.",
+        fix="give each its own CUDA_VISIBLE_DEVICES, or put `wait` between them.",
+        example="""
+CUDA_VISIBLE_DEVICES=0 python train.py --seed 1 &
+CUDA_VISIBLE_DEVICES=0 python train.py --seed 2 &
+wait
+""",
+        near_miss="""
+CUDA_VISIBLE_DEVICES=0 python train.py --seed 1 &
+CUDA_VISIBLE_DEVICES=1 python train.py --seed 2 &
+wait
+CUDA_VISIBLE_DEVICES=0 python train.py --seed 3
+""",
+        find=_find_shared,
+    ),
+    Rule(
+        id="more-processes-than-gpus",
+        level="error",
+        what="more processes for each node than visible cards",
+        why="the processes without a card of their own fail, or share one.",
+        fix="list as many cards as processes.",
+        example="""
+CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=4 train.py
+""",
+        near_miss="""
+CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 train.py
+""",
+        find=_find_crowded,
+    ),
+)

@@ -1,0 +1,214 @@
+"""Rules about mixed precision: the order of scaling, clipping, stepping and the schedule."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from memkit.check.findings import Place, Rule
+from memkit.check.script import Script, dotted, method, position
+
+_CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value")
+
+
+def _scaler_calls(script: Script, name: str) -> list[ast.Call]:
+    return [call for call in script.calls if method(call)[1] == name and method(call)[0] in script.scalers]
+
+
+def _find_clipped_scaled(script: Script) -> Iterator[Place]:
+    scales, unscales, steps = (_scaler_calls(script, name) for name in ("scale", "unscale_", "step"))
+    for clip in script.calls:
+        if dotted(clip.func).rpartition(".")[2] not in _CLIPS:
+            continue
+        function = script.function_of(clip)
+        later = (s for s in steps if script.function_of(s) is function and position(s) > position(clip))
+        # The last unscale_ may be of the step before; one anywhere earlier in the function is taken as the right one.
+        earlier = (u for u in unscales if script.function_of(u) is function and position(u) < position(clip))
+        scaled = (c for c in scales if script.function_of(c) is function and position(c) < position(clip))
+        if any(scaled) and any(not script.are_exclusive(clip, step) for step in later) and not any(earlier):
+            yield Place.of(clip)
+
+
+def _find_mixed(script: Script) -> Iterator[Place]:
+    for unscale in _scaler_calls(script, "unscale_"):
+        loop, target = script.loop_of(unscale), _target(unscale)
+        steps = [s for s in _scaler_calls(script, "step") if script.loop_of(s) is loop and _target(s) == target]
+        end = min((position(s) for s in steps if position(s) > position(unscale)), default=None)
+        for call in script.backwards:
+            if (
+                end is not None
+                and position(unscale) < position(call) < end
+                and script.loop_of(call) is loop
+                and script.function_of(call) is script.function_of(unscale)
+                and not script.are_exclusive(unscale, call)
+            ):
+                yield Place.of(call)
+
+
+def _target(call: ast.Call) -> str:
+    return dotted(call.args[0]) if call.args else ""
+
+
+def _find_updated_between(script: Script) -> Iterator[Place]:
+    events = [
+        *((position(c), "backward", c) for c in script.backwards),
+        *((position(c), "step", c) for c in _scaler_calls(script, "step")),
+        *((position(c), "update", c) for c in _scaler_calls(script, "update")),
+    ]
+    events.sort(key=lambda event: event[0])
+    for first, second, third in zip(events, events[1:], events[2:], strict=False):
+        calls = (first[2], second[2], third[2])
+        if (
+            (first[1], second[1], third[1]) == ("step", "update", "step")
+            and len({(script.function_of(call), script.loop_of(call)) for call in calls}) == 1
+            and len({method(call)[0] for call in calls}) == 1
+            and _target(first[2]) != _target(third[2])
+            and not any(script.are_exclusive(calls[0], call) for call in calls[1:])
+        ):
+            yield Place.of(second[2])
+
+
+def _find_schedules(script: Script) -> Iterator[Place]:
+    names = {getattr(node, "attr", None) for node in script.nodes}
+    if "get_scale" in names or "_scale" in names:
+        return
+    schedulers = {
+        name for name, bound in script.bound.items() if any("lr_scheduler" in _full(script, b.value) for b in bound)
+    }
+    for call in script.calls:
+        name, what = method(call)
+        if what != "step" or not (name in schedulers or name.rpartition(".")[2] in ("scheduler", "lr_scheduler")):
+            continue
+        loop = script.hot_loop(call)
+        steps = [s for s in _scaler_calls(script, "step") if loop is not None and script.loop_of(s) is loop]
+        if any(not script.are_exclusive(call, step) for step in steps):
+            yield Place.of(call)
+
+
+def _full(script: Script, value: ast.expr) -> str:
+    return script.qualified(value.func) if isinstance(value, ast.Call) else ""
+
+
+RULES: tuple[Rule[Script], ...] = (
+    Rule(
+        id="clip-before-unscale",
+        level="error",
+        what="gradients are clipped while they are scaled",
+        why="the limit is compared with gradients that are 2**16 times too large at the default scale, so every step "
+        "is clipped to almost nothing.",
+        fix="call `scaler.unscale_(optimizer)` before the clipping.",
+        example="""
+import torch
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    scaler.scale(criterion(model(x), y)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        near_miss="""
+import torch
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    if amp:
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        criterion(model(x), y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+""",
+        find=_find_clipped_scaled,
+    ),
+    Rule(
+        id="backward-after-unscale",
+        level="error",
+        what="a backward pass after unscale_ and before the step",
+        why="scaled gradients are added to unscaled ones.",
+        figure="a gradient of 262148 in place of 4 (torch 2.13, CPU)",
+        fix="run every backward pass of the step first, then unscale_, clip, step.",
+        example="""
+import torch
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    scaler.scale(first(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    scaler.scale(second(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        near_miss="""
+import torch
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    scaler.scale(first(D(x), y)).backward()
+    scaler.unscale_(optimizer_d)
+    scaler.step(optimizer_d)
+    scaler.scale(second(G(x), y)).backward()
+    scaler.step(optimizer_g)
+    scaler.update()
+""",
+        find=_find_mixed,
+    ),
+    Rule(
+        id="update-between-steps",
+        level="error",
+        what="scaler.update() between the steps of two optimizers",
+        why="gradients that were scaled by the old factor are divided by the new one.",
+        figure="the second optimizer's gradient is 2.0x wrong where the first overflowed (torch 2.13, CPU)",
+        fix="call update() once, after all steps; or give each optimizer its own scaler.",
+        example="""
+import torch
+scaler = torch.amp.GradScaler()
+for x in loader:
+    scaler.scale(d_loss(x)).backward()
+    scaler.scale(g_loss(x)).backward()
+    scaler.step(optimizer_d)
+    scaler.update()
+    scaler.step(optimizer_g)
+    scaler.update()
+""",
+        near_miss="""
+import torch
+scaler = torch.amp.GradScaler()
+for x in loader:
+    scaler.scale(d_loss(x)).backward()
+    scaler.step(optimizer_d)
+    scaler.update()
+    scaler.scale(g_loss(x)).backward()
+    scaler.step(optimizer_g)
+    scaler.update()
+""",
+        find=_find_updated_between,
+    ),
+    Rule(
+        id="schedule-on-skipped-step",
+        level="warning",
+        what="the learning rate's schedule goes on where the scaler skips the step",
+        why="`scaler.step` leaves the optimizer out after an overflow and does not say so; the schedule counts it.",
+        fix="step the scheduler only if `scaler.get_scale()` after update() is not below the one before it.",
+        example="""
+import torch
+scaler = torch.amp.GradScaler()
+for x, y in loader:
+    scaler.scale(criterion(model(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
+""",
+        near_miss="""
+import torch
+scaler = torch.amp.GradScaler()
+for epoch in range(10):
+    for x, y in loader:
+        scaler.scale(criterion(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    scheduler.step()
+""",
+        find=_find_schedules,
+    ),
+)

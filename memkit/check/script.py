@@ -1,0 +1,322 @@
+"""A Python script's syntax tree, and what the rules ask of it: names, loops that train, what runs under no_grad."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+_OPTIMIZER = re.compile(r"optim|(^|_)opt([A-Z_0-9]|$)", re.IGNORECASE)
+_SCHEDULER = re.compile(r"sched|(^|_)lr", re.IGNORECASE)
+_MOVES = (".cuda(", ".to(", "accelerator", '"cuda', "'cuda", "torch.cuda.FloatTensor")
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate")
+_RUNNERS = ("accelerator", "fabric")  # their backward takes the loss as an argument
+
+
+class Binding(NamedTuple):
+    """One assignment: the statement, the name bound, the value."""
+
+    statement: ast.stmt
+    name: str
+    value: ast.expr
+
+
+class Script:
+    """One parsed file.
+
+    Raises:
+        SyntaxError: The text is not Python 3.
+        RecursionError, MemoryError: It nests too deeply for the parser.
+        ValueError: It has a null byte.
+    """
+
+    def __init__(self, text: str) -> None:
+        with warnings.catch_warnings():  # about the checked file's own escapes
+            warnings.simplefilter("ignore")
+            self.tree = ast.parse(text)
+        self.on_accelerator = any(word in text for word in _MOVES)
+        self.parents: dict[ast.AST, ast.AST] = {}
+        self.nodes: list[ast.AST] = []  # in the order of the text
+        stack: list[ast.AST] = [self.tree]
+        while stack:
+            node = stack.pop()
+            self.nodes.append(node)
+            children = list(ast.iter_child_nodes(node))
+            self.parents.update(dict.fromkeys(children, node))
+            stack += reversed(children)
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.imports = dict(_imports(self.nodes))
+        self.uses_torch = any(full.startswith(_LIBRARIES) for full in self.imports.values())
+
+    # ------------------------------------------------------------------------------------------------- names
+
+    def qualified(self, node: ast.AST) -> str:
+        """The full name of what a name or a call's function stands for, as in ``torch.nn.MSELoss``; "" if unknown."""
+        name = dotted(node)
+        first, dot, rest = name.partition(".")
+        return self.imports.get(first, first) + dot + rest
+
+    def calls_of(self, *names: str) -> Iterator[ast.Call]:
+        """The calls of functions with these full names."""
+        return (call for call in self.calls if self.qualified(call.func) in names)
+
+    @cached_property
+    def bindings(self) -> list[Binding]:
+        """Every assignment to a name or an attribute, each target of a tuple with the whole value."""
+        found = []
+        for node in self.nodes:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.AnnAssign) and node.value is not None:
+                targets = [node.target]
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                parts = [part for target in targets for part in getattr(target, "elts", [target])]
+                found += [Binding(node, name, node.value) for part in parts if (name := dotted(part))]
+        return found
+
+    @cached_property
+    def bound(self) -> dict[str, list[Binding]]:
+        """The assignments of each name."""
+        by_name = defaultdict(list)
+        for binding in self.bindings:
+            by_name[binding.name].append(binding)
+        return by_name
+
+    @cached_property
+    def stores(self) -> dict[str, list[ast.AST]]:
+        """The places at which each name is bound in any way but by an import or a definition."""
+        by_name: dict[str, list[ast.AST]] = defaultdict(list)
+        for node in self.nodes:
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                by_name[dotted(node)].append(node)
+        return by_name
+
+    @cached_property
+    def models(self) -> set[str]:
+        """Names that are used as networks: their parameters are asked for, or their mode is set."""
+        methods = {"parameters", "train", "eval", "named_parameters"}
+        return {method(call)[0] for call in self.calls if method(call)[1] in methods} - {"", "self"}
+
+    @cached_property
+    def scalers(self) -> set[str]:
+        """Names of gradient scalers: bound to one, or used as one."""
+        made = {b.name for b in self.bindings if self.qualified(_function(b.value)).endswith("GradScaler")}
+        used = {method(scaling)[0] for call in self.backwards if (scaling := _scaling(call)) is not None}
+        return (made | used) - {""}
+
+    def is_optimizer(self, name: str) -> bool:
+        """Whether a name stands for an optimizer, by what is bound to it or else by its own words."""
+        made = [self.qualified(_function(binding.value)) for binding in self.bound[name]]
+        if any("lr_scheduler" in full for full in made):
+            return False
+        if any(full.startswith("torch.optim.") for full in made):
+            return True
+        last = name.rpartition(".")[2]
+        return bool(_OPTIMIZER.search(last)) and not _SCHEDULER.search(last)
+
+    # ------------------------------------------------------------------------------------------------- places
+
+    def ancestors(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Pairs of (child, parent) from a node up to the module."""
+        while (parent := self.parents.get(node)) is not None:
+            yield node, parent
+            node = parent
+
+    def function_of(self, node: ast.AST) -> ast.AST:
+        """The innermost function around a node, or the module."""
+        return next((up for _, up in self.ancestors(node) if isinstance(up, Function)), self.tree)
+
+    def loops_of(self, node: ast.AST) -> Iterator[Loop]:
+        """The loops of the same function in whose body a node is, innermost first."""
+        for child, parent in self.ancestors(node):
+            if isinstance(parent, Function):
+                return
+            if isinstance(parent, Loop) and child in parent.body:
+                yield parent
+
+    def loop_of(self, node: ast.AST) -> Loop | None:
+        """The innermost of them."""
+        return next(self.loops_of(node), None)
+
+    def inside(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Whether a node is somewhere inside another."""
+        return any(parent is outer for _, parent in self.ancestors(node))
+
+    def is_guarded(self, node: ast.AST, outer: ast.AST) -> bool:
+        """Whether a node runs in some turns only of the loop around it, by a condition that may change."""
+        for child, parent in self.ancestors(node):
+            if parent is outer:
+                return False
+            if isinstance(parent, ast.ExceptHandler | Function):
+                return True
+            if isinstance(parent, ast.If) and child is not parent.test and not self._is_setting(parent.test, outer):
+                return True
+        return False
+
+    def _is_setting(self, test: ast.expr, loop: ast.AST) -> bool:
+        """Whether a condition asks for a setting, which does not change in a loop."""
+        parts = [test]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, ast.UnaryOp):
+                parts.append(part.operand)
+            elif isinstance(part, ast.BoolOp):
+                parts += part.values
+            elif isinstance(part, ast.Compare):
+                parts += [part.left, *part.comparators]
+            elif isinstance(part, ast.Constant):
+                if not isinstance(part.value, str | bool | None):
+                    return False  # a comparison with a number, as a count has it
+            elif not dotted(part) or any(self.inside(node, loop) for node in self.stores.get(dotted(part), ())):
+                return False
+        return True
+
+    def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
+        """Whether two nodes are in different branches of one `if`."""
+        branches = {up: child for child, up in self.ancestors(first)}
+        for child, up in self.ancestors(second):
+            if isinstance(up, ast.If) and up in branches:
+                sides = [node in up.orelse for node in (child, branches[up])]
+                return sides[0] != sides[1]
+        return False
+
+    def under_no_grad(self, node: ast.AST) -> bool:
+        """Whether a `with` or a decorator around a node turns gradients off."""
+        for _, parent in self.ancestors(node):
+            if isinstance(parent, ast.With | ast.AsyncWith):
+                if any(_turns_off(item.context_expr) for item in parent.items):
+                    return True
+            elif isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and any(
+                map(_turns_off, parent.decorator_list)
+            ):
+                return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    @cached_property
+    def backwards(self) -> list[ast.Call]:
+        """The calls that run a backward pass (those of autograd functions' own `backward` are left out)."""
+        return [
+            call
+            for call in self.calls
+            if method(call)[1] in ("backward", "manual_backward")
+            and getattr(self.function_of(call), "name", "") not in ("backward", "manual_backward")
+        ]
+
+    @cached_property
+    def optimizer_steps(self) -> list[ast.Call]:
+        """`optimizer.step()` and `scaler.step(optimizer)`."""
+        return [call for call in self.calls if method(call)[1] == "step" and self.stepped(call)]
+
+    def stepped(self, call: ast.Call) -> str:
+        """The name of the optimizer that a `step` call steps; "" for a scheduler's or another."""
+        receiver = method(call)[0]
+        if receiver in self.scalers and call.args:
+            return dotted(call.args[0])
+        return receiver if receiver and self.is_optimizer(receiver) else ""
+
+    @cached_property
+    def step_loops(self) -> list[Loop]:
+        """The innermost loops around a backward pass or an optimizer's step, in the order of the text."""
+        loops = {self.loop_of(call) for call in (*self.backwards, *self.optimizer_steps)}
+        return sorted((loop for loop in loops if loop is not None), key=position)
+
+    def hot_loop(self, node: ast.AST) -> Loop | None:
+        """The training loop of whose every turn a node is a part."""
+        for loop in self.loops_of(node):
+            if loop in self.step_loops:
+                return None if self.is_guarded(node, loop) else loop
+        return None
+
+
+def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    """Where a statement or expression begins, for comparison."""
+    return node.lineno, node.col_offset
+
+
+def dotted(node: ast.AST) -> str:
+    """``self.net.layer`` of such an expression; "" of anything else."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def method(call: ast.Call) -> tuple[str, str]:
+    """Receiver and name of a method call: ``loss.item()`` gives ("loss", "item")."""
+    return (dotted(call.func.value), call.func.attr) if isinstance(call.func, ast.Attribute) else ("", "")
+
+
+def keyword(call: ast.Call, name: str) -> ast.expr | None:
+    """The value of a keyword argument."""
+    return next((given.value for given in call.keywords if given.arg == name), None)
+
+
+def has_unpacked(call: ast.Call) -> bool:
+    """Whether a call passes on keyword arguments that are not seen here."""
+    return any(given.arg is None for given in call.keywords)
+
+
+def is_constant(node: ast.AST | None, value: object) -> bool:
+    """Whether an expression is this literal."""
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def leaves(node: ast.expr) -> Iterator[str]:
+    """The names that a value is made of by arithmetic or is a display of; what is inside calls is not among them."""
+    stack: list[ast.expr] = [node]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, ast.BinOp):
+            stack += [part.right, part.left]
+        elif isinstance(part, ast.UnaryOp):
+            stack.append(part.operand)
+        elif isinstance(part, ast.Tuple | ast.List):
+            stack += reversed(part.elts)
+        elif name := dotted(part):
+            yield name
+
+
+def backward_names(call: ast.Call) -> set[str]:
+    """The names of what a backward pass starts from."""
+    receiver, name = method(call)
+    scaling = _scaling(call)
+    if scaling is not None:
+        return set(leaves(scaling.args[0]))
+    if call.args and (name == "manual_backward" or receiver.rpartition(".")[2] in _RUNNERS):
+        return set(leaves(call.args[0]))
+    return set(leaves(call.func.value)) if isinstance(call.func, ast.Attribute) else set()
+
+
+def _scaling(call: ast.Call) -> ast.Call | None:
+    """The inner call of ``scaler.scale(loss).backward()``."""
+    inner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return inner if isinstance(inner, ast.Call) and method(inner)[1] == "scale" and inner.args else None
+
+
+def _function(value: ast.expr) -> ast.expr:
+    return value.func if isinstance(value, ast.Call) else value
+
+
+def _turns_off(node: ast.expr) -> bool:
+    """Whether a context or decorator is one that turns gradients off, under whatever name a project gives it."""
+    last = dotted(_function(node)).rpartition(".")[2]
+    return "nograd" in last.replace("_", "") or "inference_mode" in last or last == "set_grad_enabled"
+
+
+def _imports(nodes: list[ast.AST]) -> Iterator[tuple[str, str]]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield (name.asname, name.name) if name.asname else (name.name.partition(".")[0],) * 2
+        elif isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                yield name.asname or name.name, f"{node.module or ''}.{name.name}"

@@ -1,0 +1,275 @@
+"""Rules about what a training step does again in every step."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from memkit.check.findings import Place, Rule
+from memkit.check.script import Loop, Script, backward_names, dotted, is_constant, keyword, leaves, method, position
+
+_MODULE = re.compile(r"torch\.nn\.[A-Z]\w*|(torchmetrics|lpips|torchvision\.models|timm\.models)(\.\w+)*\.[A-Z]\w*")
+_NOT_MODULES = frozenset({"torch.nn.Parameter", "torch.nn.Buffer"})
+_READS = frozenset({"item", "cpu", "numpy", "tolist"})
+
+
+def _find_cache(script: Script) -> Iterator[Place]:
+    for call in script.calls_of("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.accelerator.empty_cache"):
+        if script.hot_loop(call) is not None:
+            yield Place.of(call)
+
+
+def _find_built(script: Script) -> Iterator[Place]:
+    modules = [call for call in script.calls if _is_module(script, call)]
+    for call in modules:
+        loop = script.hot_loop(call)
+        if loop is not None and _trains_on(script, loop) and not any(script.inside(call, other) for other in modules):
+            yield Place.of(call)
+
+
+def _is_module(script: Script, call: ast.Call) -> bool:
+    full = script.qualified(call.func)
+    return full not in _NOT_MODULES and _MODULE.fullmatch(full) is not None
+
+
+def _trains_on(script: Script, loop: Loop) -> bool:
+    """Whether a loop's steps are of one training, with an optimizer from outside it; else each turn may be a trial."""
+    stepped = {script.stepped(call) for call in script.optimizer_steps if script.inside(call, loop)}
+    made = (b.statement for name in stepped for b in script.bound.get(name, ()))
+    return bool(stepped) and not any(script.inside(statement, loop) for statement in made)
+
+
+def _find_reads(script: Script) -> Iterator[Place]:
+    if not script.on_accelerator:
+        return
+    seen = set()
+    for call in script.calls:
+        loop = script.hot_loop(call)
+        if loop is None or loop in seen or not _reads_loss(script, loop, call):
+            continue
+        seen.add(loop)
+        yield Place.of(call)
+
+
+def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
+    """Whether a call waits for a value of a loss of this loop."""
+    losses = set[str]().union(*(backward_names(c) for c in script.backwards if script.loop_of(c) is loop))
+    name, what = method(call)
+    if isinstance(call.func, ast.Name) and call.func.id in ("float", "print"):
+        return any(losses.intersection(leaves(argument)) for argument in call.args)
+    return what in _READS and name.removesuffix(".data") in losses
+
+
+def _find_zeros(script: Script) -> Iterator[Place]:
+    added = {dotted(node.target).rpartition(".")[2] for node in script.nodes if isinstance(node, ast.AugAssign)}
+    names = {getattr(node, "attr", None) for node in script.nodes}
+    if "grad" in added or names & {"CUDAGraph", "make_graphed_callables"}:
+        return  # something else holds on to the gradients' tensors
+    for call in script.calls:
+        if method(call)[1] == "zero_grad" and is_constant(keyword(call, "set_to_none"), value=False):
+            yield Place.of(call)
+
+
+def _find_lost_tails(script: Script) -> Iterator[Place]:
+    for step in script.optimizer_steps:
+        loop = script.loop_of(step)
+        if not isinstance(loop, ast.For) or not any(script.inside(call, loop) for call in script.backwards):
+            continue
+        for _, up in script.ancestors(step):
+            if isinstance(up, ast.If) and script.inside(up, loop) and _counts(up.test, loop):
+                stepped = (other for other in script.optimizer_steps if script.stepped(other) == script.stepped(step))
+                if all(script.inside(other, up) for other in stepped):
+                    yield Place.of(up)
+
+
+def _counts(test: ast.expr, loop: ast.For) -> bool:
+    """Whether a condition is ``(i + 1) % n == 0`` alone, of the index of an enumerated loop."""
+    is_enumerated = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate"
+    if not (is_enumerated and isinstance(loop.target, ast.Tuple) and isinstance(test, ast.Compare)):
+        return False
+    left = test.left
+    return (
+        isinstance(left, ast.BinOp)
+        and isinstance(left.op, ast.Mod)
+        and isinstance(left.left, ast.BinOp)
+        and isinstance(left.left.op, ast.Add)
+        and dotted(loop.target.elts[0]) in set(leaves(left.left))
+        and isinstance(test.ops[0], ast.Eq)
+        and len(test.ops) == 1
+    )
+
+
+def _find_reduced_chunks(script: Script) -> Iterator[Place]:
+    if not any(script.qualified(call.func).endswith("DistributedDataParallel") for call in script.calls):
+        return
+    names = {getattr(node, "attr", None) or getattr(node, "id", None) for node in script.nodes}
+    if names & {"no_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}:
+        return
+    for call in script.backwards:
+        loop = script.loop_of(call)
+        if loop is None or script.is_guarded(call, loop):
+            continue
+        around = [outer for outer in script.loops_of(call) if outer is not loop]
+        steps = [step for step in script.optimizer_steps if script.inside(step, loop)]
+        outer_steps = [s for s in script.optimizer_steps if around and script.loop_of(s) is around[0]]
+        later = [s for s in outer_steps if position(s) > position(call)]
+        if (not steps and later) or (steps and all(script.is_guarded(s, loop) for s in steps)):
+            yield Place.of(call)
+
+
+RULES: tuple[Rule[Script], ...] = (
+    Rule(
+        id="empty-cache-in-step",
+        level="warning",
+        what="empty_cache() in every step",
+        why="it frees no tensor; the allocator has to ask the driver for the same memory again in the next step, and "
+        "it does this by itself before it reports out-of-memory.",
+        figure="about 10% slower in the Hugging Face Trainer, which took it out (transformers#31372, PR#31530)",
+        fix="remove it, or call it where the shapes change: between training and evaluation, after an out-of-memory.",
+        example="""
+import torch
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    torch.cuda.empty_cache()
+""",
+        near_miss="""
+import torch
+for epoch in range(10):
+    for step, (x, y) in enumerate(loader):
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+        if step % 500 == 0:
+            torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
+""",
+        find=_find_cache,
+    ),
+    Rule(
+        id="built-in-step",
+        level="warning",
+        what="a module is built in every step",
+        why="its parameters and buffers are made, moved and freed again each time; trained ones never learn.",
+        fix="build it once before the loop.",
+        example="""
+import torch
+from torch import nn
+for x, y in loader:
+    loss = nn.CrossEntropyLoss()(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+        near_miss="""
+import torch
+from torch import nn
+for fold in folds:
+    criterion = nn.CrossEntropyLoss()
+    for x, y in fold:
+        loss = criterion(model(x), y) + nn.functional.l1_loss(model(y), x)
+        loss.backward()
+        optimizer.step()
+""",
+        find=_find_built,
+    ),
+    Rule(
+        id="sync-in-step",
+        level="warning",
+        what="the loss is read in every step",
+        why="`.item()`, `.cpu()`, `float()` and `print` wait until the device has done all that was queued, so it "
+        "idles while the next step is prepared. One finding for each loop.",
+        fix="sum `loss.detach()` on the device and read it every N steps.",
+        example="""
+import torch
+model.cuda()
+for x, y in loader:
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    running += loss.item()
+""",
+        near_miss="""
+import torch
+model.cuda()
+for step, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+    if step % 100 == 0:
+        print(loss.item())
+""",
+        find=_find_reads,
+    ),
+    Rule(
+        id="grads-set-to-zero",
+        level="warning",
+        what="zero_grad(set_to_none=False)",
+        why="gradients stay in memory between the steps, and optimizers move parameters that had no gradient in this "
+        "step by weight decay and momentum.",
+        fix="leave set_to_none out (True is the default), unless something else, as a CUDA graph, keeps the "
+        "gradients' tensors.",
+        example="""
+import torch
+optimizer.zero_grad(set_to_none=False)
+""",
+        near_miss="""
+import torch
+optimizer.zero_grad(set_to_none=True)
+optimizer.zero_grad()
+""",
+        find=_find_zeros,
+    ),
+    Rule(
+        id="accumulation-tail",
+        level="warning",
+        what="the last batches of an epoch are accumulated but not stepped",
+        why="where the number of batches is no multiple of the group, their gradient is lost, or is added to the first "
+        "group of the next epoch.",
+        fix="step at the last batch too, divided by the batches of that group; or use memkit's GradientAccumulator.",
+        example="""
+import torch
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y) / 4
+    loss.backward()
+    if (i + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        near_miss="""
+import torch
+for i, (x, y) in enumerate(loader):
+    loss = criterion(model(x), y) / 4
+    loss.backward()
+    if (i + 1) % 4 == 0 or i + 1 == len(loader):
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        find=_find_lost_tails,
+    ),
+    Rule(
+        id="chunks-reduced",
+        level="warning",
+        what="several backward passes for each step under DistributedDataParallel without no_sync",
+        why="gradients are averaged over the processes in every pass, where once in each step is enough.",
+        figure="2x slower in accelerate's own example (accelerate PR#1153)",
+        fix="run forward and backward of all passes but the last under `with model.no_sync():`.",
+        example="""
+import torch
+model = torch.nn.parallel.DistributedDataParallel(net)
+for batch in loader:
+    for part in batch.split(8):
+        model(part).sum().backward()
+    optimizer.step()
+""",
+        near_miss="""
+import torch
+model = torch.nn.parallel.DistributedDataParallel(net)
+for batch in loader:
+    model(batch).sum().backward()
+    optimizer.step()
+""",
+        find=_find_reduced_chunks,
+    ),
+)

@@ -1,0 +1,36 @@
+"""The docs say of the rules what the rules say, and of the public scripts what the reviewed verdicts say."""
+
+import json
+
+from benchmarks.cases.check_scripts import by_rule, counts
+from benchmarks.check_page import PAGE, render
+from benchmarks.result import FOLDER
+from memkit.check.check import RULES
+
+FIGURES = json.loads((FOLDER / "check_scripts.json").read_text())["figures"]
+
+
+def test_the_page_is_what_the_rules_and_the_result_say():
+    assert render(PAGE.read_text()) == PAGE.read_text(), "run python -m benchmarks.check_page to renew it"
+    assert f"{len(RULES)} habits" in PAGE.read_text()
+
+
+def test_precision_on_public_scripts():
+    scripts = FIGURES["scripts"]
+    assert FIGURES["all"] == counts(scripts)
+    assert FIGURES["rules"] == by_rule(scripts)
+    assert FIGURES["all"]["num_scripts"] >= 20
+    for part in ("all", "tuned", "held_out", "without_the_three_most_frequent_rules"):
+        assert FIGURES[part]["precision"] >= 0.9
+    first = FIGURES["held_out_at_first"]
+    assert first["num_false"] / first["num_findings"] <= 0.1
+
+
+def test_every_finding_has_a_verdict_and_a_reason():
+    known = {rule.id for rule in RULES}
+    for script in FIGURES["scripts"]:
+        assert script["commit"]
+        for finding in script["findings"]:
+            assert finding["rule"] in known
+            assert isinstance(finding["verdict"], bool)
+            assert finding["why"]

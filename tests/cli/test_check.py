@@ -1,0 +1,77 @@
+"""The `memkit check` command, as typed in a shell."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memkit.check.check import RULES
+from memkit.cli import main
+
+CLEAN = "import torch\n"
+HABIT = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(HABIT)
+    return path
+
+
+def test_findings_in_lines_and_exit_code_1(capsys, script):
+    assert main(["check", str(script)]) == 1
+    first, fix, last = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{script}:2:1: warning[anomaly-left-on] anomaly detection is on for the whole run: ")
+    assert fix.startswith("    fix: ")
+    assert last == "1 files: 0 errors, 1 warnings"
+
+
+def test_exit_codes(capsys, script):
+    script.write_text(CLEAN)
+    assert main(["check", str(script.parent)]) == 0
+    (script.parent / "old.py").write_text("import torch\nprint 'x'\n")
+    assert main(["check", str(script.parent)]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"memkit: cannot check .*old\.py: line 2: .*\n", error)
+    assert main(["check", "nowhere.py"]) == 2
+    with pytest.raises(SystemExit) as caught:
+        main(["check"])
+    assert caught.value.code == 2
+
+
+def test_json(capsys, script):
+    assert main(["check", "--json", str(script)]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["num_files"], result["unread"]) == (1, [])
+    (finding,) = result["findings"]
+    assert (finding["rule"], finding["line"], finding["column"]) == ("anomaly-left-on", 2, 1)
+
+
+def test_select_and_ignore(capsys, script):
+    assert main(["check", str(script), "--ignore", "graph-kept, anomaly-left-on"]) == 0
+    assert main(["check", str(script), "--select", "graph-kept"]) == 0
+    assert main(["check", str(script), "--select", "anomaly-on"]) == 2
+    assert "Way out: write 'anomaly-left-on'" in capsys.readouterr().err
+
+
+def test_the_list_of_rules(capsys):
+    assert main(["check", "--list-rules"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [rule.id for rule in RULES]
+    assert main(["check", "--list-rules", "--json"]) == 0
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == [rule.id for rule in RULES]
+
+
+def test_without_torch_and_without_running_the_script(script):
+    script.write_text(HABIT + "raise SystemExit(7)\n")
+    code = "import sys; from memkit.cli import main; main(['check', sys.argv[1]]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(script)], check=True, capture_output=True)
+
+
+def test_the_hook_calls_the_command():
+    hook = (Path(__file__).parents[2] / ".pre-commit-hooks.yaml").read_text()
+    assert "id: memkit-check" in hook
+    assert "entry: memkit check\n" in hook
