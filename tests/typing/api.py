@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -198,3 +199,56 @@ def predicted(model: nn.Module, batch: Batch) -> str:
     num_bytes: int = est.peak_bytes + est.headroom_bytes("24GB") + by_formula.peak_bytes + on_card.peak_bytes
     num_bytes += gpu.peak_bytes + gpu.reserved_peak_bytes + int(gpu.timeline.max()) + mk.find_gpu("4090").usable_bytes
     return f"{num_bytes} {est.fits('24GiB')} {est.explain()}"
+
+
+def planned(model: nn.Module, batch: Batch) -> tuple[int, float]:
+    def loss_fn(model: nn.Module, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = (model(batch[0]) - batch[1]).pow(2).mean()
+        return loss
+
+    plan = mk.plan_training(model, batch, loss_fn, optimizer="adamw", budget="RTX 4090")
+    trainer = mk.prepare(model, torch.optim.AdamW(model.parameters()), batch, loss_fn, budget="24GB", max_grad_norm=1.0)
+    trainer.train_step(batch, loss_fn)
+    trainer.flush()
+    print(plan.micro_batch_size, plan.accumulation_steps, plan.precision, plan.checkpoint, trainer.plan.explain())
+    advice = mk.advise(model, batch, loss_fn, budget="8GiB")
+    print([each.status for each in advice], advice.explain())
+    return plan.predicted_peak_bytes, plan.predicted_slowdown
+
+
+def scaled_up() -> int:
+    def build_step(num_rows: int) -> Callable[[], None]:
+        layer, x = nn.Linear(3, 3), torch.ones(num_rows, 3)
+
+        def step() -> None:
+            layer(x).sum().backward()
+
+        return step
+
+    result = mk.profile_scaling(build_step, sizes=[100, 200], modes=("train", "inference"))
+    result.to_csv("scaling.csv")
+    config = mk.MemoryTestConfig(num_test_points=3, test_full_model=True)
+    print(mk.run_memory_test(config).explain(), result.law["train"].max_n("RTX 4090"), result.ratio(100))
+    return result.law["train"].predict(10**6)
+
+
+def losses_of_volumes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    augmentation = mk.VoxelAugmentation(flip_prob=0.5, rotate_prob=0.3, noise_std=0.02)
+    params = augmentation.sample(x.shape, seed=0, epoch=0, index=3)
+    x = augmentation.inverse(augmentation.apply(x, params), params)
+    mk.ComposedAugmentation([augmentation, mk.CutoutAugmentation(), mk.MixupAugmentation()])
+    perceptual = mk.Perceptual3DLoss(in_channels=4, base_channels=32, use_checkpoint=True)
+    losses = mk.CompositeLoss3D(
+        {"features": (perceptual, 0.1), "edges": (mk.StructurePreservingLoss(), lambda step: min(1.0, step / 10))}
+    )
+    total: torch.Tensor = losses(x, y)
+    return total
+
+
+def clouds(a: torch.Tensor, b: torch.Tensor) -> float:
+    pairs = mk.nearest_points(a, b, memory_budget="64MB")
+    distance = mk.chamfer_distance(a, b, convention="pytorch3d") + mk.hausdorff_distance(pairs, quantile=0.95)
+    metrics = mk.PointCloudMetrics(thresholds=[0.1], conventions=["occnet"])
+    metrics.update(a, b)
+    score: torch.Tensor = mk.f_score(pairs, threshold=0.1)
+    return float(distance + score) + metrics.compute()["chamfer_occnet"]
