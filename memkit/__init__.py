@@ -93,15 +93,7 @@ if TYPE_CHECKING:
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper
     from memkit.voxel.augment import VoxelAugmentation
     from memkit.voxel.augment_base import VoxelPoints
-    from memkit.voxel.clouds import (
-        ChamferConvention,
-        PrecisionRecall,
-        chamfer_distance,
-        density_aware_chamfer,
-        f_score,
-        hausdorff_distance,
-        precision_recall,
-    )
+    from memkit.voxel.clouds import ChamferConvention, chamfer_distance, density_aware_chamfer, hausdorff_distance
     from memkit.voxel.compose import ComposedAugmentation
     from memkit.voxel.composite import CompositeLoss3D
     from memkit.voxel.cutout import CutoutAugmentation
@@ -113,6 +105,7 @@ if TYPE_CHECKING:
     from memkit.voxel.nearest import NearestPoints, nearest_points
     from memkit.voxel.params import AugmentationParams, VoxelDraw, VoxelParams
     from memkit.voxel.perceptual import Perceptual3DLoss, SliceLoss
+    from memkit.voxel.recall import PrecisionRecall, f_score, precision_recall
     from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 
 _HOMES = {
@@ -166,7 +159,7 @@ _HOMES = {
     "PointBatch": "assemble.density_records",
     "PointCloudMetrics": "voxel.streaming",
     "PointScene": "assemble.density_records",
-    "PrecisionRecall": "voxel.clouds",
+    "PrecisionRecall": "voxel.recall",
     "PreparedTrainer": "assemble.prepare",
     "ProgressiveTrainer": "train.progressive",
     "ResumableBatchSampler": "train.order",
@@ -210,7 +203,7 @@ _HOMES = {
     "density_aware_chamfer": "voxel.clouds",
     "estimate_memory_usage": "planning.predict",
     "export_log": "report.exports",
-    "f_score": "voxel.clouds",
+    "f_score": "voxel.recall",
     "feature_mae": "voxel.grids",
     "find_gpu": "planning.gpus",
     "first_points": "points.voxels",
@@ -230,7 +223,7 @@ _HOMES = {
     "offload_state": "train.state_offload",
     "parse_bytes": "_units",
     "plan_training": "assemble.prepare",
-    "precision_recall": "voxel.clouds",
+    "precision_recall": "voxel.recall",
     "prepare": "assemble.prepare",
     "print_config_summary": "planning.summary",
     "profile_scaling": "planning.scaling.profile",

@@ -195,8 +195,9 @@ def scores_of_counts(counts: Tensor) -> Tensor:
 
 def _samples(grid: object, call: str) -> Tensor:
     """(B, D, H, W)."""
-    if not isinstance(grid, Tensor) or grid.dim() not in _DENSE or (grid.dim() == 5 and grid.shape[1] != 1):
-        what = f"a tensor {tuple(grid.shape)}" if isinstance(grid, Tensor) else f"a {type(grid).__name__}"
+    channels = grid.shape[1] if isinstance(grid, Tensor) and grid.dim() == 5 else 1
+    if not isinstance(grid, Tensor) or grid.dim() not in _DENSE or channels != 1 or grid.is_complex():
+        what = f"a tensor {tuple(grid.shape)}, {grid.dtype}" if isinstance(grid, Tensor) else f"a {type(grid).__name__}"
         raise InputTypeError(
             call,
             got=what,
@@ -243,8 +244,9 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         _refuse_types(call, a, b)
-    if a.shape != b.shape or a.dim() != 5:
-        _refuse(call, f"{tuple(a.shape)} and {tuple(b.shape)}", "two volumes (B, C, D, H, W) of one shape")
+    if a.shape != b.shape or a.dim() != 5 or a.is_complex() or b.is_complex():
+        forms = [f"{tuple(each.shape)}, {each.dtype}" for each in (a, b)]
+        _refuse(call, " and ".join(forms), "two volumes (B, C, D, H, W) of one shape, of real numbers")
     return a, b
 
 

@@ -11,16 +11,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from memkit._errors import ConfigError, FileFormatError, StateError
-from memkit.voxel.clouds import (
-    Cloud,
-    ConventionName,
-    chamfer_distance,
-    hausdorff_distance,
-    paired,
-    precision_recall,
-)
+from memkit.voxel.clouds import Cloud, ConventionName, chamfer_distance, hausdorff_distance, paired
 from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
 from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
+from memkit.voxel.recall import precision_recall
 
 _VERSION = 1
 

@@ -8,11 +8,10 @@ from memkit.voxel.clouds import (
     ChamferConvention,
     chamfer_distance,
     density_aware_chamfer,
-    f_score,
     hausdorff_distance,
-    precision_recall,
 )
 from memkit.voxel.nearest import nearest_points
+from memkit.voxel.recall import f_score, precision_recall
 from tests.allocations import trace_allocations
 from tests.voxel.clouds import all_distances, two_clouds
 

@@ -5,8 +5,9 @@ import torch
 import torch.multiprocessing as mp
 
 from memkit._errors import ConfigError, FileFormatError, StateError
-from memkit.voxel.clouds import chamfer_distance, f_score, hausdorff_distance
+from memkit.voxel.clouds import chamfer_distance, hausdorff_distance
 from memkit.voxel.grids import voxel_iou
+from memkit.voxel.recall import f_score
 from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 from tests.train.test_ranks import join, leave
 
@@ -132,7 +133,7 @@ def test_thresholds_that_lie_close_together_stay_apart():
     ("settings", "text"),
     [
         ({"thresholds": [0.1, 0.1]}, "each threshold, quantile and convention once"),
-        ({"thresholds": [-1.0]}, "distances above zero"),
+        ({"thresholds": [-1.0]}, "a distance above zero"),
         ({"quantiles": [1.5]}, r"a share in \[0, 1\]"),
         ({"conventions": ["pytorch"]}, "'pytorch3d'"),
     ],

@@ -1,0 +1,142 @@
+"""Which share of a cloud lies near another: precision, recall and F-score for one threshold or many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memkit._errors import ConfigError
+from memkit.voxel.clouds import Cloud, mean_of_clouds
+from memkit.voxel.nearest import Backend, NearestPoints
+
+
+class PrecisionRecall(NamedTuple):
+    """Shares of points that lie near the other cloud, for one threshold or for (T,) of them.
+
+    Attributes:
+        precision: Of the prediction's points.
+        recall: Of the target's points.
+        f_score: Their harmonic mean; 0 where both are.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> scores = mk.precision_recall(torch.zeros(1, 3), torch.ones(2, 3), threshold=[1.0, 2.0])
+        >>> scores.precision.tolist(), scores.f_score.tolist()
+        ([0.0, 1.0], [0.0, 1.0])
+    """
+
+    precision: Tensor
+    recall: Tensor
+    f_score: Tensor
+
+
+def precision_recall(
+    prediction: Cloud | NearestPoints,
+    target: Cloud | None = None,
+    *,
+    threshold: float | Sequence[float],
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> PrecisionRecall:
+    """Shares of points closer than a threshold to the other cloud, as Tanks and Temples counts them.
+
+    Args:
+        prediction: As ``a`` for `chamfer_distance`.
+        target: As ``b`` for `chamfer_distance`.
+        threshold: In the unit of the coordinates, above zero, one or several; a distance counts if it is smaller.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Returns:
+        Precision, recall and F-score: 0-dim, or (T,) for several thresholds. Both clouds empty: 1. One empty: 0.
+
+    Raises:
+        ConfigError: A threshold or the back end is wrong.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`; one search for all thresholds.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> found, truth = torch.tensor([[0.0, 0, 0], [9, 0, 0]]), torch.tensor([[0.0, 0, 0.1]])
+        >>> precision, recall, f_score = mk.precision_recall(found, truth, threshold=0.2)
+        >>> precision.item(), recall.item()
+        (0.5, 1.0)
+    """
+    limits = _limits(threshold)
+
+    found = mean_of_clouds(lambda pairs: _shares(pairs, limits), prediction, target, backend, memory_budget)
+    return PrecisionRecall(*(found[:, 0] if isinstance(threshold, float | int) else found))
+
+
+def f_score(
+    prediction: Cloud | NearestPoints,
+    target: Cloud | None = None,
+    *,
+    threshold: float | Sequence[float],
+    backend: Backend = "auto",
+    memory_budget: int | str = "16MiB",
+) -> Tensor:
+    """The F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.
+
+    Args:
+        prediction: As for `precision_recall`.
+        target: As for `precision_recall`.
+        threshold: As for `precision_recall`.
+        backend: As for `nearest_points`.
+        memory_budget: As for `nearest_points`.
+
+    Raises:
+        ConfigError: A threshold or the back end is wrong.
+        InputTypeError: What came is no cloud.
+        InputError: The batches disagree, or a coordinate is not finite.
+
+    Memory cost: see `nearest_points`.
+
+    Source: `docs/clouds.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> cloud = torch.rand(50, 3)
+        >>> mk.f_score(cloud, cloud + 0.001, threshold=0.01).item(), mk.f_score(cloud[:0], cloud, threshold=0.01).item()
+        (1.0, 0.0)
+    """
+    return precision_recall(
+        prediction, target, threshold=threshold, backend=backend, memory_budget=memory_budget
+    ).f_score
+
+
+def _limits(threshold: object) -> list[float]:
+    given = threshold if isinstance(threshold, list | tuple) else [threshold]
+    limits = [each for each in given if isinstance(each, float | int) and 0 < each < math.inf]
+    if not limits or len(limits) != len(given):
+        raise ConfigError(
+            f"precision_recall(..., threshold={threshold!r})",
+            got=repr(threshold),
+            expected="a distance above zero, or several",
+            fix="write for example threshold=0.1, in the unit of the coordinates.",
+        )
+    return limits
+
+
+@torch.no_grad()
+def _shares(pairs: NearestPoints, limits: Sequence[float]) -> Tensor:
+    """Precision, recall and F-score: (3, T)."""
+    limit = torch.tensor(limits, dtype=pairs.a.dtype, device=pairs.a.device)
+    if not len(pairs.a) or not len(pairs.b):
+        return limit.new_full((3, len(limit)), float(len(pairs.a) == len(pairs.b)))
+    precision, recall = (
+        torch.stack([(each < one).mean(dtype=limit.dtype) for one in limit]) for each in pairs.distances()
+    )
+    both = precision + recall
+    return torch.stack([precision, recall, torch.where(both > 0, 2 * precision * recall / both, 0)])
