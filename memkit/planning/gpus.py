@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
@@ -242,7 +241,7 @@ def capability_of(gpu: GPU) -> tuple[int, int]:
 
 @functools.cache
 def _data() -> dict[str, Any]:
-    text = resources.files("memkit.planning").joinpath("gpus.json").read_text("utf-8")
+    text = Path(__file__).with_name("gpus.json").read_text("utf-8")
     data: dict[str, Any] = json.loads(text)
     return data
 

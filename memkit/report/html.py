@@ -6,7 +6,7 @@ import html
 import json
 import math
 from collections.abc import Iterator
-from importlib import resources
+from pathlib import Path
 
 from memkit._units import GIB
 from memkit._version import __version__
@@ -50,7 +50,7 @@ def to_html(report: Report, mark: str) -> str:
 
 
 def _resource(name: str) -> str:
-    return resources.files("memkit.report").joinpath(name).read_text("utf-8")
+    return Path(__file__).with_name(name).read_text("utf-8")
 
 
 def _text(text: str) -> str:

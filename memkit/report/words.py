@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from memkit._errors import ConfigError
@@ -78,7 +78,7 @@ class Words:
 @functools.cache
 def texts() -> dict[str, dict[str, str]]:
     """Return the whole table: key, language, text."""
-    text = resources.files("memkit.report").joinpath("texts.json").read_text("utf-8")
+    text = Path(__file__).with_name("texts.json").read_text("utf-8")
     table: dict[str, dict[str, str]] = json.loads(text)
     return table
 
