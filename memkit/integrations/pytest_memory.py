@@ -49,8 +49,10 @@ def watch(limit: Limit, *held: object) -> Watch:
     """
     if limit.mode != "fake":
         tracker = Tracker(device=limit.device, workspace=limit.mode == "allocator")
-        # The summary names its own way to count more.
-        table = lambda: tracker.summary().replace("track(workspace=True)", "mode='allocator'")  # noqa: E731
+
+        def table() -> str:  # the summary names its own way to count more
+            return tracker.summary().replace("track(workspace=True)", "mode='allocator'")
+
         return Watch(tracker, lambda: tracker.peak_bytes, table)
     if limit.gpu is not None:
         from memkit.planning.card.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand

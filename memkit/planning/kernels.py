@@ -38,6 +38,8 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     if func is _aten.convolution_backward.default:
         grad, x, weight = args[:3]
         return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
+    if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would else keep
+        return _gates_and_states(args[0], args[2]) + args[1].nbytes + args[2].nbytes  # and weights in another order
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     outputs = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
     if func in _MULTIPLYING:
@@ -92,9 +94,12 @@ def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any
 
 
 def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """OneDNN keeps gates and states for the backward: `set_workspace_sizes` in its `src/cpu/rnn/rnn_utils.cpp`."""
-    if not torch.is_grad_enabled():
-        return *out[:3], out[3].new_empty(0)
+    """OneDNN keeps gates and states for the backward; without a graph it gives them back at once."""
+    return *out[:3], out[3].new_empty(_gates_and_states(x, w_hidden) if torch.is_grad_enabled() else 0)
+
+
+def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
+    """Their bytes: `set_workspace_sizes` in oneDNN's `src/cpu/rnn/rnn_utils.cpp`."""
     num_steps, num_rows, width_in = x.shape
     width, itemsize = w_hidden.shape[1], x.dtype.itemsize
 
@@ -115,7 +120,7 @@ def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, 
         + pages(states, width, itemsize)  # cells
         + pages(states, width, 4)  # their gradients
     )
-    return *out[:3], out[3].new_empty(num_pages * _PAGE)
+    return num_pages * _PAGE
 
 
 RESULTS: Kernels = {

@@ -20,16 +20,16 @@ def snapshot_of(log: EventLog) -> bytes:
     is a block that comes and goes.
 
     Raises:
-        InputError: No event knows ``allocated_bytes``.
+        InputError: No event has ``allocated_bytes`` above zero.
     """
     runs: dict[int | None, list[Event]] = {}
     for event in log.events:
         if event.allocated_bytes is not None:
             runs.setdefault(event.run, []).append(event)
-    if not runs:
+    if not any(event.allocated_bytes for events in runs.values() for event in events):
         raise InputError(
             "export_log(path='....pickle')",
-            got="a log in which no event knows allocated_bytes",
+            got="a log in which no event has allocated_bytes above zero",
             expected="a curve of what was in tensors",
             fix="export it as .json, .csv or .jsonl.",
         )

@@ -9,8 +9,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memkit._workspace import WorkspaceRecorder
+from memkit.planning.dryrun import StepRecorder
 from memkit.planning.fakes import DryMode
 from memkit.planning.kernels import workspace_bound
+from tests.allocations import trace_allocations
 
 NUMBERS = 64
 
@@ -146,6 +148,20 @@ def test_what_a_recurrent_layer_keeps_for_the_backward(sizes, dtype):
         assert kept() == 0
         with DryMode(None):
             assert kept() == 0
+
+
+@pytest.mark.parametrize("sizes", [(50, 32, 64, 128), (200, 8, 32, 64), (12, 4, 100, 256), (1, 1, 1, 1)])
+def test_what_a_recurrent_layer_takes_inside_without_a_graph(sizes):
+    num_steps, num_rows, width_in, width = sizes
+    layer, x = nn.LSTM(width_in, width), torch.randn(num_steps, num_rows, width_in)
+    with torch.no_grad():
+        layer(x)
+        real = trace_allocations(lambda: layer(x)).peak
+        mode, recorder = DryMode(None), StepRecorder()
+        with mode.standing_in(layer, x) as (fake_layer, fake_x), mode, recorder:
+            fake_layer(fake_x)
+    held = x.nbytes + sum(each.nbytes for each in layer.parameters())
+    assert recorder.recording().peak_bytes() - held <= real <= recorder.highest_peak_bytes() - held
 
 
 RESULTS = {
