@@ -18,6 +18,7 @@ def test_smoke(path):
     assert done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_exact_accumulation_shows_what_the_readme_says():
     """The README's table: an error near 1e-16 for memkit, large for the usual loop, 0.75 in the last group."""
     path = next(path for path in EXAMPLES if path.name == "exact_accumulation.py")

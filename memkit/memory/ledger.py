@@ -126,7 +126,11 @@ class Phase(Block):
             self._ledger.here.note_error(error)
             self.error = type(error).__name__
         self.neighbours.remove(self)  # mostly the last; not where generators are closed in another order, or elsewhere
-        self.end()
+        try:
+            self.end()
+        except MemoryError:  # there is no room to read counters: the block's own error is the one to pass
+            if error is None:
+                raise
 
 
 class Ledger:

@@ -33,6 +33,7 @@ from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
 _RELEASE_INTERVAL_S = 10.0
+_RESERVE_BYTES = 2**20  # kept aside while a post-mortem may have to be written, and given back first
 
 
 class MemoryManager:
@@ -284,10 +285,12 @@ class MemoryManager:
                 what lived by category, the largest storages and who holds them, the last events, and on CUDA the
                 allocator's snapshot. It replaces that of an earlier error.
         """
+        reserve = [bytearray(_RESERVE_BYTES)]
         try:
             yield
         except Exception as error:
             if is_out_of_memory(error):
+                reserve.clear()
                 self._write_post_mortem(directory, error)
             raise
 

@@ -39,7 +39,8 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
         grad, x, weight = args[:3]
         return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
     if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would else keep
-        return _gates_and_states(args[0], args[2]) + args[1].nbytes + args[2].nbytes  # and weights in another order
+        weights_bytes = _nbytes(args[1]) + _nbytes(args[2])  # in another order
+        return _gates_and_states(args[0], args[2]) + weights_bytes
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     outputs = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
     if func in _MULTIPLYING:

@@ -99,6 +99,11 @@ def test_where_it_is_not_exact_it_is_refused():
 
 def test_what_needs_the_gradients_says_that_they_are_gone():
     """Not silently a norm of zero, nor torch's assertion that no infinity was looked for."""
+
+    def gradient_bytes():
+        return take_census(torch.device("cpu"), 0).by_category.get("gradient", 0)
+
+    before = gradient_bytes()  # of other tests
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
@@ -111,7 +116,7 @@ def test_what_needs_the_gradients_says_that_they_are_gone():
         scaler.scale(model(torch.ones(1, 3)).sum()).backward()
         with pytest.raises(mk.StateError, match="no loss scaler"):
             scaler.step(optimizer)
-        assert take_census(torch.device("cpu"), 0).by_category.get("gradient", 0) == 0
+        assert gradient_bytes() <= before
         optimizer.zero_grad()
         assert model.weight.grad is None
 
