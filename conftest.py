@@ -13,6 +13,7 @@ def set_aside(_: dict[str, Any]) -> None:
 
 
 def take_back(_: dict[str, Any]) -> None:
+    """Show it again."""
     gc.unfreeze()
 
 
