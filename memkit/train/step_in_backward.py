@@ -36,7 +36,8 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         ConfigError: The optimiser needs more than one parameter's gradient, backward steps its parameters already, or
             there are several ranks.
         StateError: From what needs a gradient that is freed: a second backward before ``optimizer.step()``, clipping by
-            the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already.
+            the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already. From
+            ``optimizer.step()`` where a parameter was unfrozen or added in the block: backward does not step it.
 
     Memory:
         The largest gradient, and the temporary results of its step, in place of all gradients.
@@ -62,7 +63,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
             if steps_in_backward(each):
                 _refuse("parameters that backward steps already", "each parameter in one optimiser, and one context")
             stack.callback(_forget, each)
-            stack.callback(each.register_step_pre_hook(_forget).remove)
+            stack.callback(each.register_step_pre_hook(_before_step).remove)
             for group in each.param_groups:
                 for parameter in group["params"]:
                     if parameter.requires_grad:
@@ -118,6 +119,17 @@ def _forget(optimizer: Optimizer, *_: object) -> None:
         for parameter in group["params"]:
             if isinstance(parameter.grad, _Freed):
                 parameter.grad = None
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _forget(optimizer)
+    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        raise StateError(
+            "optimizer.step() in step_in_backward(optimizer)",
+            got="a gradient that backward has left: its parameter was unfrozen, added or given it by hand in the block",
+            expected="the trainable parameters of the time when the block was entered, and gradients from backward",
+            fix="unfreeze and add parameters before the block, or leave it and enter it again.",
+        )
 
 
 def _refuse(got: str, expected: str) -> None:

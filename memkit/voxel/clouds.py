@@ -142,7 +142,8 @@ def hausdorff_distance(
         >>> mk.hausdorff_distance(a, b).item(), mk.hausdorff_distance(a, b, quantile=0.5).item()
         (5.0, 2.5)
     """
-    if not 0 <= quantile <= 1:
+    share: object = quantile
+    if not isinstance(share, float | int) or not 0 <= share <= 1:
         raise ConfigError(
             f"hausdorff_distance(..., quantile={quantile!r})",
             got=repr(quantile),

@@ -15,7 +15,7 @@ def frame(filename, line, name):
 
 def snapshot():
     """Two segments; a history in which a block of 21 MiB comes and goes, and memory runs out."""
-    python = [frame("/x/site-packages/torch/nn/linear.py", 3, "forward"), frame("/home/a/demo/train.py", 7, "forward")]
+    python = [frame("/x/site-packages/torch/nn/linear.py", 3, "forward"), frame("/project/demo/train.py", 7, "forward")]
     backward = [
         frame("??", 0, "torch::unwind::unwind()"),
         frame("Mul.cpp", 0, "at::_ops::mul_Tensor::call(at::Tensor)"),
@@ -38,7 +38,7 @@ def snapshot():
         place = {"address": address, "total_size": size, "frames": []}
         return {**common, **place, **dict(zip(names, sizes, strict=True)), "blocks": list(blocks)}
 
-    oom = action("oom", 0, 80 * MIB, 5, [frame("/home/a/demo/train.py", 9, "step")])
+    oom = action("oom", 0, 80 * MIB, 5, [frame("/project/demo/train.py", 9, "step")])
     return {
         "segments": [
             segment(

@@ -131,3 +131,16 @@ def test_parameters_are_stepped_by_one_optimizer_in_one_context():
     with pytest.raises(mk.ConfigError, match="backward steps already"), step_in_backward([first, second]):
         pass
     assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_a_parameter_that_backward_does_not_step_is_named_and_not_stepped_twice():
+    """Unfrozen in the block it has no hook: its gradient would add up from step to step."""
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_in_backward(optimizer):
+        model.bias.requires_grad_(True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(mk.StateError, match="unfrozen, added or given it by hand"):
+            optimizer.step()
+    assert model.weight.grad is None

@@ -150,8 +150,9 @@ def test_pairs_found_once_serve_every_metric():
 def test_a_threshold_that_is_no_distance_is_refused(threshold):
     with pytest.raises(ConfigError, match="above zero"):
         f_score(torch.rand(3, 3), torch.rand(3, 3), threshold=threshold)
-    with pytest.raises(ConfigError, match="a share in"):
-        hausdorff_distance(torch.rand(3, 3), torch.rand(3, 3), quantile=95)
+    for quantile in (95, None):
+        with pytest.raises(ConfigError, match="a share in"):
+            hausdorff_distance(torch.rand(3, 3), torch.rand(3, 3), quantile=quantile)
 
 
 @pytest.mark.parametrize(

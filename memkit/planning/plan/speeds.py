@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def _nearest(gpu: GPU, rows: Mapping[str, Any]) -> tuple[str, float]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    text = resources.files("memkit.planning").joinpath("gpu_speeds.json").read_text("utf-8")
+    text = Path(__file__).parents[1].joinpath("gpu_speeds.json").read_text("utf-8")
     data: dict[str, Any] = json.loads(text)
     return data
 
