@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from memkit.train.progressive import ProgressiveTrainer, Stage
     from memkit.train.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
     from memkit.train.schedules import make_schedule
+    from memkit.train.split_loss import SplitLoss
     from memkit.train.state import TrainingStateManager
     from memkit.train.state_offload import offload_state
     from memkit.train.step_in_backward import step_in_backward
@@ -170,6 +171,7 @@ _HOMES = {
     "SliceLoss": "voxel.perceptual",
     "SparseVoxels": "_voxels",
     "SparsityAwareProcessor": "chunk.sparse",
+    "SplitLoss": "train.split_loss",
     "Stage": "train.progressive",
     "StateError": "_errors",
     "StructurePreservingLoss": "voxel.losses",
@@ -303,6 +305,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "SliceLoss",
     "SparseVoxels",
     "SparsityAwareProcessor",
+    "SplitLoss",
     "Stage",
     "StateError",
     "StructurePreservingLoss",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -127,18 +127,21 @@ def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
     return stepped
 
 
-def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    """Search the graph for `checkpoint(use_reentrant=True)`, which refuses a backward that is told where to stop."""
+def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
+    """Go through the nodes of a loss's graph, each once."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
+        yield node
         seen.add(node)
         nodes.extend(parent for parent, _ in node.next_functions)
-    return False
+
+
+def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
+    """Search the graph for `checkpoint(use_reentrant=True)`, which refuses a backward that is told where to stop."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(loss))
 
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:

@@ -36,12 +36,14 @@ def device_of(model: nn.Module) -> torch.device:
     return parameter.device if parameter is not None else torch.device("cpu")
 
 
-def may_recover_alone(model: nn.Module, num_ranks: int, *, is_sharded: bool) -> bool:
+def may_recover_alone(
+    model: nn.Module, num_ranks: int, *, is_sharded: bool, call: str = "MemoryEfficientTrainingWrapper"
+) -> bool:
     """Say whether this process may run a micro-batch again without the others; warn where it may not."""
     if not is_sharded and not (num_ranks > 1 and any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())):
         return True
     warnings.warn(
-        "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here: the ranks exchange "
+        f"{call}: on_oom='split' has no effect here: the ranks exchange "
         + ("parameters (and cannot agree, with split_fn=... or this torch)" if is_sharded else "batch statistics")
         + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
         "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",

@@ -68,6 +68,8 @@ class ShardedWindow(Window):
         **kwargs: As for `Window`; ``on_oom`` is ``"split"``, and there is no ``split_fn``.
     """
 
+    _accumulator: GradientAccumulator
+
     def __init__(self, lockstep: Lockstep, *args: Any, **kwargs: Any) -> None:
         self._lockstep = lockstep
         self._num_parts = 0

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -17,10 +17,18 @@ from memkit import _rng
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
-from memkit.train.accumulate import GradientAccumulator
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch, shape_key
+
+
+class Sums(Protocol):
+    """Where the gradients of a window's micro-batches are added up."""
+
+    is_torn: bool  # an error came in the middle of adding
+
+    def discard(self) -> None:
+        """Start anew."""
 
 
 class Rollback:
@@ -132,6 +140,7 @@ class Window:
         sizes: What is known of sizes.
         on_oom: ``"split"`` or ``"raise"``.
         split_fn: Splits a packed batch; None splits rows.
+        call: What the user called, for messages.
     """
 
     def __init__(
@@ -139,17 +148,18 @@ class Window:
         batch: Any,
         num_parts: int,
         *,
-        accumulator: GradientAccumulator,
+        accumulator: Sums,
         watch: BufferWatch,
         sizes: SizeMemory,
         on_oom: str,
         split_fn: SplitFn | None,
+        call: str = "MemoryEfficientTrainingWrapper",
     ) -> None:
         self._accumulator = accumulator
         self._watch = watch
         self._sizes = sizes
         self._on_oom = on_oom
-        self._split_fn = split_fn
+        self._split_fn, self._call = split_fn, call
         self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
         self.size = measure_batch(batch, split_fn)
         self.num_ooms = 0
@@ -237,7 +247,7 @@ class Window:
             smaller = [(each, its_size) for each, its_size in smaller if its_size > 0]
             if max((its_size for _, its_size in smaller), default=size) >= size:  # it could not be split
                 raise MemkitOutOfMemoryError(
-                    "MemoryEfficientTrainingWrapper",
+                    self._call,
                     got=f"out of memory with a micro-batch of {size} {self._unit}: {failed.failure}",
                     expected="one micro-batch that fits",
                     fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, "
