@@ -6,25 +6,24 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from operator import le
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._epochs import EpochOrder
+from memkit._errors import ConfigError, InputError
 from memkit._units import parse_bytes
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
 from memkit.points.philox import Stream, draw_key, random_bits
 
-_VERSION = 2
 _CALL = "BudgetBatchSampler(sizes)"
 _MOST_OPEN = 64  # batches that may still take samples: more fill no better, and cost time
 
 
 @final
-class BudgetBatchSampler(Sampler[list[int]]):
+class BudgetBatchSampler(EpochOrder):
     """Batches of as many samples as fit, for ``DataLoader(dataset, batch_sampler=...)``.
 
     The samples come in an order that is shuffled anew for each epoch, and each goes into the open batch in which it
@@ -85,11 +84,9 @@ class BudgetBatchSampler(Sampler[list[int]]):
         given = {"points": max_points, "edges": max_edges, "bytes": most_bytes}
         self._budgets = {name: budget for name, budget in given.items() if budget is not None}
         self._sizes = _columns(sizes, self._budgets)
-        _check_settings(self._budgets, seed, num_replicas, rank)
+        _check_budgets(self._budgets)
         _refuse_larger(self._sizes, self._budgets)
-        self.seed, self.epoch = seed, 0
-        self._num_replicas, self._rank = num_replicas, rank
-        self._start = self._num_given = 0
+        super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
         self._batches = self._pack()
 
     @property
@@ -99,65 +96,18 @@ class BudgetBatchSampler(Sampler[list[int]]):
         totals = dict(zip(self._budgets, self._sizes.sum(axis=0).tolist(), strict=True))
         return {name: totals[name] / available[name] if available[name] else 1.0 for name in available}
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; call it before each. Without, all epochs are alike.
-
-        The epoch that a state was loaded into continues where it stood.
-        """
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._start = self._num_given = 0
-            self._batches = self._pack()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left."""
-        self._num_given, self._start = self._start, 0
-        return self._give(self._num_given)
-
     def __len__(self) -> int:
         """Batches of the epoch for this rank, and for every other; another epoch may need a few more or less."""
         return len(self._batches) // self._num_replicas
 
-    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, as plain types; it is the same on all ranks.
+    def _batches_from(self, start: int) -> Iterator[list[int]]:
+        return map(list, islice(self._batches, self._rank + start * self._num_replicas, None, self._num_replicas))
 
-        Args:
-            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
-                without workers; a DataLoader's workers fetch ahead of the training.
-        """
-        return {
-            "version": _VERSION,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "num_done": self._num_given if num_done is None else num_done,
-            "packing": self._digest(),
-        }
+    def _made_of(self) -> str:
+        return f"sizes {fingerprint(self._sizes).hex()}, budgets {self._budgets}, {self._num_replicas} ranks"
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
-
-        Raises:
-            FileFormatError: The state is of other sizes, budgets or ranks, whose batches are others.
-        """
-        found = (state.get("version"), state.get("packing"))
-        if found != (_VERSION, self._digest()):
-            raise FileFormatError(
-                "BudgetBatchSampler.load_state_dict(state)",
-                got=f"version {found[0]!r}, {'these' if found[1] == self._digest() else 'other'} sizes and budgets",
-                expected=f"version {_VERSION}, with the same sizes, budgets and num_replicas",
-                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
-            )
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        self._start = self._num_given = state["num_done"]
+    def _plan_epoch(self) -> None:
         self._batches = self._pack()
-
-    def _give(self, start: int) -> Iterator[list[int]]:
-        for batch in islice(self._batches, self._rank + start * self._num_replicas, None, self._num_replicas):
-            self._num_given += 1  # before it leaves: who asks then for a state has this batch
-            yield list(batch)
-
-    def _digest(self) -> str:
-        return fingerprint(self._sizes).hex() + f" {self._budgets} {self._num_replicas}"
 
     def _pack(self) -> list[list[int]]:
         """All ranks' batches of the epoch."""
@@ -245,19 +195,14 @@ def _column(values: Points, name: str) -> NDArray[np.int64]:
     return column.astype(np.int64)
 
 
-def _check_settings(budgets: dict[str, int], seed: int, num_replicas: int, rank: int) -> None:
-    for name, value, fits in (
-        *((f"max_{name}", budget, type(budget) is int and budget > 0) for name, budget in budgets.items()),
-        ("seed", seed, 0 <= seed < 2**63),
-        ("num_replicas", num_replicas, num_replicas > 0),
-        ("rank", rank, 0 <= rank < num_replicas),
-    ):
-        if not fits:
+def _check_budgets(budgets: dict[str, int]) -> None:
+    for name, budget in budgets.items():
+        if type(budget) is not int or budget <= 0:
             raise ConfigError(
-                f"BudgetBatchSampler({name}={value!r})",
-                got=repr(value),
-                expected="whole budgets and num_replicas above 0, 0 <= rank < num_replicas, 0 <= seed < 2^63",
-                fix=f"change {name}.",
+                f"BudgetBatchSampler(max_{name}={budget!r})",
+                got=repr(budget),
+                expected="a whole number above 0",
+                fix=f"change max_{name}.",
             )
 
 

@@ -7,16 +7,15 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
-from memkit._errors import ConfigError, FileFormatError, InputTypeError
+from memkit._epochs import EpochOrder
+from memkit._errors import ConfigError, InputTypeError
 from memkit._protocols import ResumableOrder
-
-_VERSION = 1
 
 
 @final
-class ResumableBatchSampler(Sampler[list[int]]):
+class ResumableBatchSampler(EpochOrder):
     """Shuffled batches for ``DataLoader(dataset, batch_sampler=...)`` whose order is a function of seed and epoch.
 
     Nothing is drawn from torch's random state, so a stopped epoch goes on where it stood without reading anything that
@@ -65,18 +64,13 @@ class ResumableBatchSampler(Sampler[list[int]]):
         num_replicas: int = 1,
         rank: int = 0,
     ) -> None:
-        for name, value, fits in (
-            ("num_samples", num_samples, num_samples >= 0),
-            ("batch_size", batch_size, batch_size > 0),
-            ("seed", seed, 0 <= seed < 2**63),
-            ("num_replicas", num_replicas, num_replicas > 0),
-            ("rank", rank, 0 <= rank < num_replicas),
-        ):
-            if not fits:
+        super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
+        for name, value, least in (("num_samples", num_samples, 0), ("batch_size", batch_size, 1)):
+            if value < least:
                 raise ConfigError(
                     f"ResumableBatchSampler({name}={value!r})",
                     got=repr(value),
-                    expected="batch_size and num_replicas above 0, 0 <= rank < num_replicas, 0 <= seed < 2^63",
+                    expected=f"{name} of {least} or more",
                     fix=f"change {name}.",
                 )
         num_left = num_samples % (batch_size * num_replicas)
@@ -87,63 +81,24 @@ class ResumableBatchSampler(Sampler[list[int]]):
                 expected="at least one for each rank",
                 fix="set drop_last=True, or another batch_size.",
             )
-        self.seed, self.epoch = seed, 0
-        self._made_of = [num_samples, batch_size, shuffle, drop_last, num_replicas]
+        order = f"{'shuffled' if shuffle else 'in order'}{', without the last' if drop_last else ''}"
+        self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_replicas} ranks"
         self._num_samples, self._shuffle = num_samples, shuffle
-        self._rows, self._num_replicas, self._rank = batch_size * num_replicas, num_replicas, rank
+        self._rows = batch_size * num_replicas
         self._num_batches = num_samples // self._rows + (num_left > 0 and not drop_last)
-        self._start = self._num_given = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; the epoch that a state was loaded into goes on where it stood."""
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._start = self._num_given = 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left."""
-        self._num_given, self._start = self._start, 0
-        order = self._permute()
-        for number in range(self._num_given, self._num_batches):
-            rows = order[number * self._rows : (number + 1) * self._rows]
-            self._num_given += 1  # before it leaves: who asks then for a state has this batch
-            yield np.array_split(rows, self._num_replicas)[self._rank].tolist()
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
         return self._num_batches
 
-    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, as plain types; it is the same on all ranks.
+    def _batches_from(self, start: int) -> Iterator[list[int]]:
+        order = self._permute()
+        for number in range(start, self._num_batches):
+            rows = order[number * self._rows : (number + 1) * self._rows]
+            yield np.array_split(rows, self._num_replicas)[self._rank].tolist()
 
-        Args:
-            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
-                without workers; a DataLoader's workers fetch ahead of the training, see `ResumableLoader`.
-        """
-        return {
-            "version": _VERSION,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "num_done": self._num_given if num_done is None else num_done,
-            "made_of": self._made_of,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
-
-        Raises:
-            FileFormatError: The state is of another number of samples, batch size or ranks, whose batches are others.
-        """
-        found = [state.get("version"), state.get("made_of")]
-        if found != [_VERSION, self._made_of]:
-            raise FileFormatError(
-                "ResumableBatchSampler.load_state_dict(state)",
-                got=f"version {found[0]!r}, made of {found[1]!r}",
-                expected=f"version {_VERSION}, made of {self._made_of!r}: samples, batch, shuffle, drop_last, ranks",
-                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
-            )
-        self.seed, self.epoch = state["seed"], state["epoch"]
-        self._start = self._num_given = state["num_done"]
+    def _made_of(self) -> str:
+        return self._settings
 
     def _permute(self) -> NDArray[np.int64]:
         if not self._shuffle:

@@ -196,7 +196,7 @@ def test_ranks_that_cannot_get_equally_many():
         (([1.5], 5), InputError, "float64"),
         ((["a"], 5), InputTypeError, "dtype"),
         (([0], 0), ConfigError, "max_points=0"),
-        (([0], 1e6), ConfigError, "whole budgets"),
+        (([0], 1e6), ConfigError, "expected a whole number above 0"),
     ],
 )
 def test_refuses(arguments, error, text):
@@ -210,13 +210,23 @@ def test_refuses_settings(setting):
         BudgetBatchSampler([1], 5, **setting)
 
 
+def test_resumes_with_workers():
+    """A DataLoader with workers calls iter() twice: the first iterator must not use the place up."""
+    order = BudgetBatchSampler(range(1, 30), max_points=40, seed=0)
+    whole = list(order)
+    loader = DataLoader(range(29), batch_sampler=order, collate_fn=list, num_workers=1)
+    order.load_state_dict(order.state_dict(num_done=4))
+    assert list(loader) == whole[4:]
+    assert list(loader) == whole
+
+
 def test_refuses_another_packing():
     state = BudgetBatchSampler([1, 2, 3], max_points=5).state_dict()
     for other in (BudgetBatchSampler([1, 2, 4], max_points=5), BudgetBatchSampler([1, 2, 3], max_points=6)):
-        with pytest.raises(FileFormatError, match="other sizes and budgets"):
+        with pytest.raises(FileFormatError, match=r"made of .*budgets"):
             other.load_state_dict(state)
-    with pytest.raises(FileFormatError, match="version 3, these sizes"):
-        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 3})
+    with pytest.raises(FileFormatError, match="got version 4, made of"):
+        BudgetBatchSampler([1, 2, 3], max_points=5).load_state_dict(state | {"version": 4})
 
 
 def test_state_is_plain():

@@ -1,0 +1,108 @@
+"""An epoch of batches that can be stopped and gone on with: who is done with what, and what the batches follow from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from memkit._errors import ConfigError, FileFormatError
+
+_VERSION = 3
+
+
+class EpochOrder(Sampler[list[int]], ABC):
+    """Batches that follow from settings, seed and epoch alone. Nothing is drawn from torch's random state.
+
+    Args:
+        seed: In [0, 2^63).
+        num_replicas: Ranks that share the epoch.
+        rank: Which of them this is.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+    """
+
+    def __init__(self, *, seed: int, num_replicas: int, rank: int) -> None:
+        for name, value, fits in (
+            ("seed", seed, 0 <= seed < 2**63),
+            ("num_replicas", num_replicas, num_replicas > 0),
+            ("rank", rank, 0 <= rank < num_replicas),
+        ):
+            if not fits:
+                raise ConfigError(
+                    f"{type(self).__name__}({name}={value!r})",
+                    got=repr(value),
+                    expected="num_replicas above 0, 0 <= rank < num_replicas, 0 <= seed < 2^63",
+                    fix=f"change {name}.",
+                )
+        self.seed, self.epoch = seed, 0
+        self._num_replicas, self._rank = num_replicas, rank
+        self._start = self._num_given = 0
+
+    @abstractmethod
+    def _batches_from(self, start: int) -> Iterator[list[int]]:
+        """This rank's batches of the epoch, without the first ``start``."""
+
+    @abstractmethod
+    def _made_of(self) -> str:
+        """What the batches follow from besides seed and epoch, the same on all ranks."""
+
+    def _plan_epoch(self) -> None:
+        """Seed or epoch are others than before."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; call it before each. Without, all epochs are alike.
+
+        The epoch that a state was loaded into goes on where it stood.
+        """
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._start = self._num_given = 0
+            self._plan_epoch()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left."""
+        self._num_given = self._start
+        return self._give(self._start)
+
+    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands, as plain types; it is the same on all ranks.
+
+        Args:
+            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
+                without workers; a DataLoader's workers fetch ahead of the training, see `ResumableLoader`.
+        """
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "num_done": self._num_given if num_done is None else num_done,
+            "made_of": self._made_of(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
+
+        Raises:
+            FileFormatError: The state is of other samples, settings or ranks, whose batches are others.
+        """
+        found, wanted = (state.get("version"), state.get("made_of")), (_VERSION, self._made_of())
+        if found != wanted:
+            raise FileFormatError(
+                f"{type(self).__name__}.load_state_dict(state)",
+                got=f"version {found[0]!r}, made of {found[1]!r}",
+                expected=f"version {wanted[0]}, made of {wanted[1]!r}",
+                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
+            )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._start = self._num_given = state["num_done"]
+        self._plan_epoch()
+
+    def _give(self, start: int) -> Iterator[list[int]]:
+        self._start = 0  # with the first batch: a DataLoader with workers makes an iterator that it does not use
+        for batch in self._batches_from(start):
+            self._num_given += 1  # before it leaves: who asks then for a state has this batch
+            yield batch
