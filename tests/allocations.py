@@ -11,6 +11,7 @@ import numpy as np
 from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from memkit._recorder import Recorder
 
@@ -59,6 +60,27 @@ def trace_allocations(run: Callable[[], object]) -> Trace:
     order = np.argsort(times, kind="stable")
     live = np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64)[order])])
     return Trace(np.asarray(times, dtype=np.int64)[order], live, sorted(marks, key=lambda m: m[2]))
+
+
+class _Flops(TorchDispatchMode):
+    """Counts as torch's FlopCounterMode does, whose hooks refuse `torch.autograd.grad` for a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def count_flops(run: Callable[[], object]) -> int:
+    """Multiplications and additions of a run's matrix products and convolutions."""
+    with _Flops() as flops:
+        run()
+    return flops.total
 
 
 @dataclass
