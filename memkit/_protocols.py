@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
+
+
+class Closing:
+    """What is closed at the end of a ``with`` block, or by `close`."""
+
+    def close(self) -> None:
+        """Leave everything as it was found."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class GradScaler(Protocol):

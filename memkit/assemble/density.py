@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError
+from memkit._protocols import Closing
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths
@@ -38,7 +39,7 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
 _CONSISTENCIES: dict[str, Loss] = {"mse": F.mse_loss, "kl": _kl}
 
 
-class DensityInvariantTrainer:
+class DensityInvariantTrainer(Closing):
     """Trains on several densities of each scene at once, so that predictions do not depend on how dense a scan is.
 
     Each step thins out the scene by the cells of a grid: ``"half"`` keeps a random share of each cell, ``"single"`` one
@@ -174,12 +175,6 @@ class DensityInvariantTrainer:
     def close(self) -> None:
         """Close the wrapper and the manager that were made here; what was given stays open."""
         self._cleanup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _draw(self, number: int, scene: PointScene) -> Iterator[Cloud]:
         """Draw the scenarios of a scene, each within the one before."""

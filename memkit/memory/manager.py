@@ -12,13 +12,14 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from memkit import _device
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._oom import is_out_of_memory
+from memkit._protocols import Closing
 from memkit._records import MemorySnapshot
 from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
@@ -36,7 +37,7 @@ _RELEASE_INTERVAL_S = 10.0
 _RESERVE_BYTES = 2**20  # kept aside while a post-mortem may have to be written, and given back first
 
 
-class MemoryManager:
+class MemoryManager(Closing):
     """Says what a device and the host hold: now, per phase, per step; finds what leaks; writes the log.
 
     It reads counters that exist anyway, and starts no thread. Each thread has phases of its own. A process that is
@@ -299,12 +300,6 @@ class MemoryManager:
         _finish(self._ledger, self._journal)
         if self._claim is not None:
             self._claim.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # ---------------------------------------------------------------------------------------------- inside
 

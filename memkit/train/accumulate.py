@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import FileFormatError, InputError, StateError
 from memkit._oom import retry_once
-from memkit._protocols import GradScaler
+from memkit._protocols import Closing, GradScaler
 from memkit.train.checks import (
     check_choice,
     check_group,
@@ -45,7 +45,7 @@ from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ran
 _VERSION = 1
 
 
-class GradientAccumulator:
+class GradientAccumulator(Closing):
     """Accumulates micro-batches into one optimiser step with the full batch's gradient.
 
     The usual ``(loss / steps).backward()`` is right only when all micro-batches weigh the same. Here each micro-batch
@@ -306,12 +306,6 @@ class GradientAccumulator:
         if isinstance(self._ranks, Replicas):
             self._ranks.close()
         narrow_gradients(self._parameters, self._accumulate_dtype)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
         if not weight and not bool(torch.isfinite(loss)):

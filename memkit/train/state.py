@@ -10,12 +10,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, final
 
 import torch
 
 from memkit import _rng
 from memkit._errors import ConfigError, FileFormatError, InputError, MemkitWarning, StateError
+from memkit._protocols import Closing
 from memkit.train.statefiles import (
     Draft,
     SavedState,
@@ -34,7 +35,7 @@ _RANDOM = "random"
 
 
 @final
-class TrainingStateManager:
+class TrainingStateManager(Closing):
     """Saves all that a training's next step depends on, so that it can be stopped at any instant.
 
     A state is a folder that is there as a whole or not at all, with a checksum of each file. `restore` takes the newest
@@ -167,12 +168,6 @@ class TrainingStateManager:
     def close(self) -> None:
         """The same as `wait`: call it at the end of the training."""
         self.wait()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
         crew = Crew()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from memkit import _device
 from memkit._errors import FileFormatError, InputError, MemkitOutOfMemoryError, StateError
-from memkit._protocols import Average, MemoryWatch, Scheduler
+from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import list_optimizers
@@ -36,7 +36,7 @@ Reduction = Literal["mean", "sum"]
 Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
 
 
-class MemoryEfficientTrainingWrapper:
+class MemoryEfficientTrainingWrapper(Closing):
     """Makes the step of a loop that you own fit, with the gradient of the whole batch.
 
     A batch is split into micro-batches whose gradients add up exactly. When one runs out of memory it is rolled back
@@ -289,12 +289,6 @@ class MemoryEfficientTrainingWrapper:
     def close(self) -> None:
         """Leave the model as it was found: own forwards, own dtypes, no hooks, DDP synchronising in backward."""
         self._cleanup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _follow(self, stepped: bool) -> bool:  # noqa: FBT001 - its only argument
         if stepped and self._scheduler is not None:

@@ -11,10 +11,10 @@ from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import InputError, InputTypeError, StateError
-from memkit.voxel.pairs import work_dtype
+from memkit.voxel.pairs import VolumeLoss, work_dtype
 
 
-class FrozenNetworkLoss(nn.Module):
+class FrozenNetworkLoss(VolumeLoss):
     """A loss that compares by a network which is never trained.
 
     The network moves with the loss and is no part of it otherwise: an optimiser does not see its parameters,
@@ -41,7 +41,7 @@ class FrozenNetworkLoss(nn.Module):
             self.network._apply(fn, recurse)  # type: ignore[no-untyped-call] # noqa: SLF001 - as torch passes on to()
         return self
 
-    def _work_dtype(self, call: str, volume: Tensor) -> torch.dtype:
+    def _work_dtype(self, volume: Tensor) -> torch.dtype:
         """The network's dtype, or that of the volume where it has no parameters.
 
         Raises:
@@ -54,14 +54,14 @@ class FrozenNetworkLoss(nn.Module):
             return work_dtype(volume)
         if weight.device != volume.device:
             raise InputError(
-                call,
+                self._call,
                 got=f"volumes on {volume.device}, a network on {weight.device}",
                 expected="both on one device",
                 fix="move the loss as you move a model: loss.to(device).",
             )
         if weight.dtype != torch.promote_types(weight.dtype, torch.float32):
             raise StateError(
-                call,
+                self._call,
                 got=f"a network that was converted to {weight.dtype}",
                 expected="float32 or float64: in half precision small gradients inside of it are lost",
                 fix="convert the loss back with loss.float(); autocast around the loss does no harm.",

@@ -16,7 +16,7 @@ from memkit._streamed import Gradients, with_gradients
 from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.nearest import Backend
-from memkit.voxel.pairs import check_pair, mean_of_samples, work_dtype
+from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
 from memkit.voxel.settings import Checker
 
 VoxelKind = Literal["l1", "mse", "bce"]
@@ -27,7 +27,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-class StructurePreservingLoss(nn.Module):
+class StructurePreservingLoss(VolumeLoss):
     """How far the differences of neighbouring voxels are apart: edges count, and not a constant offset.
 
     The mean absolute difference of the finite differences along D, H and W, averaged over the three axes. An axis of
@@ -46,24 +46,8 @@ class StructurePreservingLoss(nn.Module):
         (True, True)
     """
 
-    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Compare two volumes.
-
-        Args:
-            prediction: (B, C, D, H, W), floating.
-            target: The same shape, any real dtype; it gets no gradient.
-
-        Returns:
-            The loss, 0-dim, float32 or float64.
-
-        Raises:
-            InputTypeError: What came is no tensor of numbers.
-            InputError: Shapes or devices differ, or the volumes hold nothing.
-            StateError: In backward with ``create_graph=True``.
-        """
-        call = "StructurePreservingLoss()(prediction, target)"
-        prediction, target = check_pair(call, prediction, target)
-        return with_gradients(functools.partial(_structure, prediction, target), [prediction], call=call)
+    def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return with_gradients(functools.partial(_structure, prediction, target), [prediction], call=self._call)
 
 
 @torch.no_grad()
@@ -87,7 +71,7 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
     return total, [gradient]
 
 
-class OccupancyAwareLoss(nn.Module):
+class OccupancyAwareLoss(VolumeLoss):
     """A mean over voxels in which the occupied ones count more: in a sparse grid empty space would outvote them.
 
     The weighted mean within each sample, then the mean over samples: a constant error keeps its size whatever is
@@ -124,31 +108,15 @@ class OccupancyAwareLoss(nn.Module):
         self.kind = check.choice("kind", kind, _LOSSES)
         self.layout = layout
 
-    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Compare two volumes.
-
-        Args:
-            prediction: (B, C, D, H, W), floating.
-            target: The same shape, any real dtype; it gets no gradient.
-
-        Returns:
-            The loss, 0-dim, float32 or float64.
-
-        Raises:
-            InputTypeError: What came is no tensor of numbers.
-            InputError: Shapes or devices differ, the volumes hold nothing, or have not the layout's channels.
-            StateError: In backward with ``create_graph=True``.
-        """
-        call = "OccupancyAwareLoss(...)(prediction, target)"
-        prediction, target = check_pair(call, prediction, target)
+    def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
         if self.layout is not None and len(self.layout.channels) != prediction.shape[1]:
             raise InputError(
-                call,
+                self._call,
                 got=f"volumes of {prediction.shape[1]} channels",
                 expected=f"those of the layout: {', '.join(self.layout.channels)}",
                 fix="name each channel in VoxelLayout(channels=[...]).",
             )
-        return mean_of_samples(self._sum, prediction, target, chunk_size=1, call=call)
+        return mean_of_samples(self._sum, prediction, target, chunk_size=1, call=self._call)
 
     def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Of one sample: (1, C, D, H, W)."""

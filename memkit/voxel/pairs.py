@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memkit._errors import InputError, InputTypeError
 from memkit._streamed import sum_of_chunks
+
+
+class VolumeLoss(nn.Module):
+    """A loss of two volumes, which are checked here and compared by the subclass."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Compare two volumes.
+
+        Args:
+            prediction: (B, C, D, H, W), floating.
+            target: The same shape, any real dtype; it gets no gradient.
+
+        Returns:
+            The loss, 0-dim, float32 or float64.
+
+        Raises:
+            InputTypeError: What came is no tensor of numbers, or a network that was given returns none.
+            InputError: Shapes or devices differ, the volumes hold nothing, or have other channels than the loss.
+            StateError: A network was converted to half precision; in backward with ``create_graph=True``.
+        """
+        return self._compare(*check_pair(self._call, prediction, target))
+
+    @property
+    def _call(self) -> str:
+        return f"{type(self).__name__}(...)(prediction, target)"
+
+    @abstractmethod
+    def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """The loss of two volumes that go together; the target has no graph."""
 
 
 def check_pair(call: str, prediction: object, target: object) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from memkit._errors import InputError, InputTypeError
 from memkit._streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
-from memkit.voxel.pairs import check_pair, mean_of_samples
+from memkit.voxel.pairs import mean_of_samples
 from memkit.voxel.settings import Checker
 
-_CALL = "Perceptual3DLoss(...)(prediction, target)"
-_SLICES = "SliceLoss(...)(prediction, target)"
 _EPSILON = 1e-4  # inside the root of the norm: an empty voxel's gradient is finite, and at most some tens
 _AXES = {"D": 2, "H": 3, "W": 4}
 
@@ -86,42 +84,27 @@ class Perceptual3DLoss(FrozenNetworkLoss):
         self.use_checkpoint = check.flag("use_checkpoint", use_checkpoint)
         self.chunk_size = check.whole("chunk_size", chunk_size, 1)
 
-    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Compare two volumes.
-
-        Args:
-            prediction: (B, C, D, H, W), floating.
-            target: The same shape, any real dtype; it gets no gradient.
-
-        Returns:
-            The loss, 0-dim, float32 or float64.
-
-        Raises:
-            InputTypeError: What came is no tensor of numbers, or the extractor returns no features.
-            InputError: Shapes or devices differ, the volumes hold nothing, or have another number of channels.
-            StateError: The network was converted to half precision; in backward with ``create_graph=True``.
-        """
-        prediction, target = check_pair(_CALL, prediction, target)
+    def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
         if self.in_channels not in {None, prediction.shape[1]}:
             raise InputError(
-                _CALL,
+                self._call,
                 got=f"volumes of {prediction.shape[1]} channels",
                 expected=f"in_channels={self.in_channels}, as the loss was made",
                 fix=f"write Perceptual3DLoss(in_channels={prediction.shape[1]}).",
             )
-        dtype = self._work_dtype(_CALL, prediction)
+        dtype = self._work_dtype(prediction)
         return mean_of_samples(
-            self._sum, prediction, target, chunk_size=self.chunk_size, call=_CALL, dtype=dtype, behind=self.network
+            self._sum, prediction, target, chunk_size=self.chunk_size, call=self._call, dtype=dtype, behind=self.network
         )
 
     def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
         """The sum of the samples' losses. Both volumes go through the levels side by side: a target's live shortly."""
         total = prediction.new_zeros(())
-        theirs = levels_of(self.network, target, use_checkpoint=False, call=_CALL)
-        for features in levels_of(self.network, prediction, use_checkpoint=self.use_checkpoint, call=_CALL):
+        theirs = levels_of(self.network, target, use_checkpoint=False, call=self._call)
+        for features in levels_of(self.network, prediction, use_checkpoint=self.use_checkpoint, call=self._call):
             with torch.no_grad():
                 wanted = next(theirs)
-            total = total + feature_distance(features, wanted, call=_CALL)
+            total = total + feature_distance(features, wanted, call=self._call)
         return total
 
 
@@ -164,29 +147,14 @@ class SliceLoss(FrozenNetworkLoss):
         self.axes = axes
         self.chunk_size = check.whole("chunk_size", chunk_size, 1)
 
-    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Compare two volumes.
-
-        Args:
-            prediction: (B, C, D, H, W), floating.
-            target: The same shape, any real dtype; it gets no gradient.
-
-        Returns:
-            The loss, 0-dim, float32 or float64.
-
-        Raises:
-            InputTypeError: What came is no tensor of numbers, or the distance returns none.
-            InputError: Shapes or devices differ, or the volumes hold nothing.
-            StateError: The distance was converted to half precision; in backward with ``create_graph=True``.
-        """
-        prediction, target = check_pair(_SLICES, prediction, target)
+    def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
         means = [
             mean_of_samples(
                 self._sum,
                 *(each.movedim(_AXES[axis], 1).flatten(0, 1) for each in (prediction, target)),
                 chunk_size=self.chunk_size,
-                call=_SLICES,
-                dtype=self._work_dtype(_SLICES, prediction),
+                call=self._call,
+                dtype=self._work_dtype(prediction),
                 behind=self.network,
             )
             for axis in self.axes
@@ -198,7 +166,7 @@ class SliceLoss(FrozenNetworkLoss):
         if not isinstance(found, Tensor) or found.numel() not in {1, len(prediction)}:
             what = f"a tensor {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
             raise InputTypeError(
-                _SLICES,
+                self._call,
                 got=f"a distance that returns {what} for {len(prediction)} slices",
                 expected="a number for each slice, or their mean",
                 fix="average over channels and places inside of it.",
