@@ -37,6 +37,7 @@ class Way:
         self.proc = ChunkedProcessor(module, memory_budget=None if budget is None else budget * MIB)
 
     def __call__(self, module: nn.Module, graph: Graph) -> Tensor:  # noqa: ARG002 - it is the processor's own
+        # In full, as in edge_mlp.memkit: each case shows the call as a user writes it.
         return self.proc.segment_reduce(
             graph.rows,
             index=graph.index,

@@ -87,6 +87,7 @@ class ChunkedProcessor:
             check=self._check,
         )
 
+    # The signature in full, as chunked_segment_reduce has it: help() and completion show it to users.
     def segment_reduce(
         self,
         *edge_rows: Any,

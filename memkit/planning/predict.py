@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
     from memkit.planning.shard import Shard
 
 
+# The signature of a model stands here and below: an overload cannot be told in fewer words.
 @overload
 def estimate_memory_usage(model: TrainingConfig) -> MemoryEstimate: ...
 

@@ -13,6 +13,7 @@ from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 
 
+# Two overloads differ in one line each: a type checker reads them so, and the signature in full.
 @overload
 def sample_edges(
     dst: Points,

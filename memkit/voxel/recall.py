@@ -95,10 +95,7 @@ def f_score(
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
-    Raises:
-        ConfigError: A threshold or the back end is wrong.
-        InputTypeError: What came is no cloud.
-        InputError: The batches disagree, or a coordinate is not finite.
+    Raises: what `precision_recall` raises.
 
     Memory cost: see `nearest_points`.
 

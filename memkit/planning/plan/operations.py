@@ -64,6 +64,7 @@ class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         with ExitStack() as cleanup:
             super().__enter__()  # type: ignore[no-untyped-call]
             cleanup.push(super().__exit__)
+            # As the recorder enters, with other hooks: a shared form would hide which ones.
             for handle in (
                 register_module_forward_pre_hook(self._enter_block),
                 register_module_forward_hook(self._leave_block, always_call=True),

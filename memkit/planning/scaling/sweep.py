@@ -81,6 +81,7 @@ def run_memory_test(
     return _swept(analysis, steps, sizes, config, gpus, memory_limit, known, on_point)
 
 
+# The options are those of run_memory_test, in full: both are called with keywords by a command and by users.
 def run_own_step(
     name: str,
     build_step: BuildStep,
