@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from memkit.points.batches import BudgetBatchSampler
     from memkit.points.edges import sample_edges
     from memkit.points.grid import GridIndex
+    from memkit.points.packed import split_packed
     from memkit.points.sample import GridSample
     from memkit.points.sampler import GridAwareSampler
     from memkit.points.voxels import first_points, fragments, voxel_mean
@@ -233,6 +234,7 @@ _HOMES = {
     "recover_from_oom": "_oom",
     "run_memory_test": "planning.scaling.sweep",
     "sample_edges": "points.edges",
+    "split_packed": "points.packed",
     "step_in_backward": "train.step_in_backward",
     "submanifold_conv3d": "chunk.submanifold",
     "tiled_apply": "chunk.tiled",
@@ -368,6 +370,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "recover_from_oom",
     "run_memory_test",
     "sample_edges",
+    "split_packed",
     "step_in_backward",
     "submanifold_conv3d",
     "tiled_apply",

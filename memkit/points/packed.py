@@ -1,0 +1,187 @@
+"""Cut packed batches between scenes: points of several scenes in one array, and where each scene ends."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memkit._errors import InputError, InputTypeError
+from memkit.points.cells import host_array
+
+Ends = dict[str, list[int]]  # of each offset: where each scene's rows end
+
+_POINTS, _SCENES, _ALL = "points", "scenes", "all"
+_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: for every part
+
+
+def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = None) -> list[Any]:
+    """Cut a packed batch of scenes into about n parts, between scenes: ``split_fn`` for batches in Pointcept's style.
+
+    The batch is a mapping. ``offset`` says where the points of each scene end; without it ``batch`` says for each point
+    which scene it is of. What belongs together is told by the number of rows: an entry with a row for each point is cut
+    with the points, one with a row for each scene with the scenes, and a plain value goes to every part. More offsets
+    are known by their name: entries ``origin_*`` are cut by ``origin_offset``, if they have its rows.
+
+    Scenes stay whole and in order. Of all ways to cut them into n parts it is one whose largest part has the fewest
+    points; where one scene outweighs the others, fewer parts do.
+
+    Args:
+        batch: A mapping with ``offset``, (B,) integers, cumulative, or ``batch``, (N,) integers, ascending from 0;
+            tensors and arrays with N or B rows, lists of N or B things, plain values.
+        n: How many parts, at most.
+        belongs_to: What entries belong to whose rows do not tell: ``"points"``, ``"scenes"``, ``"all"`` (the entry goes
+            whole to every part), or the name of an offset, such as ``{"inverse": "origin_offset"}``. Give it by
+            ``functools.partial(mk.split_packed, belongs_to=...)``.
+
+    Returns:
+        Parts of the batch's own type, in order, whose offsets and scene numbers begin anew. A single part is the batch.
+
+    Raises:
+        InputError: No offsets, offsets that do not fit, or an entry that may belong to points as well as to scenes, or
+            to neither.
+        InputTypeError: The batch is no mapping.
+
+    Memory cost: tensors are views; only offsets and scene numbers are new. On an accelerator the offsets are read once.
+
+    Source: the batches of Pointcept's ``collate_fn`` (pointcept/datasets/utils.py).
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> batch = {"coord": torch.rand(9, 3), "offset": torch.tensor([2, 3, 9]), "name": ["hall", "desk", "room"]}
+        >>> for part in mk.split_packed(batch, 2):
+        ...     print(tuple(part["coord"].shape), part["offset"].tolist(), part["name"])
+        (3, 3) [2, 3] ['hall', 'desk']
+        (6, 3) [6] ['room']
+    """
+    call = f"split_packed(batch, {n})"
+    ends = _read_ends(batch, call)
+    homes = {key: _find_home(key, value, ends, belongs_to or {}, call) for key, value in batch.items()}
+    main = next(iter(ends.values()))
+    borders = cut_evenly([stop - start for start, stop in pairwise([0, *main])], n)
+    if len(borders) <= 2:
+        return [batch]
+    return [_take_scenes(batch, homes, ends, first, last) for first, last in pairwise(borders)]
+
+
+def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Cut a row of sizes into at most so many runs, the largest of which is as small as can be.
+
+    Returns:
+        Where the runs begin, and where the last one ends.
+    """
+    ends = list(accumulate(sizes))
+    total = ends[-1] if ends else 0
+    limits = range(max(sizes, default=0), total + 1)
+    smallest = bisect_left(limits, -max(1, num_parts), key=lambda limit: 1 - len(_fill(ends, limit)))
+    return _fill(ends, limits[smallest])
+
+
+def _fill(ends: Sequence[int], limit: int) -> list[int]:
+    """Runs that are filled one after the other up to a limit, which no single size exceeds."""
+    borders, done = [0], 0
+    while borders[-1] < len(ends):
+        borders.append(bisect_right(ends, done + limit))
+        done = ends[borders[-1] - 1]
+    return borders
+
+
+def _read_ends(batch: Any, call: str) -> Ends:
+    """The offsets of a batch, all of equally many scenes; the first is that of its points."""
+    if not isinstance(batch, Mapping):
+        raise InputTypeError(
+            call,
+            got=f"a {type(batch).__name__}",
+            expected='a mapping with "offset" or "batch" beside the points',
+            fix="collate into a dict, take memkit.integrations.torch_geometric for graphs, or write split_fn yourself.",
+        )
+    if "offset" in batch:
+        names = ["offset", *(key for key in batch if isinstance(key, str) and key.endswith("_offset"))]
+        ends = {name: _read_rising(batch[name], call, name) for name in names}
+    elif "batch" in batch:
+        scenes = _read_rising(batch["batch"], call, "batch")
+        ends = {"batch": np.searchsorted(scenes, np.arange(1, scenes.max(initial=-1) + 2))}
+    else:
+        raise InputError(
+            call,
+            got=f"entries {list(batch)}",
+            expected='"offset", where the points of each scene end, or "batch", the scene of each point',
+            fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
+        )
+    lengths = {name: len(values) for name, values in ends.items()}
+    if len(set(lengths.values())) > 1:
+        raise InputError(
+            call,
+            got=f"offsets of different lengths: {lengths}",
+            expected="one end for each scene in every offset",
+            fix="give several views of a scene one common end, or write split_fn yourself.",
+        )
+    return {name: values.tolist() for name, values in ends.items()}
+
+
+def _read_rising(values: Any, call: str, name: str) -> NDArray[np.int64]:
+    array = host_array(values, call, name)
+    if array.ndim == 1 and array.dtype.kind in "iu" and isinstance(values, (Tensor, np.ndarray)):
+        whole = array.astype(np.int64)
+        if (np.diff(whole, prepend=0) >= 0).all():
+            return whole
+    raise InputError(
+        call,
+        got=f"{name}, a {type(values).__name__} of {array.dtype} and shape {array.shape}: {array.ravel()[:5].tolist()}",
+        expected="a tensor or array, one row of whole numbers from 0 that do not fall",
+        fix="collate scene after scene, and give offsets as cumulative ends.",
+    )
+
+
+def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], call: str) -> str:
+    """What an entry belongs to: the name of an offset, `_SCENES` or `_ALL`."""
+    if key in ends:
+        return _SCENES if key != "batch" else key
+    points, main = next(iter(ends.items()))
+    rows = {name: its[-1] if its else 0 for name, its in ends.items()} | {_SCENES: len(main)}
+    num_rows = _count_rows(value)
+    if key in belongs_to:
+        homes = [points if belongs_to[key] == _POINTS else belongs_to[key]]
+    elif num_rows is None and isinstance(value, _PLAIN):
+        homes = [_ALL]
+    else:
+        prefixed = [name for name in ends if name != points and str(key).startswith(name.removesuffix("offset"))]
+        homes = [*sorted(prefixed, key=len, reverse=True), points, _SCENES]
+    fits = [home for home in homes if home == _ALL or (num_rows is not None and rows.get(home) == num_rows)]
+    is_unclear = fits == [points, _SCENES] and main != list(range(1, len(main) + 1))  # unless each scene is one point
+    if fits and not is_unclear:
+        return fits[0]
+    what = f"a {type(value).__name__}" if num_rows is None else f"{num_rows} rows"
+    raise InputError(
+        call,
+        got=f"{key!r}: {what}" + (f" for {belongs_to[key]!r}" if key in belongs_to else ""),
+        expected="rows of either: " + ", ".join(f"{count} of {name!r}" for name, count in rows.items()),
+        fix=f"belongs_to={{{key!r}: ...}}, where ... is 'points', 'scenes', 'all' or the name of an offset of its own.",
+    )
+
+
+def _count_rows(value: Any) -> int | None:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.shape[0] if value.ndim else None
+    return len(value) if isinstance(value, (list, tuple)) else None
+
+
+def _take_scenes(batch: Any, homes: Mapping[Any, str], ends: Ends, first: int, last: int) -> Any:
+    """The scenes from ``first`` to before ``last``."""
+    part = copy.copy(batch)
+    for key, home in homes.items():
+        if home == _ALL:
+            continue
+        start, stop = (first, last) if home == _SCENES else ([0, *ends[home]][first], ends[home][last - 1])
+        part[key] = batch[key][start:stop]
+        if key == "batch" and home != _SCENES:
+            part[key] = part[key] - first
+        elif key in ends:
+            part[key] = part[key] - [0, *ends[key]][first]
+    return part
