@@ -78,6 +78,9 @@ def count_elements(batch: Any) -> int:
     """Count the elements of all tensors: the size of a packed batch, whose rows are not samples."""
     leaves: list[Any] = []
     _collect(batch, leaves)
+    for leaf in tuple(leaves):
+        if not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
+            _collect(getattr(leaf, "__dict__", {}), leaves)
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
