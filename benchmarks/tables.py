@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables_plan, tables_runs, tables_voxel
+from benchmarks import tables_acceptance, tables_peers, tables_plan, tables_runs, tables_voxel
 from benchmarks.markdown import table
 
 ROOT = Path(__file__).parents[1]
@@ -363,6 +363,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         dry_run,
         public_runs,
         liger_rows,
+        *tables_acceptance.RENDERERS,
+        *tables_peers.RENDERERS,
         *tables_plan.RENDERERS,
         *tables_runs.RENDERERS,
         *tables_voxel.RENDERERS,
@@ -370,9 +372,16 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+def load(case: str) -> dict[str, Any]:
+    """A case's result file; of "all" every one, by its case."""
+    if case == "all":
+        return {path.stem: load(path.stem) for path in RESULTS.glob("*.json")}
+    return json.loads((RESULTS / f"{case}.json").read_text())
+
+
 def render(text: str) -> str:
     def replace(match: re.Match[str]) -> str:
-        result = json.loads((RESULTS / f"{match[2].partition('.')[0]}.json").read_text())
+        result = load(match[2].partition(".")[0])
         return match[1] + RENDERERS[match[2].replace(".", "_")](result) + match[3]
 
     return _TABLE.sub(replace, text)

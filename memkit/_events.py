@@ -24,6 +24,7 @@ _LAST_SECOND = 10**11  # the year 5138; nanoseconds taken for seconds are beyond
 _DEEPEST_NOTE = 32  # levels of lists and objects: far from what makes a JSON encoder fail
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
+_MAX_SHORT = 160  # characters
 
 Kind = Literal["measured", "predicted", "sampled"]
 
@@ -251,7 +252,8 @@ def short(value: object) -> str:
     """Describe any value in a few words, also one whose own text would be endless."""
     if isinstance(value, int) and abs(value) > _LARGEST_INT:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to write one of 4,300 digits
-    return _SHORT.repr(value)
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_SHORT else text[: _MAX_SHORT - 3] + "..."  # of what is nested, each level is short
 
 
 def _refuse_counts(event: Event) -> None:

@@ -169,7 +169,8 @@ class _WithGradients(torch.autograd.Function):
         results: Gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if gradient is not None:
-                gradient = gradient.mul_(upstream[0]) if is_last else gradient * upstream[0]  # noqa: PLW2901
+                factor = upstream[0].to(gradient.device)  # a model's parameters may lie on several devices
+                gradient = gradient.mul_(factor) if is_last else gradient * factor  # noqa: PLW2901
             results.append(gradient if gradient is None else gradient.to(dtype))
         return None, None, *results
 

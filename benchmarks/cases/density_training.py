@@ -1,6 +1,6 @@
 """Training on several densities: what it does for accuracy, what its modes take, and sampling's share of a step.
 
-The scene and the network are those of ``examples/density_invariant.py``: points on the left hemisphere of fsaverage5,
+The scene and the network are those of ``benchmarks/density.py``: points on the left hemisphere of fsaverage5,
 judged on the right one, at the points of each density: how many are right, how many of the same points are right in
 the dense scan's prediction (the difference is what the lower density costs), and how many both predict alike. Scores
 are the mean of three seeds.
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memkit as mk
+from benchmarks.density import GRID_MM, PointNet, Score, load, scores, train
 from benchmarks.result import write_result
-from examples.density_invariant import GRID_MM, PointNet, Score, load, scores, train
 from memkit.points.nested import single_within
 
 NUM_POINTS, NUM_STEPS, SEEDS = 30_000, 100, (0, 1, 2)

@@ -236,12 +236,13 @@ def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
         parts, num_left = _cut(split.parts, 15)
         peak = figures.peak.num_bytes if figures.peak else None
         missing = None if peak is None else peak - split.whole_bytes
-        rows = [(clean(name), Size.of(size), _share(size, split.whole_bytes)) for name, size in parts]
+        parts = [(clean(name) or words("split_nameless"), size) for name, size in parts]
+        rows = [(name, Size.of(size), _share(size, split.whole_bytes)) for name, size in parts]
         rest = split.whole_bytes - sum(size for _, size in parts)
         if num_left:
             rows.append((words("rest", count=f"{num_left:,}"), Size.of(rest), _share(rest, split.whole_bytes)))
         caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
-        yield Bars(tuple((clean(name), size) for name, size in parts), caption, split.whole_bytes)
+        yield Bars(tuple(parts), caption, split.whole_bytes)
         yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows))
         yield Paragraph(words("split_missing", size=words.size(Size.of(missing, is_change=True))))
 

@@ -15,7 +15,7 @@ from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarnin
 from memkit.train.step_in_backward import steps_in_backward
 
 
-def check_loss(loss: object) -> None:
+def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)") -> None:
     """Check that a loss is a single number with its graph.
 
     Raises:
@@ -24,21 +24,23 @@ def check_loss(loss: object) -> None:
     """
     if not isinstance(loss, torch.Tensor):
         raise InputTypeError(
-            "GradientAccumulator.backward(loss)",
+            call,
             got=f"a {type(loss).__name__}",
             expected="the loss as a 0-dim tensor with its graph",
             fix="pass the loss itself, not loss.item().",
         )
     if loss.numel() != 1 or not loss.requires_grad:
         raise InputError(
-            "GradientAccumulator.backward(loss)",
+            call,
             got=f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}",
             expected="a single number with its graph",
             fix="reduce the loss to its mean or sum, and compute it with gradients enabled and not detached.",
         )
 
 
-def read_count(count: float | torch.Tensor, *, stay_on_device: bool) -> float | torch.Tensor:
+def read_count(
+    count: float | torch.Tensor, *, stay_on_device: bool, call: str = "GradientAccumulator.backward(loss, count=...)"
+) -> float | torch.Tensor:
     """Check a micro-batch's weight, and turn it into a float unless it may stay on its device until the step.
 
     Raises:
@@ -55,7 +57,7 @@ def read_count(count: float | torch.Tensor, *, stay_on_device: bool) -> float | 
         number = math.nan
     if not 0 <= number < math.inf:
         raise InputError(
-            f"GradientAccumulator.backward(loss, count={count!r})",
+            call,
             got=repr(count),
             expected="a finite weight of zero or more: rows, valid tokens, or a sum of class weights",
             fix="pass what the mean loss was divided by.",
@@ -83,16 +85,16 @@ def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> No
     )
 
 
-def check_steps(steps: object) -> None:
+def check_steps(steps: object, name: str = "steps", *, call: str = "GradientAccumulator") -> None:
     """Check the number of micro-batches per step."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        refuse("steps", steps, "a whole number of micro-batches, 1 or more")
+        refuse(name, steps, "a whole number of micro-batches, 1 or more", call=call)
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...], *, call: str = "GradientAccumulator") -> None:
     """Check a setting that has a few values."""
     if value not in choices:
-        refuse(name, value, f"one of {', '.join(map(repr, choices))}")
+        refuse(name, value, f"one of {', '.join(map(repr, choices))}", call=call)
 
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -106,8 +108,25 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
+        _check_prepared(each)
     check_steps_later(optimizers)
     return optimizers
+
+
+def _check_prepared(optimizer: Optimizer) -> None:
+    """Refuse an optimiser that accelerate has prepared to unscale, or to leave out steps: losses are scaled here."""
+    if getattr(optimizer, "scaler", None) is not None:
+        got, fix = "a loss scaler of its own", "Accelerator(mixed_precision='no') and precision='fp16-mixed' here"
+    elif getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1) > 1:
+        got, fix = "steps that are left out for accumulation", "Accelerator(gradient_accumulation_steps=1)"
+    else:
+        return
+    raise ConfigError(
+        f"{type(optimizer).__name__} of accelerate",
+        got=got,
+        expected="one owner of scaling and accumulation",
+        fix=f"use {fix}; or keep accelerate's step, with SplitLoss and accelerator.backward(loss).",
+    )
 
 
 def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
@@ -117,11 +136,9 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
             refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
 
 
-def refuse(name: str, value: object, expected: str) -> NoReturn:
-    """Refuse a setting of the accumulator."""
-    raise ConfigError(
-        f"GradientAccumulator({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
-    )
+def refuse(name: str, value: object, expected: str, *, call: str = "GradientAccumulator") -> NoReturn:
+    """Refuse a setting."""
+    raise ConfigError(f"{call}({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")
 
 
 def check_group(optimizers: Sequence[Optimizer], *, is_torn: bool) -> None:

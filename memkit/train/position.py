@@ -13,7 +13,7 @@ from memkit._errors import FileFormatError
 from memkit._protocols import ResumableOrder
 from memkit.train.order import ResumableLoader
 
-_VERSION = 1
+_VERSION = 2
 
 
 class Position:
@@ -67,8 +67,10 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types and tensors."""
+        generator = self._generator.get_state() if self._generator and not self.num_batches else None
         return {
             "version": _VERSION,
+            "generator": generator,  # between two epochs: with it the next one begins
             "epoch": self.epoch,
             "num_batches": self.num_batches,
             "start": self._start,
@@ -91,3 +93,5 @@ class Position:
         self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
         if self._order and state["order"] is not None and self.num_batches:
             self._order.load_state_dict(state["order"])
+        if self._generator and state["generator"] is not None:
+            self._generator.set_state(state["generator"])

@@ -76,12 +76,7 @@ def shape_key(batch: Any) -> str:
 
 def count_elements(batch: Any) -> int:
     """Count the elements of all tensors: the size of a packed batch, whose rows are not samples."""
-    leaves: list[Any] = []
-    _collect(batch, leaves)
-    for leaf in tuple(leaves):
-        if not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
-            _collect(getattr(leaf, "__dict__", {}), leaves)
-    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return sum(tensor.numel() for tensor in _list_tensors(batch))
 
 
 def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None) -> list[tuple[Any, int]]:
@@ -115,8 +110,30 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
 
 
 def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
-    """Return a batch's size: rows, or elements of a packed batch."""
-    return count_elements(batch) if split_fn else count_rows(batch)
+    """Return a batch's size: rows, or elements of a packed batch.
+
+    Raises:
+        InputError: There is nothing to count.
+    """
+    if split_fn is None:
+        return count_rows(batch)
+    if not _list_tensors(batch):  # else it would never be split, and nobody would know why
+        raise InputError(
+            "splitting a batch with split_fn",
+            got=f"a {type(batch).__name__} in which memkit finds no tensor",
+            expected="tensors in dicts, lists, tuples, or in attributes of an object",
+            fix="pass the batch as a dict of its tensors.",
+        )
+    return count_elements(batch)
+
+
+def _list_tensors(batch: Any) -> list[torch.Tensor]:
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    for leaf in tuple(leaves):
+        if not isinstance(leaf, torch.Tensor):  # an object may hold its tensors in attributes, as PyG's batches do
+            _collect(getattr(leaf, "__dict__", {}), leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _leaves(batch: Any) -> list[Any]:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._errors import ConfigError, InputError, MemkitWarning
+from memkit._oom import retry_once
+from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import check_choice, check_loss, check_steps, read_count
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 from memkit.train.models import may_recover_alone, unwrap_model
-from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
-from memkit.train.ranks import Shards, find_ranks
+from memkit.train.probe import probe_split, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import SplitFn
+from memkit.train.split import SplitFn, count_rows
 from memkit.train.window import Window
 
-_HALF = {torch.bfloat16, torch.float16}
+_CALL = "SplitLoss"
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -35,12 +37,12 @@ class SplitLoss:
 
     Where you own the step, use `MemoryEfficientTrainingWrapper`; this is for trainers that own it.
 
-    Memory cost: one set of gradients between the call and the end of backward, beside what ``.grad`` holds already; and
-    a copy of the model's buffers. Time cost: one multiplication for each gradient.
+    Memory cost: one set of gradients between the call and the end of backward, beside what ``.grad`` holds already
+    (of half-precision parameters, in float32 where there are several micro-batches); and a copy of the model's buffers.
+    Time cost: a copy and a multiplication of each gradient, and an addition for each further micro-batch.
 
     Args:
-        model: The module, or several, whose parameters get the gradient; also wrapped in DistributedDataParallel or
-            compiled.
+        model: The module, or several, whose parameters get the gradient; also in DistributedDataParallel, or compiled.
         num_microbatches: Micro-batches for each batch, at least.
         reduction: ``"mean"``: the loss function gives the mean over the micro-batch's rows, or ``(loss_sum, count)``.
             ``"sum"``: the losses of the parts add up to the batch's, as where the function divides by a number of items
@@ -49,8 +51,13 @@ class SplitLoss:
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches.
         probe: Check on the first batch that is split, once, whether its parts add up to the whole.
 
+    Attributes:
+        sizes: Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``.
+        num_ooms: Out-of-memory errors survived so far.
+
     Raises:
-        ConfigError: The parameters are sharded (FSDP), or a setting is wrong.
+        ConfigError: The parameters are sharded over ranks, DistributedDataParallel wraps only a part of a model, or a
+            setting is wrong.
 
     Example:
         >>> import torch, memkit as mk
@@ -73,37 +80,31 @@ class SplitLoss:
         split_fn: SplitFn | None = None,
         probe: bool = True,
     ) -> None:
-        check_steps(num_microbatches)
-        check_choice("reduction", reduction, ("mean", "sum"))
-        check_choice("on_oom", on_oom, ("split", "raise"))
-        self._model = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-        self._own = unwrap_model(self._model)
-        ranks = find_ranks(self._model, list(self._model.parameters()))
-        if isinstance(ranks, Shards):
-            raise ConfigError(
-                "SplitLoss(model)",
-                got="a model whose parameters are sharded over ranks",
-                expected="a whole model, or one in DistributedDataParallel",
-                fix="use MemoryEfficientTrainingWrapper, whose ranks split in step.",
-            )
-        num_ranks = 1 if ranks is None else ranks.num_ranks
-        if on_oom == "split" and not may_recover_alone(self._model, num_ranks, is_sharded=False, call="SplitLoss"):
+        check_steps(num_microbatches, "num_microbatches", call=_CALL)
+        check_choice("reduction", reduction, ("mean", "sum"), call=_CALL)
+        check_choice("on_oom", on_oom, ("split", "raise"), call=_CALL)
+        unwrapped = [_unwrap_replica(each) for each in ([model] if isinstance(model, nn.Module) else model)]
+        self._replicas = [replica for _, replica in unwrapped if replica is not None]
+        self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
+        _check_ranks(self._own)
+        num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
+        if on_oom == "split" and not may_recover_alone(self._own, num_ranks, is_sharded=False, call=_CALL):
             on_oom = "raise"
         self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
         self._split_fn = split_fn
         self._wants_probe, self._wants_graph_check = probe and split_fn is None, True
         self._watch, self._memory = BufferWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
-        """Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``."""
         self.num_ooms = 0
-        """Out-of-memory errors survived so far."""
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss.
 
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device; or what ``split_fn`` takes.
-            loss_fn: ``loss_fn(model, micro_batch)`` returns the micro-batch's loss, see ``reduction``.
+            loss_fn: ``loss_fn(model, micro_batch)`` returns the micro-batch's loss, see ``reduction``. A micro-batch
+                with count 0 contributes exactly nothing; a batch of nothing else has loss and gradient 0. The model is
+                the one within DistributedDataParallel; the wrapped one must not run.
             scale: What a loss scaler will multiply the loss with (``scaler.get_scale()``), so that gradients in float16
                 do not vanish on the way; the result is not scaled.
 
@@ -112,18 +113,26 @@ class SplitLoss:
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+            ConfigError: From the probe: the loss compares rows with each other, parts would train something else.
             InputError: The loss is not a scalar with a graph, trains a parameter that is not the model's, or holds a
                 reentrant checkpoint.
+            StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
         if not torch.is_grad_enabled():
-            value, count, _ = self._evaluate(batch, loss_fn)
-            return value if count is None else value / count
-        with self._synchronised() as hand_over:
-            total = self._run(batch, loss_fn, scale)
-            if self._wants_probe and len(self.sizes) > 1:
-                self._wants_probe = False
-                warn_or_refuse(self._judge(batch, loss_fn), call="SplitLoss")
-            return hand_over(total.as_loss(scale))
+            loss, count = self._evaluate(batch, loss_fn)
+            return loss if count is None else loss / count
+        # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
+        # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
+        for replica in self._replicas:
+            replica._pre_forward(None)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        total = self._run(batch, loss_fn, scale)
+        if self._wants_probe and len(self.sizes) > 1:
+            self._wants_probe = False
+            self._probe(batch, loss_fn)
+        loss = retry_once(functools.partial(total.as_loss, scale), "handing a loss over")
+        for replica in self._replicas:
+            loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of sizes that fit."""
@@ -143,7 +152,7 @@ class SplitLoss:
             sizes=self._memory,
             on_oom=self._on_oom,
             split_fn=self._split_fn,
-            call="SplitLoss",
+            call=_CALL,
         )
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
@@ -156,48 +165,53 @@ class SplitLoss:
 
     def _add(self, total: _Total, micro: Any, loss_fn: LossFn, scale: float | torch.Tensor, *, share: float) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
-        loss, count, weight = self._evaluate(micro, loss_fn)
-        if count is None and self._reduction == "mean":
-            if self._split_fn is not None:
-                raise InputError(
-                    "SplitLoss(split_fn=...)",
-                    got="a loss without a count, for a part made by split_fn",
-                    expected="the weight of the part, which its rows do not tell",
-                    fix="return (loss_sum, count) from loss_fn.",
-                )
-            weight = share
+        loss, count = self._evaluate(micro, loss_fn)
+        check_loss(loss, call=f"{_CALL}(model)(batch, loss_fn)")
         if self._wants_graph_check:
-            self._wants_graph_check = False
             _check_graph(loss, total.parameters)
-        total.add(loss, weight, count, scale)
+            self._wants_graph_check = False
+        if count is None and self._reduction == "mean" and self._split_fn is not None:
+            raise InputError(
+                f"{_CALL}(split_fn=...)",
+                got="a loss without a count, for a part made by split_fn",
+                expected="the weight of the part, which its rows do not tell",
+                fix="return (loss_sum, count) from loss_fn.",
+            )
+        total.add(loss.reshape(()), share if self._reduction == "mean" else 1.0, count, scale)
 
-    def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[torch.Tensor, float | None, float]:
+    def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[torch.Tensor, float | None]:
         loss = loss_fn(self._own, micro)
-        count = None
-        if isinstance(loss, tuple):
-            loss, count = loss[0], float(read_count(loss[1], stay_on_device=False))
-        if torch.is_grad_enabled():
-            check_loss(loss)
-        return loss.reshape(()), count, 1.0
+        if not isinstance(loss, tuple):
+            return loss, None
+        return loss[0], float(read_count(loss[1], stay_on_device=False, call=f"count of {_CALL}"))
 
-    def _judge(self, batch: Any, loss_fn: LossFn) -> SplitVerdict:
-        if self._reduction == "mean":
-            return probe_split(self._own, batch, loss_fn)
-        return SplitVerdict(None, modules=scan_modules(self._own))
+    def _probe(self, batch: Any, loss_fn: LossFn) -> None:
+        adds_up = False
 
-    @contextlib.contextmanager
-    def _synchronised(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Let DistributedDataParallel see one forward around all parts: it prepares the exchange of gradients there."""
-        if not isinstance(self._model, nn.parallel.DistributedDataParallel):
-            yield lambda loss: loss
-            return
-        # What its forward does before and after the module's own; there is no public form.
-        self._model._pre_forward()  # type: ignore[no-untyped-call]  # noqa: SLF001
-        yield self._model._post_forward  # noqa: SLF001
+        def weighed(model: nn.Module, micro: Any) -> Any:
+            nonlocal adds_up
+            loss = loss_fn(model, micro)
+            adds_up = self._reduction == "sum" and not isinstance(loss, tuple)
+            return (loss, count_rows(micro)) if adds_up else loss  # any count will do that adds up
+
+        verdict = probe_split(unwrap_model(self._own), batch, weighed)
+        if adds_up and verdict.loss is not None:
+            raise ConfigError(
+                f"{_CALL}(reduction='sum')",
+                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
+                expected="a sum over rows, divided by what does not depend on the part",
+                fix="return (loss_sum, count) where it is a mean; where it compares rows with each other, keep batches "
+                "whole with num_microbatches=1, on_oom='raise'.",
+            )
+        warn_or_refuse(verdict, call=_CALL)
 
 
 class _Total:
-    """Loss and gradient of the parts so far; a window's accumulator."""
+    """Loss and gradient of the parts so far; a window's accumulator.
+
+    Args:
+        parameters: What the gradient is with respect to.
+    """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -209,7 +223,7 @@ class _Total:
         self._gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._value: torch.Tensor | None = None
         self._count: float | None = None
-        self._unit = 1.0  # counted losses are summed in units of the first part's weight: float16 holds no large sums
+        self._unit = 1.0  # counted losses are summed in units of the first part's count: float16 holds no large sums
 
     def add(self, loss: torch.Tensor, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
         """Add a part's loss and gradient, times its weight; with a count, they are sums over it."""
@@ -218,72 +232,83 @@ class _Total:
                 self._count, self._unit = 0.0, count or 1.0
             weight = 1.0 / self._unit if count else 0.0
         if weight:
-            device_type = loss.device.type
-            with torch.autocast(device_type, enabled=False):  # a backward runs in the dtypes of its forward
+            with torch.autocast(loss.device.type, enabled=False), self._catching():  # each node has its forward's dtype
                 root = torch.full_like(loss, weight) * scale
-                gradients: list[torch.Tensor | None] = list(
-                    torch.autograd.grad(loss, self.parameters, root, allow_unused=True)
-                )
-            self.is_torn = True
-            for i in range(len(gradients)):
-                # Not in place: autograd may return one tensor for two parameters.
-                before, gradient, gradients[i] = self._gradients[i], gradients[i], None
-                if before is not None and gradient is not None:
-                    gradient = before.float() + gradient if before.dtype in _HALF else before + gradient
-                self._gradients[i] = before if gradient is None else gradient
-            value = loss.detach()
-            value = (value.float() if value.dtype in _HALF else value) * weight
+                torch.autograd.grad(loss, self.parameters, root, allow_unused=True)
+            value = loss.detach().to(accumulator_dtype(loss.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
         if count is not None:
             self._count = (self._count or 0.0) + count
 
+    @contextlib.contextmanager
+    def _catching(self) -> Iterator[None]:
+        """Take each gradient as soon as backward has it, past the parameter's own hooks: they see the batch's, once."""
+        with without_hooks(self.parameters):
+            handles = [
+                each.register_hook(functools.partial(self._catch, i))  # type: ignore[no-untyped-call]
+                for i, each in enumerate(self.parameters)
+            ]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    def _catch(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Add a parameter's gradient; what autograd goes on with, and holds until its end, takes no memory."""
+        self.is_torn = True
+        before = self._gradients[i]
+        if before is None:
+            self._gradients[i] = gradient.clone()  # autograd may give one tensor to two parameters
+        elif gradient.is_sparse:
+            self._gradients[i] = before + gradient
+        else:
+            self._gradients[i] = before.to(accumulator_dtype(before.dtype)).add_(gradient)
+        return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
+
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
-        """Return the loss, whose backward hands the gradient over; this object is empty then."""
-        factor = 1.0 if self._count is None else self._unit / self._count if self._count else 0.0
-        # Only parameters that the loss reaches: the others are to have no gradient, not zeros. One must be there.
-        reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None] or [0]
-        parameters = [self.parameters[i] for i in reached]
-        gradients = [self._gradients[i] for i in reached]
-        value = torch.zeros((), device=parameters[0].device) if self._value is None else self._value
-        if factor != 1.0:
-            value = value * factor
-        self.discard()
-        loss: torch.Tensor = _HandOver.apply(value, gradients, factor, scale, *parameters)  # type: ignore[no-untyped-call]
-        return loss
+        """Return the loss, whose backward hands the gradient over."""
+        if self._value is None:  # nothing weighed anything; other ranks wait for a gradient all the same
+            self._gradients = [torch.zeros_like(each) for each in self.parameters]
+            self._value = torch.zeros((), device=self.parameters[0].device)
+        # Only parameters that the loss reaches: the others are to have no gradient, not zeros.
+        reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
+        value, gradients = self._value * scale, [self._gradients[i] for i in reached]
+        loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=_CALL)
+        return loss * ((self._unit / (self._count or 1.0) if self._count is not None else 1.0) / scale)
 
 
-class _HandOver(torch.autograd.Function):
-    """A loss whose backward hands over gradients that are there already."""
+def _unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
+    """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
+    is_compiled = "_orig_mod" in model._modules  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
+    replica = model.get_submodule("_orig_mod") if is_compiled else model
+    if not isinstance(replica, nn.parallel.DistributedDataParallel):
+        return model, None
+    if is_compiled:
+        warnings.warn(
+            f"{_CALL}: torch.compile around DistributedDataParallel has no effect here: the parts run the module "
+            "within. Compile first, then wrap.",
+            MemkitWarning,
+            stacklevel=4,
+        )
+    return replica.module, replica
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        value: torch.Tensor,
-        gradients: list[torch.Tensor | None],
-        factor: float,
-        scale: float | torch.Tensor,
-        *parameters: nn.Parameter,
-    ) -> torch.Tensor:
-        ctx.gradients, ctx.factor, ctx.dtypes = gradients, factor / scale, [each.dtype for each in parameters]
-        return value
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise StateError(
-                "loss.backward() of a SplitLoss",
-                got="a second backward",
-                expected="one backward for each loss, which hands its gradient over",
-                fix="call the SplitLoss again, or add losses up before one backward.",
-            )
-        factor = gradient * ctx.factor
-        for i, dtype in enumerate(ctx.dtypes):  # each is let go as soon as its product is there
-            if gradients[i] is not None:
-                gradients[i] = (gradients[i] * factor.to(gradients[i].device)).to(dtype)
-        return None, None, None, None, *gradients
+def _check_ranks(model: nn.Module) -> None:
+    """Refuse what exchanges something between ranks inside a forward: the parts of one rank are not another's."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    is_sharded = "FullyShardedDataParallel" in kinds or any(hasattr(each, "to_local") for each in model.parameters())
+    if not is_sharded and "DistributedDataParallel" not in kinds:
+        return
+    raise ConfigError(
+        f"{_CALL}(model)",
+        got="parameters that are sharded over ranks" if is_sharded else "DistributedDataParallel around a part of it",
+        expected="a whole model, or one in DistributedDataParallel",
+        fix="use MemoryEfficientTrainingWrapper, whose ranks split fully_shard models in step."
+        if is_sharded
+        else "wrap the whole model, or pass several wrapped ones: SplitLoss([encoder, head]).",
+    )
 
 
 def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter]) -> None:

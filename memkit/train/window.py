@@ -251,7 +251,7 @@ class Window:
                     got=f"out of memory with a micro-batch of {size} {self._unit}: {failed.failure}",
                     expected="one micro-batch that fits",
                     fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, "
-                    "give split_fn=... to cut it.",
+                    "give split_fn=... to cut it, or thin that item out.",
                 )
             todo.extend(smaller)
         self._todo = deque(todo)

@@ -134,6 +134,17 @@ def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
     assert torch.equal(weights(model), weights(expected))
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+def test_goes_on_between_two_epochs(kind, tmp_path):
+    whole, expected = make(orders(kind))
+    whole.run(num_epochs=2)
+    for num_epochs in (1, 2):
+        with TrainingStateManager(tmp_path) as state:
+            loop, model = make(orders(kind), state=state)
+            loop.run(num_epochs=num_epochs)
+    assert torch.equal(weights(model), weights(expected))
+
+
 def test_epochs_of_a_distributed_sampler_differ():
     """A loop that forgets set_epoch trains on the same order in every epoch."""
     loader, seen = orders("distributed"), []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memkit as mk
-from memkit.train.split import count_elements, count_rows, shape_key, split_batch, take_rows
+from memkit.train.split import count_elements, count_rows, measure_batch, shape_key, split_batch, take_rows
 
 Pair = namedtuple("Pair", "x y")
 
@@ -87,3 +87,17 @@ def test_keys_tell_shapes_apart_but_not_row_counts():
     assert shape_key(torch.ones(2, 3)) != shape_key(torch.ones(2, 4))
     assert shape_key(torch.ones(2, 3)) != shape_key(torch.ones(2, 3).double())
     assert count_elements((torch.ones(2, 3), torch.ones(4), "x")) == 10
+
+
+def test_packed_batches_are_measured_by_what_their_objects_hold():
+    class Graphs:
+        def __init__(self):
+            self.store = {"x": torch.ones(5, 3), "ends": torch.tensor([2, 5])}
+
+    class Hidden:
+        __slots__ = ("x",)
+
+    assert measure_batch(Graphs(), lambda batch, n: [batch]) == 17
+    assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch]) == 0
+    with pytest.raises(mk.InputError, match="a Hidden in which memkit finds no tensor"):
+        measure_batch(Hidden(), lambda batch, n: [batch])

@@ -24,6 +24,15 @@ def accumulate(model: nn.Module, batches: list[Batch]) -> bool:
     return acc.flush()
 
 
+def packed(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return mk.split_packed(batch, 4, belongs_to={"inverse": "origin_offset"})
+
+
+def hosted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    split = mk.SplitLoss([model], num_microbatches=2, reduction="mean")
+    return split(batch, lambda model, micro: model(micro).mean(), scale=2.0)
+
+
 def scaled(model: nn.Module) -> mk.GradientAccumulator:
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
     return mk.GradientAccumulator(optimizers, scaler=torch.amp.GradScaler(), accumulate_dtype=torch.float32)

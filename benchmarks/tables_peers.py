@@ -1,0 +1,220 @@
+"""Tables over all result files: memkit beside each peer, and in words who is better, as the figures have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.markdown import table
+
+NO_DIFFERENCE_IN_BYTES, NO_DIFFERENCE_IN_TIME = 0.01, 0.1  # as shares of memkit's figure
+Results = Mapping[str, dict[str, Any]]  # every result file by its case
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The ways of one result file to do one piece of work.
+
+    Attributes:
+        case: The result file.
+        work: The piece of work, in words.
+        place: Where its ways lie: keys and list numbers, joined by "/".
+        memkit: The way of memkit's that is compared.
+        peers: Ways of others, each with the package whose version is shown, or "" for a method that is rebuilt here.
+        plain: The way without any library.
+        time: Where the ratio of a way's time to a common one lies.
+    """
+
+    case: str
+    work: str
+    place: str
+    memkit: str
+    peers: dict[str, str]
+    plain: str = "plain"
+    time: str = "{place}/{way}/time_ratio"
+
+    def rows(self, results: Results) -> Iterator[list[str]]:
+        result = results[self.case]
+        plain, ours = (self._bytes(result, way) for way in (self.plain, self.memkit))
+        shown = [self.work, megabytes(plain), megabytes(ours)]
+        for peer, package in self.peers.items():
+            name = with_version(peer, package, result)
+            if "peak_bytes" not in figure(result, f"{self.place}/{peer}"):
+                yield [*shown, name, "", "", "", "the peer fails"]
+                continue
+            more_bytes = self._bytes(result, peer) / ours
+            more_time = self._time(result, peer) / self._time(result, self.memkit)
+            yield [
+                *shown,
+                name,
+                megabytes(self._bytes(result, peer)),
+                f"{more_bytes:.2f}",
+                f"{more_time:.2f}",
+                f"{takes(more_bytes)}, {is_fast(more_time)}",
+            ]
+
+    def _bytes(self, result: dict[str, Any], way: str) -> int:
+        return figure(result, f"{self.place}/{way}/peak_bytes")
+
+    def _time(self, result: dict[str, Any], way: str) -> float:
+        return figure(result, self.time.format(place=self.place, way=way))
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.{1 if num_bytes >= 1e6 else 3}f} MB"
+
+
+def takes(ratio: float) -> str:
+    if abs(ratio - 1) < NO_DIFFERENCE_IN_BYTES:
+        return "as much memory"
+    return "memkit takes less" if ratio > 1 else "**the peer takes less**"
+
+
+def is_fast(ratio: float) -> str:
+    if abs(ratio - 1) < NO_DIFFERENCE_IN_TIME:
+        return "as fast"
+    return "memkit is faster" if ratio > 1 else "**the peer is faster**"
+
+
+@dataclass(frozen=True)
+class Count:
+    """One figure that several libraries have in common.
+
+    Attributes:
+        case: The result file.
+        what: The figure, in words.
+        place: Where it lies, with "{way}" for the library.
+        ways: memkit's way first, then the peers', each with its package.
+        best: What is right, or where it lies.
+        plain: The way without any library; "" where there is none.
+    """
+
+    case: str
+    what: str
+    place: str
+    ways: dict[str, str]
+    best: float | str = 0
+    plain: str = ""
+
+    def rows(self, results: Results) -> Iterator[list[str]]:
+        result = results[self.case]
+        (memkit, _), *peers = self.ways.items()
+        ours = self._figure(result, memkit)
+        for peer, package in peers:
+            theirs = self._figure(result, peer)
+            yield [
+                self.what,
+                short(self._figure(result, self.plain)) if self.plain else "",
+                short(ours),
+                with_version(peer, package, result),
+                short(theirs),
+                self._verdict(result, ours, theirs),
+            ]
+
+    def _figure(self, result: dict[str, Any], way: str) -> float:
+        return figure(result, self.place.format(way=way))
+
+    def _verdict(self, result: dict[str, Any], ours: float, theirs: float) -> str:
+        best = figure(result, self.best) if isinstance(self.best, str) else self.best
+        off, peer_off = abs(ours - best), abs(theirs - best)
+        if math.isclose(off, peer_off, rel_tol=1e-6, abs_tol=1e-9):
+            return "alike"
+        return "memkit is better" if off < peer_off else "**the peer is better**"
+
+
+def figure(result: dict[str, Any], place: str) -> Any:
+    found = result["figures"]
+    for key in filter(None, place.split("/")):
+        found = found[int(key) if isinstance(found, list) else key]
+    return found
+
+
+def with_version(peer: str, package: str, result: dict[str, Any]) -> str:
+    return f"{peer} ({result['environment']['versions'][package]})" if package else peer
+
+
+def short(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:.3g}"
+
+
+TORCH = "torch"
+PYG = {"PyG": "torch_geometric", "PyG, checkpoint": "torch_geometric"}
+HEAD = {
+    "torch, memkit's rows": TORCH,
+    "torch compact, memkit's rows": TORCH,
+    "Liger's method, memkit's rows": "",
+}
+TWINS = (
+    Twin("rows_in_chunks", "MLP of 10,242 rows, training", "training", "memkit",
+         {"torch.vmap": TORCH, "torch, checkpoint per chunk": TORCH}),
+    Twin("rows_in_chunks", "the same, inference", "inference", "memkit", {"torch.vmap": TORCH, "torch, loop": TORCH}),
+    Twin("edge_mlp", "edge MLP, 1,000,000 edges, sum", "cases/2/ways", "memkit, chunks of 4096",
+         {"checkpoint per chunk of 4096": TORCH}, time="{place}/{way}/ratio"),
+    Twin("graph_layers", "`EdgeConv`, sum", "EdgeConv, sum", "memkit, 16MiB", PYG),
+    Twin("graph_layers", "`EdgeConv`, max", "EdgeConv, max", "memkit, 16MiB", PYG),
+    Twin("graph_layers", "`IntegralTransform`", "IntegralTransform, mean", "memkit, 4MiB",
+         {"neuraloperator": "neuraloperator"}),
+    Twin("chunked_loss", "cross entropy, 1,024 tokens, 32,000 words", "cross_entropy/0/modes", "memkit",
+         HEAD | {"torch, its own rows": TORCH, "Liger's method, its own rows": "", "loop over chunks": ""}),
+    Twin("chunked_loss", "the same, 4,096 tokens, width 512", "cross_entropy/11/modes", "memkit", HEAD),
+    Twin("deep_stack", "12 blocks, all run again", "", "memkit, all blocks full",
+         {f"torch checkpoint_sequential, {num} segments": TORCH for num in (12, 4)}),
+    Twin("block_treatments", "U-Net, blocks run again", "cases/U-Net, 5 levels", "full",
+         {"torch checkpoint_wrapper": TORCH}, plain="keep"),
+    Twin("block_treatments", "U-Net, cheap operators run again", "cases/U-Net, 5 levels", "selective",
+         {"torch selective": TORCH}, plain="keep"),
+    Twin("tiled", "network on a brain, equal windows", "inference", "constant windows 40",
+         {"MONAI constant windows 40": "monai"}),
+    Twin("tiled", "the same, Gaussian windows", "inference", "gaussian windows 40",
+         {"MONAI gaussian windows 40": "monai"}),
+    Twin("voxel_augmentation", "augmentation of a brain", "costs/MNI152/ways", "memkit",
+         {"MONAI, no dropout": "monai"}, plain="the usual form"),
+    Twin("voxel_losses", "perceptual loss", "perceptual/4 x 64^3", "memkit", {"MONAI's forward": "monai"},
+         time="time_of_plain/{way}"),
+    Twin("evaluation", "intersection over union, 8 updates", "voxels, intersection over union", "memkit",
+         {"torchmetrics": "torchmetrics", "MONAI": "monai"}),
+    Twin("evaluation", "confusion matrix, 8 updates", "digits, confusion matrix", "memkit",
+         {"torchmetrics": "torchmetrics"}),
+)  # fmt: skip
+
+TRAINERS = {"memkit": "", "accelerate": "accelerate", "lightning": "lightning"}
+SEARCHES = {"accelerate": "accelerate", "Lightning, power": "lightning", "Lightning, binsearch": "lightning"}
+COUNTS = (
+    Count("tail_group", "gradient of the last group, 1 is right", "{way}/last_group_ratio", TRAINERS, 1, "plain"),
+    Count("loop_semantics", "schedule steps in 9 optimiser steps", "{way}/skipped_step/schedule_steps", TRAINERS, 9),
+    Count("loop_semantics", "samples lost by a resume", "{way}/resume/never_trained_on", TRAINERS),
+    Count("oom_classifier", "out-of-memory messages known", "judges/{way}/certain_recognised", TRAINERS,
+          "corpus/certain"),
+    Count("batch_size_search", "calls until a size fits, four limits", "ways/{way}/num_calls",
+          {"memkit": ""} | SEARCHES, plain="plain"),
+    Count("batch_size_search", "size found, as a share of the limit, 1 is all", "ways/{way}/share_of_limit",
+          {"memkit": ""} | SEARCHES, 1, "plain"),
+    Count("batch_size_search", "bytes of failed tries still alive", "ways/{way}/left_bytes",
+          {"memkit": ""} | SEARCHES, plain="plain"),
+    Count("kill_nine", "unreadable states after 300 kills", "{way}/unreadable",
+          {"memkit": "", "Lightning": "lightning", "accelerate": "accelerate"}, plain="torch.save"),
+    Count("dry_run", "median error of a foretold peak, 65 models", "truth/scores/{way}/median_error",
+          {"memkit": "", "MemTracker": TORCH, "accelerate": "accelerate", "torch-kitsune": "torch-kitsune"}),
+    Count("track_cost", "time of steps under `track()`, 4 blocks of 64, over bare",
+          "small: 4 blocks of 64/ways/{way}/steps_ratio",
+          {"track()": "", "torch MemTracker": TORCH, "torch.profiler, memory": TORCH}, plain="bare"),
+    Count("loop_cost", "time of a training step over one by hand", "cost/{way}, over by hand/ratio",
+          {"loop": "", "lightning": "lightning"}),
+    Count("loop_cost", "the same, memkit with `on_oom='raise'`", "cost/{way}, over by hand/ratio",
+          {"loop with on_oom='raise'": "", "lightning": "lightning"}),
+)  # fmt: skip
+
+
+def all_peers(results: Results) -> str:
+    header = ["work", "plain", "memkit", "peer", "peak", "peak over memkit's", "time over memkit's", "in words"]
+    return table(header, [row for twin in TWINS for row in twin.rows(results)])
+
+
+def all_counts(results: Results) -> str:
+    header = ["counted", "plain", "memkit", "peer", "the peer's", "in words"]
+    return table(header, [row for count in COUNTS for row in count.rows(results)])
+
+
+RENDERERS = (all_peers, all_counts)

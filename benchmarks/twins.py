@@ -1,0 +1,62 @@
+"""Ways to do the same work, the plain one first: allocator peak, FLOPs, difference of results, processor time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.allocations import trace_allocations
+
+Way = Callable[[], Sequence[Tensor]]
+
+
+def step(leaves: Sequence[Tensor], forward: Callable[[], Tensor]) -> Way:
+    """Forward and backward of the mean square; gives the output and the gradients of the leaves."""
+
+    def run() -> list[Tensor]:
+        out = forward()
+        out.square().mean().backward()
+        results = [out.detach(), *(leaf.grad for leaf in leaves)]
+        for leaf in leaves:
+            leaf.grad = None  # nothing is left for the next call, whose frees could not be told
+        return results
+
+    return run
+
+
+def measure(ways: dict[str, Way], *, rounds: int = 5) -> dict[str, dict[str, Any]]:
+    """Figures of each way; the results that it returns are compared with the first way's.
+
+    Peaks are the allocator's events above what was there before, results included. FLOPs are those that torch counts,
+    of matrix products and convolutions. Time is the processor's, the ways in turns, the median ratio to the first.
+    """
+    plain, *_ = ways
+    wanted = ways[plain]()
+    figures: dict[str, dict[str, Any]] = {}
+    for name, way in ways.items():
+        # Before the peak is taken: what a way prepares in its first call is there in all others.
+        difference = max(largest_difference(a, b) for a, b in zip(way(), wanted, strict=True))
+        with FlopCounterMode(display=False) as flops:
+            way()
+        peak_bytes = trace_allocations(way).peak
+        figures[name] = {"peak_bytes": peak_bytes, "flops": flops.get_total_flops(), "difference": difference}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.process_time()
+            way()
+            seconds[name].append(time.process_time() - start)
+    for name, taken in seconds.items():
+        figures[name]["time_ratio"] = statistics.median(map(float.__truediv__, taken, seconds[plain]))
+    return figures
+
+
+def largest_difference(found: Tensor, wanted: Tensor) -> float:
+    """As a share of the largest number wanted."""
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=torch.finfo(wanted.dtype).tiny))

@@ -1,0 +1,289 @@
+"""Hugging Face Trainer: training steps that run in parts and survive out-of-memory; memory in the trainer's log."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from memkit._errors import ConfigError, InputError
+from memkit.memory.manager import MemoryManager
+from memkit.train.gradients import graph_nodes
+from memkit.train.replay import BufferWatch
+from memkit.train.split import SplitFn, count_rows
+from memkit.train.split_loss import SplitLoss
+from memkit.train.window import Rollback
+
+_CALL = "MemoryEfficientTrainer"
+_SHARDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA}
+_CLOSE = 1e-5  # relative; two forwards of the same rows differ by less
+
+
+class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # not there for every type check
+    """Puts memory into the trainer's log, and the sizes that fit into its checkpoints.
+
+    Next to each logged ``loss`` come ``memkit/live_bytes`` and ``memkit/peak_bytes`` of the device (left out where it
+    has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
+    ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimiser step is a
+    phase ``"step"`` of the memory manager, and every survived out-of-memory a mark ``"oom"``.
+
+    A `MemoryEfficientTrainer` has one by itself. Give one of your own for a log file:
+    ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`.
+
+    Args:
+        memory: The manager; None makes one for the trainer's device.
+
+    Attributes:
+        memory: The manager; None before the training when none was given.
+        split: The `SplitLoss` of the training; None where there is none.
+        sizes: Its state, as a checkpoint brought it.
+
+    Example:
+        >>> import memkit as mk
+        >>> from memkit.integrations.transformers import MemoryCallback
+        >>> callback = MemoryCallback(mk.MemoryManager("cpu"))  # Trainer(..., callbacks=[callback])
+        >>> callback.memory.num_steps
+        0
+    """
+
+    def __init__(self, memory: MemoryManager | None = None) -> None:
+        self.memory = memory
+        self.split: SplitLoss | None = None
+        self.sizes: dict[str, Any] = {}
+        self._num_ooms = 0
+        self._step = contextlib.ExitStack()
+
+    def watch(self, split: SplitLoss) -> None:
+        """Tell from now on of this `SplitLoss`."""
+        self.split, self._num_ooms = split, split.num_ooms
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint of the trainer keeps."""
+        return {"args": {}, "attributes": {"sizes": self.split.state_dict() if self.split else self.sizes}}
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Make the manager; take the sizes from the checkpoint that the training goes on from."""
+        self.memory = self.memory or MemoryManager(args.device)
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(saved, Mapping) and saved["attributes"]["sizes"]:
+            self.sizes = saved["attributes"]["sizes"]
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Begin a step's phase."""
+        self._step.close()  # where an error left the step before
+        if self.memory is not None:
+            self._step.enter_context(self.memory.phase("step"))
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """End it, and mark what it survived."""
+        self._step.close()
+        if self.memory is None:
+            return
+        if self.split is not None and self.split.num_ooms > self._num_ooms:
+            note = {"num_ooms": self.split.num_ooms - self._num_ooms, "sizes": list(self.split.sizes)}
+            self.memory.mark("oom", note=note)
+            self._num_ooms = self.split.num_ooms
+        self.memory.step()
+
+    def on_log(self, _args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        """Add to what is logged of the training."""
+        if self.memory is None or "loss" not in logs:
+            return
+        snapshot = self.memory.snapshot()
+        figures = {
+            "memkit/live_bytes": snapshot.allocated_bytes,
+            "memkit/peak_bytes": snapshot.peak_bytes,
+            "memkit/host_bytes": snapshot.host_rss_bytes,
+        }
+        if self.split is not None:
+            figures |= {"memkit/num_ooms": self.split.num_ooms, "memkit/num_microbatches": len(self.split.sizes)}
+        known = {name: value for name, value in figures.items() if value is not None}
+        logs.update(known)
+        state.log_history[-1].update(known)  # the trainer has put a copy of the logs there
+
+
+class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for every type check
+    """A `Trainer` whose batches run in parts where memory asks for it, with the gradient of the whole batch.
+
+    Everything else is the `Trainer`'s: its loop, accumulation, mixed precision, clipping, logs and checkpoints see one
+    forward and one backward for each batch. Batch size, number of steps and schedule stay. Put it before another
+    trainer to get the same there: ``class MyTrainer(MemoryEfficientTrainer, SFTTrainer): ...``. A ``compute_loss`` or
+    ``compute_loss_func`` of your own is called for each part. Evaluation is left alone.
+
+    How parts are weighed: where the loss is a sum divided by ``num_items_in_batch``, parts add up. Whether it is one is
+    measured on the first part, since many models accept the number and ignore it. Otherwise the loss is a mean; what
+    over is read from the graph (the count of its cross-entropy), or is the rows where no label is ignored. What can be
+    neither is refused.
+
+    Memory and time cost: those of `SplitLoss`; and once, two forwards of the first part.
+
+    Args:
+        *args: For `Trainer`.
+        num_microbatches: Parts of each batch (``per_device_train_batch_size``), at least.
+        on_oom: ``"split"`` survives out-of-memory errors; ``"raise"`` lets them through.
+        split_fn: ``split_fn(inputs, n)`` returns a list of about n parts, for inputs whose rows are not samples.
+        **kwargs: For `Trainer`.
+
+    Raises:
+        ConfigError: From the first step: a model that is spread over devices (DeepSpeed, FSDP, DataParallel, ...).
+        InputError: From the first step: inputs without common rows, and no ``split_fn``. From a step that is split: a
+            loss that cannot be weighed.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from transformers import TrainingArguments
+        >>> from memkit.integrations.transformers import MemoryEfficientTrainer
+        >>> class Net(torch.nn.Linear):
+        ...     def forward(self, x, labels):
+        ...         return {"loss": (super().forward(x).squeeze(-1) - labels).pow(2).mean()}
+        >>> rows = [{"x": torch.ones(3) * i, "labels": float(i)} for i in range(8)]
+        >>> args = TrainingArguments(
+        ...     tempfile.mkdtemp(), max_steps=2, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
+        ... )
+        >>> trainer = MemoryEfficientTrainer(Net(3, 1), args, train_dataset=rows, num_microbatches=4)
+        >>> output = trainer.train()  # doctest: +ELLIPSIS
+        {'train_runtime': ...}
+        >>> trainer.split_loss.sizes
+        (2, 2, 2, 2)
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        num_microbatches: int = 1,
+        on_oom: Literal["split", "raise"] = "split",
+        split_fn: SplitFn | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._split_options: dict[str, Any] = {
+            "num_microbatches": num_microbatches,
+            "on_oom": on_oom,
+            "split_fn": split_fn,
+        }
+        self._split_model: nn.Module | None = None
+        self._is_divided: bool | None = None  # the loss by num_items_in_batch; None: not measured yet
+        self.split_loss: SplitLoss | None = None
+        callbacks = self.callback_handler.callbacks
+        if not any(isinstance(each, MemoryCallback) for each in callbacks):
+            callbacks.insert(0, MemoryCallback())  # before those that report what is logged
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do a `Trainer`'s step with a loss that is computed in parts."""
+        # Whoever defines compute_loss, a class below or above this one or the user on the trainer itself: within this
+        # step its calls are for the parts.
+        attributes = self.__dict__
+        own = attributes.get("compute_loss")
+        attributes["compute_loss"] = functools.partial(self._compute_in_parts, self.compute_loss)
+        try:
+            loss: torch.Tensor = super().training_step(model, *args, **kwargs)
+        finally:
+            attributes["compute_loss"] = own
+            if own is None:
+                del attributes["compute_loss"]
+        return loss
+
+    def _compute_in_parts(
+        self,
+        compute_loss: Callable[..., torch.Tensor],
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        def loss_of(model: nn.Module, part: Mapping[str, Any]) -> Any:
+            # A copy for each try, since compute_loss may take the labels out.
+            ask = functools.partial(compute_loss, model, num_items_in_batch=num_items_in_batch)
+            if part is inputs:
+                return ask(copy.copy(part))
+            adds_up = num_items_in_batch is not None and self._adds_up(compute_loss, model, part, num_items_in_batch)
+            loss = ask(copy.copy(part))
+            if adds_up:
+                return loss
+            count = _count_items(loss, part)
+            return loss * count, count
+
+        scaler = self.accelerator.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return self._split_of(model)(inputs, loss_of, scale=scale)
+
+    def _adds_up(
+        self,
+        compute_loss: Callable[..., torch.Tensor],
+        model: nn.Module,
+        part: Mapping[str, Any],
+        num_items: torch.Tensor | int,
+    ) -> bool:
+        """Say whether the loss is a sum divided by the number of items: measured once, does twice as many halve it?"""
+        if self._is_divided is None:
+            losses = []
+            for number in (num_items, 2 * num_items):
+                with torch.no_grad(), Rollback(BufferWatch(model)).undone():
+                    losses.append(float(compute_loss(model, copy.copy(part), num_items_in_batch=number)))
+            once, twice = losses
+            if once == 0 or not math.isfinite(once):  # says nothing: this part adds nothing, or has a count of 0
+                return once == 0
+            if not any(math.isclose(once, each, rel_tol=_CLOSE) for each in (twice, 2 * twice)):
+                raise InputError(
+                    f"{_CALL}: splitting a batch",
+                    got=f"a loss of {once:.6g} that becomes {twice:.6g} with twice the num_items_in_batch",
+                    expected="a sum divided by it, or a mean that it does not touch",
+                    fix="leave out what is not divided (a router's auxiliary loss: output_router_logits=False), or "
+                    "keep batches whole with num_microbatches=1, on_oom='raise'.",
+                )
+            self._is_divided = not math.isclose(once, twice, rel_tol=_CLOSE)
+        return self._is_divided
+
+    def _split_of(self, model: nn.Module) -> SplitLoss:
+        if self.split_loss is None or model is not self._split_model:
+            _check_spread(self)
+            memory = next(each for each in self.callback_handler.callbacks if isinstance(each, MemoryCallback))
+            split = SplitLoss(model, reduction="sum", **self._split_options)
+            split.load_state_dict(memory.sizes)
+            memory.watch(split)
+            self.split_loss, self._split_model = split, model
+        return self.split_loss
+
+
+def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
+    """Return what a part's mean loss is taken over: the count that its cross-entropy has saved, or the rows."""
+    nodes = [node for node in graph_nodes(loss) if node.name().startswith("NllLoss")]
+    counts = {float(node._saved_total_weight) if node._saved_reduction == 1 else -1.0 for node in nodes}  # noqa: SLF001 - documented: saved values are `_saved_<name>`
+    if len(counts) == 1 and min(counts) >= 0:
+        return counts.pop()
+    labels = part.get("labels")
+    has_ignored = isinstance(labels, torch.Tensor) and not labels.is_floating_point() and bool(labels.eq(-100).any())
+    if not counts and not has_ignored:
+        return count_rows(part)
+    raise InputError(
+        f"{_CALL}: splitting a batch",
+        got="a loss that does not show how many items it is a mean over"
+        + (", and labels that are ignored (-100)" if has_ignored else ""),
+        expected="one cross-entropy, or labels that all count",
+        fix="pass compute_loss_func=..., which divides a sum by num_items_in_batch; or keep batches whole with "
+        "num_microbatches=1, on_oom='raise'.",
+    )
+
+
+def _check_spread(trainer: Trainer) -> None:
+    """Refuse a model that is spread over devices: one process cannot run a part of its batch again alone."""
+    kind = trainer.accelerator.distributed_type
+    is_sharded = kind in _SHARDED or trainer.is_distributed_loading_by_transformers
+    if trainer.args.n_gpu > 1:
+        got, fix = f"DataParallel over {trainer.args.n_gpu} GPUs", "start one process for each: torchrun, accelerate."
+    elif is_sharded or trainer.get_cp_size() > 1 or trainer.get_sp_size() > 1 or trainer.get_tp_size() > 1:
+        got = f"a model or a sequence that is spread over ranks ({kind.value})"
+        fix = "use Trainer with a smaller per_device_train_batch_size and gradient_accumulation_steps; or, with "
+        fix += "fully_shard in a loop of your own, MemoryEfficientTrainingWrapper, whose ranks split in step."
+    else:
+        return
+    raise ConfigError(_CALL, got=got, expected="one process, or DistributedDataParallel", fix=fix)

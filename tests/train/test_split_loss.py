@@ -1,0 +1,396 @@
+"""SplitLoss: a batch's gradient computed in parts, handed over by one usual backward, whatever runs out of memory."""
+
+import copy
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memkit as mk
+from tests.allocations import trace_allocations
+from tests.train.faults import MODELS, FailingOperator
+
+ROWS = 13
+
+
+def rows(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(ROWS, 6, generator=generator, dtype=torch.float64).to(dtype),
+        torch.randn(ROWS, 1, generator=generator, dtype=torch.float64).to(dtype),
+    )
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def make(name="mlp", dtype=torch.float64):
+    torch.manual_seed(1)
+    return MODELS[name]().to(dtype)
+
+
+def gradients(model):
+    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+
+
+def assert_same(got, want, tolerance=0.0):
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 50])
+def test_loss_and_gradient_are_those_of_the_whole_batch(name, num_microbatches):
+    model = make(name).eval()
+    loss = loss_fn(model, rows())
+    (loss * 0.5).backward()
+    want = gradients(model)
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=num_microbatches)
+    got = split(rows(), loss_fn)
+    (got * 0.5).backward(retain_graph=True)
+    (got * 0.0).backward()
+    tolerance = 0.0 if num_microbatches == 1 else 1e-15
+    assert_same(got.detach(), loss.detach(), tolerance)
+    assert_same(gradients(model), want, tolerance)
+    assert sum(split.sizes) == ROWS
+    assert len(split.sizes) == min(num_microbatches, ROWS)
+
+
+def test_gradients_add_up_over_batches_as_in_any_loop():
+    model = make().eval()
+    for _ in range(3):
+        loss_fn(model, rows()).backward()
+    want = gradients(model)
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=3)
+    sum(split(rows(), loss_fn) for _ in range(2)).backward()
+    split(rows(), loss_fn).backward()
+    assert_same(gradients(model), want, 1e-15)
+
+
+def recovered(name, *places, start=None):
+    """Two batches, with a gradient there already or without."""
+    model, batch = make(name).train(), rows()
+    split = mk.SplitLoss(model, num_microbatches=2, probe=False)
+    fault = FailingOperator(*places)
+    sizes, states = [], []
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = None if start is None else torch.full_like(parameter, start)
+        with fault:
+            loss = split(batch, loss_fn)
+        loss.backward()
+        sizes.append(split.sizes)
+        states.append((gradients(model), copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()))
+    assert fault.num_failures == len(places)
+    return sizes, states, fault.num_operators
+
+
+@functools.cache
+def undisturbed(name, sizes, start):
+    """The same parts in a plain loop."""
+    model = make(name).train()
+    states = []
+    for parts in sizes:
+        for parameter in model.parameters():
+            parameter.grad = None if start is None else torch.full_like(parameter, start)
+        for x, y in zip(*(each.split(parts) for each in rows()), strict=True):
+            (loss_fn(model, (x, y)) * (len(x) / ROWS)).backward()
+        states.append((gradients(model), copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()))
+    return states
+
+
+def fail_in(name, start, num_places):
+    num_operators = recovered(name, start=start)[2] // 2  # those of the first batch; the second has its own
+    for place in range(1, num_operators + 1, max(1, num_operators // num_places)):
+        sizes, states, _ = recovered(name, place, start=start)
+        assert_same(states, undisturbed(name, tuple(sizes), start), 1e-14)
+
+
+@pytest.mark.parametrize("start", [None, 0.25])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fault_in_forward_or_backward_changes_nothing_but_the_sizes(name, start):
+    """Dropout, buffers that a forward changes, gradients half added."""
+    fail_in(name, start, num_places=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_faults_all_over_a_batch_change_nothing_but_the_sizes(name):
+    """At every operator of the small network, and at 40 or more of the others."""
+    fail_in(name, 0.25, num_places=40 if name != "mlp" else 1000)
+
+
+def test_without_rollback_it_ends_elsewhere(monkeypatch):
+    from memkit.train import window
+
+    monkeypatch.setattr(window.Rollback, "restore", lambda self: None)
+    sizes, states, _ = recovered("mlp", 6)
+    with pytest.raises(AssertionError):
+        assert_same(states, undisturbed("mlp", tuple(sizes), None), 1e-14)
+
+
+def test_weighting_parts_alike_is_not_the_batchs_gradient():
+    model = make().eval()
+    loss_fn(model, rows()).backward()
+    want = gradients(model)
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=5, reduction="sum", probe=False)
+    split(rows(), lambda m, b: loss_fn(m, b) / 5).backward()
+    with pytest.raises(AssertionError):
+        assert_same(gradients(model), want, 1e-6)
+
+
+def masked_loss(model, batch):
+    x, y = batch
+    valid = x[:, 0] > 0.3
+    return F.mse_loss(model(x[valid]), y[valid], reduction="sum"), valid.sum()
+
+
+def test_a_sum_with_its_count_is_weighed_by_it_and_a_count_of_zero_adds_nothing():
+    model = make().eval()
+    loss_sum, count = masked_loss(model, rows())
+    (loss_sum / count).backward()
+    want = gradients(model)
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=ROWS)  # parts of one row: most of them count nothing
+    loss = split(rows(), masked_loss)
+    loss.backward()
+    assert_same(loss.detach(), (loss_sum / count).detach(), 1e-15)
+    assert_same(gradients(model), want, 1e-15)
+    model.zero_grad()
+    loss = split(rows(), lambda m, b: (m(b[0]).sum() * math.nan, 0))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(each.abs().max() == 0 for each in gradients(model))
+    with torch.no_grad():
+        assert_same(split(rows(), masked_loss), (loss_sum / count).detach())
+        assert_same(split(rows(), loss_fn), loss_fn(model, rows()))
+
+
+def test_losses_that_were_divided_already_add_up():
+    model = make().eval()
+    loss_fn(model, rows()).backward()
+    want = gradients(model)
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=4, reduction="sum", probe=True)
+    split(rows(), lambda m, b: F.mse_loss(m(b[0]), b[1], reduction="sum") / ROWS).backward()
+    assert_same(gradients(model), want, 1e-15)
+
+
+def test_the_probe_speaks_once_where_parts_do_not_add_up():
+    norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    split = mk.SplitLoss(norm, num_microbatches=2)
+    with pytest.warns(mk.MemkitWarning, match="SplitLoss.*In training mode 1 would see"):
+        split(rows(), loss_fn)
+    split(rows(), loss_fn)  # once
+    with pytest.raises(mk.ConfigError, match="do not add up"):
+        mk.SplitLoss(make().eval(), num_microbatches=2, reduction="sum")(rows(), loss_fn)
+    with pytest.raises(mk.ConfigError, match="compares or mixes the rows"):
+        mk.SplitLoss(make().eval(), num_microbatches=2)(rows(), lambda m, b: m(b[0]).var())
+
+
+def test_packed_batches_are_cut_by_split_fn():
+    model = make().eval()
+    loss_fn(model, rows()).backward()
+    want = gradients(model)
+    model.zero_grad()
+
+    def cut(batch, n):
+        edges = [round(i * len(batch["x"]) / n) for i in range(n + 1)]
+        return [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(edges)]
+
+    packed = dict(zip("xy", rows(), strict=True))
+    split = mk.SplitLoss(model, num_microbatches=3, split_fn=cut)
+    split(packed, lambda m, b: (F.mse_loss(m(b["x"]), b["y"], reduction="sum"), len(b["x"]))).backward()
+    assert_same(gradients(model), want, 1e-15)
+    assert split.sizes == (28, 35, 28)
+    with pytest.raises(mk.InputError, match="the weight of the part"):
+        split(packed, lambda m, b: F.mse_loss(m(b["x"]), b["y"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parts_are_summed_in_float32(dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 1).to(dtype)
+    split = mk.SplitLoss(model, num_microbatches=ROWS, probe=False)
+    split(rows(dtype), loss_fn).backward()
+    parts = []
+    for x, y in zip(*(each.split(1) for each in rows(dtype)), strict=True):
+        parts.append(torch.autograd.grad(loss_fn(model, (x, y)), model.weight, torch.tensor(1 / ROWS, dtype=dtype))[0])
+    assert model.weight.grad.dtype == dtype
+    assert_same(model.weight.grad, torch.stack(parts).float().sum(0).to(dtype))
+    assert not torch.equal(model.weight.grad, sum(parts))  # what sums in half precision would be
+
+
+def test_a_scalers_scale_saves_gradients_from_vanishing_on_the_way():
+    model = nn.Linear(6, 1).double()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+
+    def tiny(model, batch):
+        return (loss_fn(model, batch).half() * 1e-8).float()  # below float16's smallest number without a scale
+
+    scaler.scale(tiny(model, rows())).backward()
+    want = model.weight.grad
+    model.zero_grad()
+    split = mk.SplitLoss(model, num_microbatches=3, probe=False)
+    scaler.scale(split(rows(), tiny, scale=scaler.get_scale())).backward()
+    torch.testing.assert_close(model.weight.grad, want, rtol=1e-2, atol=0)  # float16's own rounding
+    model.zero_grad()
+    scaler.scale(split(rows(), tiny)).backward()
+    assert model.weight.grad.abs().max() == 0
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 4, sparse=False)
+        self.head = nn.Linear(4, 20, bias=False)
+        self.head.weight = self.embed.weight
+        self.sparse = nn.Embedding(20, 4, sparse=True)
+        self.first, self.second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))  # share one gradient tensor
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) + self.sparse(tokens) + (self.first + self.second)) * self.frozen
+
+
+def test_tied_sparse_unused_and_shared_gradients():
+    torch.manual_seed(0)
+    model = Tied().double()
+    tokens = torch.arange(12)
+
+    def predict(model, tokens):
+        return F.cross_entropy(model(tokens), tokens)
+
+    predict(model, tokens).backward()
+    want = gradients(model)
+    model.zero_grad()
+    mk.SplitLoss(model, num_microbatches=5)(tokens, predict).backward()
+    for got, plain in zip(gradients(model), want, strict=True):
+        assert (got is None) == (plain is None)
+        if got is not None:
+            assert got.is_sparse == plain.is_sparse
+            assert_same(got.to_dense() if got.is_sparse else got, plain.to_dense() if plain.is_sparse else plain, 1e-15)
+
+
+def test_several_modules_and_what_they_must_hold():
+    model, criterion = nn.Linear(6, 1), nn.Linear(1, 1)
+
+    def judged(model, batch):
+        return criterion(model(batch[0])).square().mean()
+
+    with pytest.raises(mk.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
+        mk.SplitLoss(model, probe=False)(rows(torch.float32), judged)
+    split = mk.SplitLoss([model, criterion], num_microbatches=2, probe=False)
+    split(rows(torch.float32), lambda pair, batch: pair[1](pair[0](batch[0])).square().mean()).backward()
+    assert criterion.weight.grad is not None
+    assert model.weight.grad is not None
+
+
+def test_refusals_say_the_way_out():
+    model = nn.Linear(6, 1).double()
+    split = mk.SplitLoss(model)
+    for _ in range(2):  # the second call is not let through
+        with pytest.raises(mk.InputError, match="use_reentrant=False"):
+            split(rows(), lambda m, b: checkpoint(m, b[0].requires_grad_(), use_reentrant=True).sum())
+    loss = split(rows(), loss_fn)
+    with pytest.raises(mk.StateError, match="create_graph=True"):
+        torch.autograd.grad(loss, model.weight, create_graph=True)
+    with pytest.raises(mk.InputError, match=r"SplitLoss\(model\)\(batch, loss_fn\)"):
+        split(rows(), lambda m, b: loss_fn(m, b).detach())
+    with pytest.raises(mk.ConfigError, match=r"SplitLoss\(num_microbatches=0\)"):
+        mk.SplitLoss(model, num_microbatches=0)
+    batch = rows()
+    with FailingOperator(*range(3, 400)), pytest.raises(mk.MemkitOutOfMemoryError, match="SplitLoss"):
+        mk.SplitLoss(model)(batch, loss_fn)
+    with FailingOperator(3), pytest.raises(torch.OutOfMemoryError):
+        mk.SplitLoss(model, on_oom="raise")(batch, loss_fn)
+
+
+def test_hooks_see_the_batchs_gradient_once():
+    model = make().eval()
+    loss_fn(model, rows()).backward()
+    want = gradients(model)[0]
+    model.zero_grad()
+    weight, seen, stepped = model[0].weight, [], []
+
+    def halve(gradient):
+        seen.append(gradient.clone())
+        return gradient / 2
+
+    weight.register_hook(halve)
+    weight.register_post_accumulate_grad_hook(lambda each: stepped.append(each.grad.clone()))
+    mk.SplitLoss(model, num_microbatches=4)(rows(), loss_fn).backward()
+    assert_same(seen, [want], 1e-15)
+    assert_same(stepped, [want / 2], 1e-15)
+    (weight.sum() * 3).backward()  # the hooks are back in their place
+    assert len(seen) == len(stepped) == 2
+
+
+def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
+    plain, model = make().eval(), make().eval()
+    split = mk.SplitLoss(model, num_microbatches=4)
+    for each, run in ((plain, lambda: loss_fn(plain, rows())), (model, lambda: split(rows(), loss_fn))):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        with mk.step_in_backward(optimizer):
+            for _ in range(3):
+                run().backward()
+                optimizer.step()
+    assert_same(list(model.parameters()), list(plain.parameters()), 1e-12)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_it_takes_one_set_of_gradients_and_the_parameters_keep_it(num_microbatches):
+    model = nn.Sequential(*[nn.Linear(200, 200, bias=False) for _ in range(10)])
+    set_bytes, one_bytes = 10 * 160_000, 160_000
+    x = torch.ones(8, 200)
+    split = mk.SplitLoss(model, num_microbatches=num_microbatches, probe=False)
+
+    def run():
+        split(x, lambda m, x: m(x).square().mean()).backward()
+
+    run()
+    model.zero_grad()
+    trace = trace_allocations(run)
+    assert trace.live[-1] == set_bytes
+    slack = 100_000  # activations of 8 rows, and counters
+    assert trace.peak <= set_bytes + one_bytes + slack
+    trace = trace_allocations(run)  # with .grad there: the set comes and goes
+    assert trace.live[-1] == 0
+    assert trace.peak <= set_bytes + one_bytes + slack
+
+
+def test_a_gradient_penalty_inside_the_loss_function():
+    model = make().eval()
+
+    def penalised(model, batch):
+        x = batch[0].detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return loss_fn(model, batch) + slope.square().sum(1).mean()
+
+    penalised(model, rows()).backward()
+    want = gradients(model)
+    model.zero_grad()
+    mk.SplitLoss(model, num_microbatches=3)(rows(), penalised).backward()
+    assert_same(gradients(model), want, 1e-14)
+
+
+def test_sizes_that_fit_are_remembered():
+    split = mk.SplitLoss(make(), probe=False)
+    batch = rows()
+    with FailingOperator(4):
+        split(batch, loss_fn)
+    assert split.num_ooms == 1
+    again = mk.SplitLoss(make(), probe=False)
+    again.load_state_dict(split.state_dict())
+    again(rows(), loss_fn)
+    assert again.num_ooms == 0
+    assert max(again.sizes) <= max(split.sizes) < ROWS
