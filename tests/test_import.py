@@ -27,7 +27,7 @@ print(json.dumps({{"seconds": seconds, "same": state() == before, "new": sorted(
 """
 
 HEAVY = {"torch", "matplotlib", "rich", "transformers", "lightning", "accelerate", "pandas", "scipy", "sklearn", "yaml"}
-HEAVY |= {"torchmetrics", "pytest"}
+HEAVY |= {"torchmetrics", "torch_geometric", "pytest"}
 
 
 def run(second, *, first="", cwd=ROOT):

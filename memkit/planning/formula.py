@@ -1,6 +1,6 @@
 """Estimates a training step's memory by formula: the reference family written with sizes in place of tensors.
 
-The layers here mirror ``examples/reference_family.py`` one to one (a test holds them together), and `Tape` adds up
+The layers here mirror ``benchmarks/reference_family.py`` one to one (a test holds them together), and `Tape` adds up
 what they make and keep. No tensor is made and PyTorch is not imported: an estimate takes milliseconds.
 """
 

@@ -53,7 +53,7 @@ def estimate_memory_usage(
 ) -> MemoryEstimate:
     """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
 
-    **A config** describes the reference family of ``examples/reference_family.py``. Parameters and optimizer state are
+    **A config** describes the family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
     exact, the peak is within 0.5% of the family's step on a virtual card of NVIDIA's Hopper or Blackwell (others take
     48 MiB less), the allocator's reserve and the driver's context are those of the worst card of the preset's range,
     without a preset of all. It takes milliseconds and does not import PyTorch.

@@ -1,0 +1,183 @@
+"""Packed batches are cut between scenes, and each part is what its scenes alone would have been collated into."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import memkit as mk
+from memkit.points.packed import cut_evenly, split_packed
+from tests.points.patches import collate
+
+
+def rows(size, number):
+    values = torch.arange(size * 2.0).reshape(size, 2) + 100 * number
+    return {
+        "coord": values,
+        "array": values.numpy(),
+        "offset": torch.tensor([size]),
+        "origin_coord": torch.arange(size + 3.0) - number,
+        "origin_offset": torch.tensor([size + 3]),
+        "name": f"scene{number}",
+        "category": torch.tensor([number]),
+        "grid": 0.05,
+    }
+
+
+def packed(scenes):
+    batch = collate([{key: value for key, value in scene.items() if key not in ("array", "grid")} for scene in scenes])
+    return batch | {"array": np.concatenate([scene["array"] for scene in scenes]), "grid": 0.05}
+
+
+def assert_same(part, expected):
+    assert part.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(part[key], value)
+        elif isinstance(value, torch.Tensor):
+            torch.testing.assert_close(part[key], value, rtol=0, atol=0)
+        else:
+            assert part[key] == value
+
+
+LEVELS = dict.fromkeys(("coord", "array"), "points") | {"name": "scenes", "category": "scenes"}
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 10))
+def test_parts_are_what_their_scenes_alone_would_have_been_collated_into(sizes, n):
+    scenes = [rows(size, number) for number, size in enumerate(sizes)]
+    levels = LEVELS | {"origin_coord": "origin_offset"}
+    parts = split_packed(packed(scenes), n, belongs_to=levels)
+    start = 0
+    for part in parts:
+        stop = start + len(part["offset"])
+        assert_same(part, packed(scenes[start:stop]))
+        start = stop
+    assert start == len(scenes)
+    assert len(parts) <= n
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=7), st.integers(1, 8))
+def test_the_largest_part_is_as_small_as_any_cut_can_make_it(sizes, n):
+    def largest(borders):
+        return max(sum(sizes[start:stop]) for start, stop in itertools.pairwise(borders))
+
+    inner = range(1, len(sizes))
+    all_cuts = [
+        (0, *chosen, len(sizes)) for k in range(min(n, len(sizes))) for chosen in itertools.combinations(inner, k)
+    ]
+    borders = cut_evenly(sizes, n)
+    assert largest(borders) == min(map(largest, all_cuts))
+    assert len(borders) - 1 <= n
+    assert all(start < stop for start, stop in itertools.pairwise(borders))
+
+
+def test_parts_by_number_of_scenes_would_be_four_times_as_large():
+    sizes = [900, 40, 60, 50, 30, 20]
+    borders = cut_evenly(sizes, 3)
+    assert [sum(sizes[a:b]) for a, b in itertools.pairwise(borders)] == [900, 200]
+    assert [sum(sizes[a:b]) for a, b in itertools.pairwise([0, 2, 4, 6])] == [940, 110, 50]
+
+
+def test_tensors_are_views_and_the_batch_stays():
+    batch = packed([rows(size, number) for number, size in enumerate((5, 4, 7))])
+    before = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    parts = split_packed(batch, 3)
+    assert all(part["coord"].untyped_storage().data_ptr() == batch["coord"].data_ptr() for part in parts)
+    assert parts[2]["coord"].data_ptr() == batch["coord"][9:].data_ptr()
+    assert_same(batch, before)
+    assert split_packed(batch, 1)[0] is batch
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_scene_numbers_do_for_offsets_also_with_scenes_that_are_empty(dtype):
+    numbers = torch.tensor([0, 0, 2, 2, 2, 3], dtype=dtype)  # scene 1 has no point
+    parts = split_packed({"pos": torch.arange(6.0)[:, None], "batch": numbers, "y": torch.arange(4)}, 2)
+    assert [part["batch"].tolist() for part in parts] == [[0, 0], [0, 0, 0, 1]] or [
+        part["batch"].tolist() for part in parts
+    ] == [[0, 0, 2, 2, 2], [0]]
+    assert parts[0]["batch"].dtype == dtype
+    assert torch.cat([part["y"] for part in parts]).tolist() == [0, 1, 2, 3]
+    assert torch.cat([part["pos"] for part in parts]).flatten().tolist() == list(range(6))
+
+
+def test_an_own_kind_of_mapping_stays_one():
+    class Point(dict):
+        pass
+
+    parts = split_packed(Point(packed([rows(3, 0), rows(4, 1)])), 2)
+    assert [type(part) for part in parts] == [Point, Point]
+
+
+def test_every_scene_of_one_point_is_not_unclear():
+    batch = {"coord": torch.rand(3, 2), "category": torch.arange(3), "offset": torch.tensor([1, 2, 3])}
+    assert [part["category"].tolist() for part in split_packed(batch, 3)] == [[0], [1], [2]]
+
+
+def base():
+    return {"coord": torch.rand(6, 3), "offset": torch.tensor([4, 6])}
+
+
+class TestRefusals:
+    def refused(self, batch, match, error=mk.InputError, **options):
+        with pytest.raises(error, match=match) as caught:
+            split_packed(batch, 2, **options)
+        assert caught.value.call == "split_packed(batch, 2)"
+
+    def test_rows_that_fit_points_and_scenes(self):
+        batch = {"coord": torch.rand(2, 3), "category": torch.arange(2), "offset": torch.tensor([2, 2])}
+        self.refused(batch, r"'coord': 2 rows; expected rows of either: 2 of 'offset', 2 of 'scenes'")
+        levels = {"coord": "points", "category": "scenes"}
+        parts = split_packed(batch | {"offset": torch.tensor([0, 2])}, 2, belongs_to=levels)
+        assert [len(part["category"]) for part in parts] == [2]  # the empty scene stays with the other: nothing to gain
+
+    def test_rows_that_fit_nothing_as_pointcepts_inverse_and_what_mix3d_leaves(self):
+        batch = base() | {"inverse": torch.arange(11), "name": ["a", "b", "c", "d"]}
+        self.refused(batch, r"'inverse': 11 rows; .*6 of 'offset', 2 of 'scenes'.*belongs_to=\{'inverse'")
+        batch["origin_offset"] = torch.tensor([5, 11])
+        self.refused(batch, "'inverse': 11 rows")
+        levels = {"inverse": "origin_offset", "name": "all"}
+        parts = split_packed(batch, 2, belongs_to=levels)
+        assert [part["inverse"].tolist() for part in parts] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10]]
+        assert [part["name"] for part in parts] == [["a", "b", "c", "d"]] * 2
+
+    def test_a_wrong_word_and_rows_that_are_not_those(self):
+        self.refused(base(), "'coord': 6 rows for 'scene'", belongs_to={"coord": "scene"})
+        self.refused(base(), "'coord': 6 rows for 'scenes'", belongs_to={"coord": "scenes"})
+        self.refused(base() | {"n": 3}, "'n': a int for 'points'", belongs_to={"n": "points"})
+
+    def test_what_cannot_be_looked_into(self):
+        self.refused(base() | {"sparse": object()}, "'sparse': a object")
+        assert split_packed(base() | {"extra": {"a": 1}}, 2, belongs_to={"extra": "all"})[0]["extra"] == {"a": 1}
+
+    @pytest.mark.parametrize(
+        "offset",
+        [
+            torch.tensor([4, 3]),
+            torch.tensor([-1, 6]),
+            torch.tensor([4.0, 6.0]),
+            torch.tensor([[4, 6]]),
+            torch.tensor([4, 2], dtype=torch.uint8),
+            [4, 6],
+        ],
+    )
+    def test_offsets_that_are_none(self, offset):
+        self.refused(base() | {"offset": offset}, "offset, a .* do not fall")
+
+    def test_offsets_that_do_not_reach_all_points(self):
+        self.refused(base() | {"offset": torch.tensor([4, 5])}, "'coord': 6 rows; .* 5 of 'offset'")
+
+    def test_offsets_of_several_views(self):
+        self.refused(base() | {"view_offset": torch.tensor([2, 4, 5, 6])}, "'offset': 2, 'view_offset': 4")
+
+    def test_scene_numbers_that_fall(self):
+        self.refused({"pos": torch.rand(3, 1), "batch": torch.tensor([0, 1, 0])}, "batch, a Tensor .* do not fall")
+
+    def test_nothing_that_says_where_scenes_end(self):
+        self.refused({"coord": torch.rand(3, 3)}, r"entries \['coord'\]; expected \"offset\"")
+        self.refused([torch.rand(3, 3)], "a list; expected a mapping", error=mk.InputTypeError)
