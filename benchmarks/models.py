@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.reference_family import sample_batch
+from benchmarks.reference_family import sample_batch
 from memkit import TrainingConfig
 
 Loss = Callable[[nn.Module, Any], Tensor]

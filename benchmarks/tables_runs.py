@@ -66,4 +66,21 @@ def loop_cost(result: dict[str, Any]) -> str:
     return table(["", "ratio"], [[text, f"{cost[name]['ratio']:.3f}"] for name, text in names.items()])
 
 
-RENDERERS = (dryrun_scripts, kill_nine, loop_cost, loop_semantics)
+def trainer_parts(result: dict[str, Any]) -> str:
+    figures = dict(result["figures"])
+    figures.pop("parameters_bytes")
+    plain = figures["plain"]["peak_bytes"]
+    rows = [
+        [
+            "`Trainer`" if name == "plain" else name,
+            f"{row['peak_bytes'] / 1e6:.1f} MB"
+            + ("" if name == "plain" else f" ({row['peak_bytes'] / plain - 1:+.0%})"),
+            f"{row['gradient_error']:.1g}",
+            f"{row['time_ratio']:.2f}",
+        ]
+        for name, row in figures.items()
+    ]
+    return table(["step", "peak", "gradient's error", "time"], rows)
+
+
+RENDERERS = (trainer_parts, dryrun_scripts, kill_nine, loop_cost, loop_semantics)

@@ -1,0 +1,1 @@
+"""One file for each public project, with a `PROJECT` of benchmarks.acceptance.project.Project in it."""
