@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 import time
 
-import numpy as np
+import _hemisphere
 import torch
 import torch.nn.functional as F
-from nilearn import datasets, surface
 from torch import Tensor, nn
 
 import memkit as mk
@@ -25,17 +24,11 @@ SIZE, VOXEL_MM = 128, 2.0
 
 def load(side: str) -> tuple[mk.SparseVoxels, Tensor]:
     """Voxels with a one and the mean normal (N, 4), and the mean curvature (N, 1) in each, standardised."""
-    fsaverage = datasets.fetch_surf_fsaverage("fsaverage5")
-    mesh = surface.load_surf_mesh(fsaverage[f"white_{side}"])
-    points = torch.from_numpy(np.asarray(mesh.coordinates)).float()
-    faces = torch.from_numpy(np.asarray(mesh.faces)).long()
-    corners = points[faces]
-    across = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
-    normals = F.normalize(torch.zeros_like(points).index_add(0, faces.flatten(), across.repeat_interleave(3, 0)))
-    curvature = torch.from_numpy(np.array(surface.load_surf_data(fsaverage[f"curv_{side}"]), dtype=np.float32))
-    values = torch.cat([normals, ((curvature - curvature.mean()) / curvature.std())[:, None]], 1)
+    brain = _hemisphere.load(side)
+    curvature = (brain.curvature - brain.curvature.mean()) / brain.curvature.std()
+    values = torch.cat([brain.normals, curvature[:, None]], 1)
 
-    coords, voxel = (points / VOXEL_MM + SIZE / 2).floor().long().unique(dim=0, return_inverse=True)
+    coords, voxel = (brain.points / VOXEL_MM + SIZE / 2).floor().long().unique(dim=0, return_inverse=True)
     means = torch.zeros(len(coords), 4).index_add(0, voxel, values) / voxel.bincount()[:, None]
     features = torch.cat([torch.ones(len(coords), 1), means[:, :3]], 1)
     return mk.SparseVoxels.from_coords(coords, features, shape=(SIZE,) * 3), means[:, 3:]

@@ -14,10 +14,9 @@ import copy
 import time
 from typing import NamedTuple
 
-import numpy as np
+import _hemisphere
 import torch
 import torch.nn.functional as F
-from nilearn import datasets, surface
 from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ RADIUS_MM = 6.0
 BUDGET = "16MiB"
 
 
-class Hemisphere(NamedTuple):
+class Edges(NamedTuple):
     """Edges within a radius, as seen from their target: offsets (e, 5), dst (e,); curvature (n,), standardised."""
 
     offsets: Tensor
@@ -35,23 +34,16 @@ class Hemisphere(NamedTuple):
     curvature: Tensor
 
 
-def load(side: str) -> Hemisphere:
-    fsaverage = datasets.fetch_surf_fsaverage("fsaverage5")
-    mesh = surface.load_surf_mesh(fsaverage[f"white_{side}"])
-    points = torch.from_numpy(np.asarray(mesh.coordinates)).float()
-    faces = torch.from_numpy(np.asarray(mesh.faces)).long()
-    corners = points[faces]
-    across = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
-    normals = F.normalize(torch.zeros_like(points).index_add(0, faces.flatten(), across.repeat_interleave(3, 0)))
-
+def load(side: str) -> Edges:
+    brain = _hemisphere.load(side)
+    points, normals, curvature = brain.points, brain.normals, brain.curvature
     near = NearestNeighbors(radius=RADIUS_MM).fit(points).radius_neighbors_graph(points, mode="connectivity").tocoo()
     dst, src = (torch.from_numpy(each).long() for each in (near.row, near.col))
     offset = (points[src] - points[dst]) / RADIUS_MM
     height = (offset * normals[dst]).sum(1, keepdim=True)  # above the tangent plane
     facing = (normals[src] * normals[dst]).sum(1, keepdim=True)
     offsets = torch.cat([offset, height, facing], 1)
-    curvature = torch.from_numpy(np.array(surface.load_surf_data(fsaverage[f"curv_{side}"]), dtype=np.float32))
-    return Hemisphere(offsets, dst, (curvature - curvature.mean()) / curvature.std())
+    return Edges(offsets, dst, (curvature - curvature.mean()) / curvature.std())
 
 
 class Operator(nn.Module):
@@ -63,20 +55,18 @@ class Operator(nn.Module):
         self.head = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1))
         self.pieces = mk.ChunkedProcessor(self.kernel, memory_budget=BUDGET)
 
-    def forward(self, hemisphere: Hemisphere, *, in_pieces: bool = True) -> Tensor:
-        num_nodes = len(hemisphere.curvature)
+    def forward(self, edges: Edges, *, in_pieces: bool = True) -> Tensor:
+        num_nodes = len(edges.curvature)
         if in_pieces:
-            mean = self.pieces.segment_reduce(
-                hemisphere.offsets, index=hemisphere.dst, num_segments=num_nodes, reduce="mean"
-            )
+            mean = self.pieces.segment_reduce(edges.offsets, index=edges.dst, num_segments=num_nodes, reduce="mean")
         else:
-            messages = self.kernel(hemisphere.offsets)
-            mean = messages.new_zeros(num_nodes, messages.shape[1]).index_add(0, hemisphere.dst, messages)
-            mean = mean / hemisphere.dst.bincount(minlength=num_nodes)[:, None]
+            messages = self.kernel(edges.offsets)
+            mean = messages.new_zeros(num_nodes, messages.shape[1]).index_add(0, edges.dst, messages)
+            mean = mean / edges.dst.bincount(minlength=num_nodes)[:, None]
         return self.head(mean).squeeze(1)
 
 
-def gradients_and_peak(model: Operator, data: Hemisphere, *, in_pieces: bool) -> tuple[list[Tensor], int]:
+def gradients_and_peak(model: Operator, data: Edges, *, in_pieces: bool) -> tuple[list[Tensor], int]:
     memory = mk.MemoryManager("cpu")
     with memory.track() as tracker:
         loss = F.mse_loss(model(data, in_pieces=in_pieces), data.curvature)
@@ -96,7 +86,7 @@ def main() -> None:
 
     # The same step in float64, plainly and in pieces.
     double = copy.deepcopy(model).double()
-    exact = Hemisphere(left.offsets.double(), left.dst, left.curvature.double())
+    exact = Edges(left.offsets.double(), left.dst, left.curvature.double())
     double(exact)  # measures chunk sizes
     (plain, plain_peak), (ours, our_peak) = (
         gradients_and_peak(double, exact, in_pieces=in_pieces) for in_pieces in (False, True)

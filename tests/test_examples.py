@@ -1,35 +1,103 @@
-"""Every example runs as a newcomer would run it, in its short form."""
+"""Every example runs in its short form; the ladder's files are small steps, and its trainings are one and the same."""
 
+import difflib
+import json
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("[!_]*.py"))  # the others hold data of several
+LADDER = [path for path in EXAMPLES if path.name[0].isdigit()]
+MOST_LINES, MOST_CHANGED_LINES = 120, 25
+# All in one process, which imports torch once; a process of its own for each one takes a minute more.
+RUN_ALL = """
+import contextlib, gc, io, json, logging, os, runpy, sys, traceback
+print_found, sys.argv[1:], paths = sys.stdout, ["--smoke"], sys.argv[1:]
+sys.path.insert(0, os.path.dirname(paths[0]))  # as Python does for a script
+for path in paths:
+    logging.root.handlers.clear()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(path, run_name="__main__")
+            error = None
+        except BaseException:
+            error = traceback.format_exc()
+    print(json.dumps([path, printed.getvalue(), error]), file=print_found, flush=True)
+    gc.collect()
+"""
+OWN_PROCESS = {"resume.py"}  # it starts processes that import it as the main module
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What each example prints with --smoke, by its path; an error's text comes second."""
+    paths = [str(path) for path in EXAMPLES if path.name not in OWN_PROCESS]
+    done = subprocess.run([sys.executable, "-c", RUN_ALL, *paths], cwd=ROOT, capture_output=True, text=True)
+    found = {Path(path): (text, error) for path, text, error in map(json.loads, done.stdout.splitlines())}
+    return found, done.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
-def test_smoke(path):
-    script = f"import runpy, sys; sys.argv[1:] = ['--smoke']; runpy.run_path({str(path)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", script], cwd=path.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_smoke(path, printed):
+    if path.name in OWN_PROCESS:
+        script = f"import runpy, sys; sys.argv[1:] = ['--smoke']; runpy.run_path({str(path)!r}, run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+        text, error = done.stdout, done.stderr if done.returncode else None
+    else:
+        found, stderr = printed
+        assert path in found, stderr
+        text, error = found[path]
+    assert error is None, error
+    assert text.strip()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])
+def test_is_short(path):
+    assert len(path.read_text("utf-8").splitlines()) <= MOST_LINES
+
+
+def test_each_step_of_the_ladder_is_small():
+    assert [int(path.name[:2]) for path in LADDER] == list(range(len(LADDER)))
+    for below, above in pairwise(LADDER):
+        lines = difflib.ndiff(below.read_text("utf-8").splitlines(), above.read_text("utf-8").splitlines())
+        assert sum(line[0] in "+-" for line in lines) <= MOST_CHANGED_LINES, above.name
+
+
+def test_the_ladder_trains_as_plain_pytorch_does(printed):
+    """The loss after each epoch; mixed precision, the last step, is near it and says that it is another."""
+    losses = {}
+    for path in LADDER:
+        text, error = printed[0][path]
+        assert error is None, error
+        losses[path.name] = [
+            float(loss) for loss in re.findall(r"^epoch \d+: validation loss (\S+),", text, re.MULTILINE)
+        ]
+    *exact, mixed = losses.values()
+    plain = exact[0]
+    assert len(plain) == 2
+    for name, found in zip(losses, exact, strict=False):
+        assert found == pytest.approx(plain, rel=1e-5), name
+    assert mixed == pytest.approx(plain, rel=1e-2)
+    assert mixed != pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_exact_accumulation_shows_what_the_readme_says():
     """The README's table: an error near 1e-16 for memkit, large for the usual loop, 0.75 in the last group."""
-    path = next(path for path in EXAMPLES if path.name == "exact_accumulation.py")
     done = subprocess.run(
-        [sys.executable, "-m", f"examples.{path.stem}"], cwd=path.parents[1], capture_output=True, text=True
+        [sys.executable, "-m", "examples.exact_accumulation"], cwd=ROOT, capture_output=True, text=True
     )
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
-    readme = (path.parents[1] / "README.md").read_text()
     usual, exact = rows["usual: loss / steps"], rows["memkit"]
     # The text is a source file of this Python: another patch release has another argparse.py.
-    (said,) = re.findall(r"usual: `\(loss / steps\).backward\(\)` \| (\S+) \| (\S+) \| (\S+) \|", readme)
+    (said,) = re.findall(
+        r"usual: `\(loss / steps\).backward\(\)` \| (\S+) \| (\S+) \| (\S+) \|", (ROOT / "README.md").read_text()
+    )
     assert list(map(float, usual[:3])) == pytest.approx(list(map(float, said)), rel=0.5)
     assert float(usual[2]) == pytest.approx(0.75, abs=0.01)
     assert max(map(float, exact[:3])) <= 1e-14

@@ -63,7 +63,7 @@ small_configs = st.builds(
 
 @pytest.fixture(scope="module")
 def family():
-    path = Path(__file__).parents[2] / "examples" / "reference_family.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "reference_family.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

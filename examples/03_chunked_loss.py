@@ -1,0 +1,89 @@
+"""The ladder, step 3: the scores of all words, the largest tensor, exist for some words at a time.
+
+Run: python examples/03_chunked_loss.py [--smoke]
+"""
+
+import argparse
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import memkit as mk
+
+LENGTH, NUM_WORDS, WIDTH = 128, 4000, 128
+
+
+def read_rows(first: int, num_rows: int) -> TensorDataset:
+    """Rows of words, (num_rows, LENGTH), and the word after each; the commonest words have numbers of their own."""
+    sources = sorted(Path(argparse.__file__).parent.glob("*.py"))[:40]
+    words = re.findall(r"\w+|[^\w ]| +", "".join(path.read_text("utf-8") for path in sources))
+    number_of = {word: number for number, (word, _) in enumerate(Counter(words).most_common(NUM_WORDS - 1))}
+    start, count = first * LENGTH, num_rows * LENGTH
+    numbers = torch.tensor([number_of.get(word, NUM_WORDS - 1) for word in words[start : start + count + 1]])
+    return TensorDataset(numbers[:-1].view(num_rows, LENGTH), numbers[1:].view(num_rows, LENGTH))
+
+
+class LanguageModel(nn.Module):
+    """Words (b, LENGTH) to features (b, LENGTH, WIDTH); `head` makes scores of all words from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(NUM_WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(block, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
+
+    def forward(self, words: Tensor) -> Tensor:
+        past = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        return self.blocks(self.words(words) + self.places.weight, mask=past, is_causal=True)
+
+
+def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    words, targets = batch
+    return mk.chunked_linear_cross_entropy(model(words), model.head.weight, targets)
+
+
+def validate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
+    model.eval()
+    with torch.no_grad():
+        losses = torch.stack([loss_fn(model, batch) for batch in batches])
+    model.train()
+    return losses.mean().item()
+
+
+def train(num_epochs: int, num_rows: int, tracker: mk.Tracker) -> None:
+    torch.manual_seed(0)
+    batch_size = num_rows // 4
+    loader = DataLoader(read_rows(0, num_rows), batch_size, shuffle=True)
+    val_batches = [read_rows(num_rows, batch_size // 4).tensors]
+    model = LanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * len(loader))
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, optimizer, accumulation_steps=4, checkpoint="auto", max_grad_norm=1.0, scheduler=schedule
+    )
+    for epoch in range(num_epochs):
+        start, mark = time.process_time(), tracker.mark()
+        for batch in loader:
+            trainer.train_step(batch, loss_fn)
+        loss = validate(model, val_batches)
+        peak, seconds = mk.format_bytes(tracker.peak_since(mark)), time.process_time() - start
+        print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="two epochs of small batches")
+    num_epochs, num_rows = (2, 16) if parser.parse_args().smoke else (3, 128)
+    memory = mk.MemoryManager("cpu")
+    with memory.track() as tracker:
+        train(num_epochs, num_rows, tracker)
+
+
+if __name__ == "__main__":
+    main()
