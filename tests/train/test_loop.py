@@ -308,5 +308,5 @@ def test_settings_are_checked():
     loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou"))
     with pytest.raises(ValueError, match=r"a validation of loss; expected one with 'iou'"):
         loop.run()
-    with pytest.raises(mk.FileFormatError, match=r"version 9; expected version 1"):
+    with pytest.raises(mk.FileFormatError, match=r"version 9; expected version 2"):
         loop.load_state_dict(loop.state_dict() | {"position": {"version": 9}})
