@@ -19,14 +19,15 @@ import memkit
 import memkit.cli
 
 _TOOLS = "tools"
+_INTEGRATIONS = ("transformers", "lightning", "fabric", "torch_geometric", "torchmetrics")
 
 
 def pages() -> dict[str, str]:
     """Write the pages.
 
     Returns:
-        The Markdown of each page by its name: one for each room, "tools" for names that live in no room, "shell" for
-        the commands, and "index".
+        The Markdown of each page by its name: one for each room, "tools" for names that live in no room,
+        "integrations" for what is imported from `memkit.integrations`, "shell" for the commands, and "index".
     """
     rooms: dict[str, list[str]] = {}
     for name, home in memkit._HOMES.items():  # noqa: SLF001 - where each name lives is what the pages are made from
@@ -38,7 +39,14 @@ def pages() -> dict[str, str]:
         written[room] = "\n\n".join([f"# {title}", *(f"::: memkit.{name}" for name in names)]) + "\n"
         links = ", ".join(f"[`{name}`]({room}.md#memkit.{name})" for name in names)
         index.append(f"## {title}\n\n{links}\n")
-    return written | {"shell": _shell(), "index": "\n".join(index)}
+    index.append("What other frameworks need is imported by its module: [memkit.integrations](integrations.md).\n")
+    return written | {"integrations": _integrations(), "shell": _shell(), "index": "\n".join(index)}
+
+
+def _integrations() -> str:
+    """Name each module that a user imports for a framework; griffe reads them without importing the framework."""
+    modules = "\n\n".join(f"::: memkit.integrations.{name}" for name in _INTEGRATIONS)
+    return f"# memkit.integrations\n\n{modules}\n"
 
 
 def _shell() -> str:

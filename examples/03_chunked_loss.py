@@ -5,6 +5,7 @@ Run: python examples/03_chunked_loss.py [--smoke]
 
 import argparse
 import re
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memkit as mk
 
-LENGTH, NUM_WORDS, WIDTH = 128, 4000, 128
+LENGTH, NUM_WORDS, WIDTH, NUM_BLOCKS, BATCH = (16, 400, 16, 2, 4) if "--smoke" in sys.argv else (128, 4000, 128, 4, 32)
 
 
 def read_rows(first: int, num_rows: int) -> TensorDataset:
@@ -35,7 +36,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(NUM_WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, 4, enable_nested_tensor=False)
+        self.blocks = nn.TransformerEncoder(block, NUM_BLOCKS, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, NUM_WORDS, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -58,9 +59,8 @@ def validate(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
 
 def train(num_epochs: int, num_rows: int, tracker: mk.Tracker) -> None:
     torch.manual_seed(0)
-    batch_size = num_rows // 4
-    loader = DataLoader(read_rows(0, num_rows), batch_size, shuffle=True)
-    val_batches = [read_rows(num_rows, batch_size // 4).tensors]
+    loader = DataLoader(read_rows(0, num_rows), BATCH, shuffle=True)
+    val_batches = [read_rows(num_rows, BATCH // 4).tensors]
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_epochs * len(loader))
@@ -78,8 +78,8 @@ def train(num_epochs: int, num_rows: int, tracker: mk.Tracker) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="two epochs of small batches")
-    num_epochs, num_rows = (2, 16) if parser.parse_args().smoke else (3, 128)
+    parser.add_argument("--smoke", action="store_true", help="two epochs of small batches, a narrow model")
+    num_epochs, num_rows = (2, 8) if parser.parse_args().smoke else (3, 128)
     memory = mk.MemoryManager("cpu")
     with memory.track() as tracker:
         train(num_epochs, num_rows, tracker)

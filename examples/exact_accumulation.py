@@ -98,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     start = CharModel().double()
-    data = read_lines(200 if arguments.smoke else 1000)
+    data = read_lines(70 if arguments.smoke else 1000)
     print(f"{len(data[0])} lines of argparse.py, micro-batches of {MICRO_BATCH}, {STEPS} per optimiser step\n")
     print(f"{'':22}{'gradient error, median':>24}{'largest':>10}{'last group':>12}{'loss after':>12}")
     for name, exact in (("usual: loss / steps", False), ("memkit", True)):

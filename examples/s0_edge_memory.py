@@ -91,7 +91,7 @@ def main() -> None:
     )
     for card in CARDS:
         print(f"  {card}: up to {law.max_n(card):,} edges in a training step")
-    num_edges = 20_000 if arguments.smoke else 200_000
+    num_edges = 5_000 if arguments.smoke else 200_000
     predicted, measured = law.predict(num_edges), measured_peak(num_edges)
     print(f"{num_edges:,} edges: predicted {predicted:,} bytes, measured {measured:,}")
 

@@ -109,7 +109,7 @@ def main() -> None:
             g = g_trainer.train_step(torch.rand(BATCH, LATENT + 1), g_loss)
             if g_trainer.num_steps % every == 0:  # nothing is read from the device in other steps
                 with g_trainer.evaluation() as evaluate:  # results go to the host at once, part by part
-                    fakes = evaluate(torch.rand(256, LATENT + 1), lambda model, noise: enlarge(model(noise)).cpu())
+                    fakes = evaluate(torch.rand(len(data) // 2, LATENT + 1), lambda model, z: enlarge(model(z)).cpu())
                 distance = kernel_distance(fakes.float(), data.tensors[0])
                 given_back = mk.format_bytes(memory.release())  # the cache is cleared here, and never in a step
                 print(f"step {g_trainer.num_steps}: D {d.loss:.3f}, G {g.loss:.3f}, distance {distance:.4f}")

@@ -26,10 +26,10 @@ SURFACE = mk.VoxelLayout(("occupancy",), value_range=[(0, 1)])
 class Scans:
     """A hemisphere, scanned again for each sample, on a grid that its points pay for: a source for `VoxelDataset`."""
 
-    def __init__(self, side: str, num_scans: int) -> None:
+    def __init__(self, side: str, num_scans: int, most_voxels: int) -> None:
         brain = _hemisphere.load(side, "pial")
         self.points, self.depth = brain.points - brain.points.mean(0), brain.depth / brain.depth.std()
-        resolution = mk.DynamicResolutionProcessor(max_active_voxels=3000)
+        resolution = mk.DynamicResolutionProcessor(max_active_voxels=most_voxels)
         self.size = FINEST >> resolution.choose((self.points / SIDE_MM * FINEST).floor().long()).level
         self.num_scans = num_scans
 
@@ -79,7 +79,7 @@ def validate(trainer: mk.MemoryEfficientTrainingWrapper, scans: Scans) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="seconds, not minutes")
-    num_scans, every = (8, 1) if parser.parse_args().smoke else (192, 6)
+    num_scans, every, most_voxels = (8, 1, 600) if parser.parse_args().smoke else (192, 6, 3000)
     torch.manual_seed(0)
     folder, model = Path(tempfile.mkdtemp()), UNet()
     preset = mk.get_preset_config("medium", 24)  # the source's: two scans at a time, four times for a step
@@ -92,7 +92,7 @@ def main() -> None:
     losses = {"voxels": (mk.OccupancyAwareLoss(4.0), 1.0), "edges": (mk.StructurePreservingLoss(), 0.5)}
     criterion = mk.CompositeLoss3D(losses | {"features": features})  # a loss, and its weight: a number or of the step
     config = {"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02, "intensity_jitter": 0.1, "layout": SCAN}
-    left, right = Scans("left", num_scans), Scans("right", max(2, every))
+    left, right = Scans("left", num_scans, most_voxels), Scans("right", max(2, every), most_voxels)
     dataset = mk.VoxelDataset(left, augmentation_config=config, layouts={"surface": SURFACE}, photometric=["scan"])
     state, monitor = mk.TrainingStateManager(folder / "states", keep=1), mk.ValidationMonitor(mode="max", metric="iou")
     parts = {"model": model, "optimizer": optimizer, "monitor": monitor}

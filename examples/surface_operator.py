@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 import memkit as mk
 
-RADIUS_MM = 6.0
+RADIUS_MM = 3.0 if "--smoke" in sys.argv else 6.0
 BUDGET = "16MiB"
 
 
@@ -77,7 +78,7 @@ def gradients_and_peak(model: Operator, data: Edges, *, in_pieces: bool) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An integral operator on a real surface, in pieces.")
-    parser.add_argument("--smoke", action="store_true", help="a few steps only")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, neighbours within 3 mm")
     num_steps = 2 if parser.parse_args().smoke else 60
     torch.manual_seed(0)
     left, right = load("left"), load("right")

@@ -98,7 +98,8 @@ def test_ten_projects_are_on_file_with_equal_curves_and_a_smaller_peak():
         assert max(entry["exactness"]["loss_difference"], entry["exactness"]["state_difference"]) <= project.exactness
         assert ("control" in entry) == bool(project.control) == project.control_patch.exists(), name
         if project.control:
-            assert entry["control"]["state_difference"] > 1000 * project.exactness, name
+            difference = entry["control"]["state_difference"]  # None: not even alike
+            assert difference is None or difference > 1000 * project.exactness, name
         assert entry["peak_bytes"]["memkit"] < entry["peak_bytes"]["plain"], name
         assert entry["time_ratio"] > 0
 

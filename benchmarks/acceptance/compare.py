@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import statistics
@@ -106,7 +107,8 @@ def measure(repository: Path, project: Project) -> dict[str, Any]:
             control = Path(folder) / "control"
             make_copy(repository, project, control, project.control_patch)
             wrong = run(project, control, "state", project.dtype)
-            result["control"] = differences(exact["plain"], wrong)
+            found = differences(exact["plain"], wrong)
+            result["control"] = {name: value if math.isfinite(value) else None for name, value in found.items()}
     seconds = {name: [round_[name].figures["cpu_seconds"] for round_ in timed] for name in roots}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return result | {

@@ -127,8 +127,10 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         except _SkippedError:
             loss = None
         parts.flush(super().log)
+        if loss is None:
+            return None
         outputs = parts.outputs()
-        return {"loss": loss, **outputs} if loss is not None and outputs else loss
+        return {"loss": loss, **outputs} if outputs else loss
 
     def _run_part(self, part: Part, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step; return the loss, and leave the rest of its output with the part."""

@@ -40,6 +40,7 @@ class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
 
     Raises:
         ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
+        StateError: From the model's forward: a block that would run again in backward has changed its input in place.
     """
 
     def __init__(self, model: nn.Module, choice: Choice) -> None:
@@ -59,7 +60,7 @@ class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
         self._installed: dict[str, TreatedForward] = {}
         for name, block in self.blocks.items():
             if not isinstance(self._before[name], TreatedForward):  # another wrapper's: it is treated already
-                self._installed[name] = TreatedForward(block, self.treatments[name], elsewhere)
+                self._installed[name] = TreatedForward(name, block, self.treatments[name], elsewhere)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     @property

@@ -7,7 +7,7 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,20 +16,26 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import _rng
 from memkit._device import host_memory
 from memkit._errors import ConfigError, MemkitWarning
-from memkit._oom import recover_from_oom
+from memkit._oom import is_out_of_memory
 from memkit._units import GIB, MIB, format_bytes
+from memkit.train.models import device_of
 from memkit.train.replay import BufferWatch
 from memkit.train.split import count_rows, take_rows
 
 _logger = logging.getLogger(__name__)
-_NUM_ROWS = (8, 3)  # the second where the first saves more for backward than the limit
+_NUM_ROWS = (
+    8,
+    4,
+)  # the second where the first saves more for backward than the limit; a part needs two for a BatchNorm
 # Between what models that cast to float32 inside leave (1e-7) and the smallest coupling worth a word (1e-3).
 _TOLERANCE = 1e-5
 _MAX_ACTIVATION_BYTES = GIB
+_SMALL_ACTIVATION_BYTES = 16 * MIB  # beside a model on the CPU, where the rows are not few of the batch's
 _NUM_COPIES = 6  # of the parameters in float64 at once: the twin, and gradients with their temporaries
 
 LossFn = Callable[[nn.Module, Any], Any]
@@ -41,7 +47,7 @@ class SplitVerdict:
 
     Attributes:
         exact: None where it was not probed; `reason` says why.
-        error: Relative error of the gradient, when 8 rows are split unevenly.
+        error: Relative error of the gradient, when 8 rows are split into 5 and 3, or 4 into halves.
         modules: Modules in training mode that mix the rows: found at fault, or suspected where ``exact`` is None.
         loss: What is wrong besides the modules. ``"rows"``: the loss, or the model in evaluation mode too, mixes the
             rows. ``"weights"``: the loss is a mean over something else than rows, or a sum.
@@ -96,7 +102,8 @@ def probe_split(model: nn.Module, batch: Any, loss_fn: LossFn, *, max_parameter_
         The verdict; ``exact`` is None where something stood in the way, which is never an error.
 
     Memory cost: on the host, six times the parameters in float64, and at most 1 GiB of activations; together at most
-    half of what is available, else nothing is run. Time cost: once, three passes over 8 rows on the CPU.
+    half of what is available. Where 8 rows take more, 4 are tried. Where the model is on the CPU, 16 MiB of activations
+    at most, unless the batch has four times as many rows. Time cost: once, three passes over these rows on the CPU.
 
     Example:
         >>> import torch
@@ -111,22 +118,29 @@ def probe_split(model: nn.Module, batch: Any, loss_fn: LossFn, *, max_parameter_
         num_rows = count_rows(batch)
         room_bytes = host_memory().available_bytes // 4
         reason = _obstacle(model, num_rows, max_parameter_bytes, room_bytes)
-        if not reason:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_rng.preserved())
-                stack.enter_context(torch.enable_grad())
-                if "torch._dynamo" in sys.modules:  # never compile for the probe
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
-                return recover_from_oom(
-                    lambda size: _Probe(
-                        model, take_rows(batch, 0, size), size, loss_fn, min(_MAX_ACTIVATION_BYTES, room_bytes)
-                    ).judge(suspects),
-                    sorted({min(size, num_rows) for size in _NUM_ROWS}, reverse=True),
-                )
+        for size in () if reason else sorted({min(size, num_rows) for size in _NUM_ROWS}, reverse=True):
+            limit_bytes = min(_activation_limit(model, size, num_rows), room_bytes)
+            try:
+                return _judge(model, take_rows(batch, 0, size), size, loss_fn, limit_bytes, suspects)
+            except Exception as exc:
+                if not is_out_of_memory(exc):
+                    raise
+                reason = str(exc)  # fewer rows are tried when the error and its frames are gone
     except Exception as exc:  # noqa: BLE001 - anything may refuse a copy, float64, the CPU or a part of a batch
         reason = f"{type(exc).__name__}: {exc}"
     _logger.debug("split probe: not probed: %s", reason)
     return SplitVerdict(None, modules=suspects, reason=reason)
+
+
+def _judge(
+    model: nn.Module, rows: Any, num_rows: int, loss_fn: LossFn, limit_bytes: int, suspects: tuple[str, ...]
+) -> SplitVerdict:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_rng.preserved())
+        stack.enter_context(torch.enable_grad())
+        if "torch._dynamo" in sys.modules:  # never compile for the probe
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return _Probe(model, rows, num_rows, loss_fn, limit_bytes).judge(suspects)
 
 
 def scan_modules(model: nn.Module) -> tuple[str, ...]:
@@ -186,12 +200,15 @@ class _Probe:
 
     def judge(self, suspects: tuple[str, ...]) -> SplitVerdict:
         """Compare, and find out what is at fault by switching it off."""
-        if self._is_noisy():
+        whole = self._gradient(self._rows, self._num_rows)
+        if self._is_noisy(whole[0]):
             self._train_only(suspects)  # most random layers are silent in evaluation mode
-            if self._is_noisy():
+            whole = self._gradient(self._rows, self._num_rows)
+            if self._is_noisy(whole[0]):
                 reason = "the gradient is random beyond dropout, or computed in half precision"
                 return SplitVerdict(None, modules=suspects, reason=reason)
-        error, _ = self._compare()
+        error, _ = self._compare(whole)
+        del whole  # as large as the parameters
         if error is None:
             return SplitVerdict(None, modules=suspects, reason="the gradient is zero or not finite")
         if error <= _TOLERANCE:
@@ -200,7 +217,7 @@ class _Probe:
         for name in suspects:
             _freeze(self._modules[name])
         self._buffers = BufferWatch(self._twin).snapshot()
-        remaining, by_weights = self._compare()
+        remaining, by_weights = self._compare(self._gradient(self._rows, self._num_rows))
         if remaining is not None and remaining <= _TOLERANCE:
             return SplitVerdict(exact=False, error=error, modules=suspects)
         if by_weights:
@@ -209,16 +226,15 @@ class _Probe:
             return SplitVerdict(exact=False, error=error, modules=(*suspects, *unknown))
         return SplitVerdict(exact=False, error=error, modules=suspects, loss="rows")
 
-    def _is_noisy(self) -> bool:
+    def _is_noisy(self, first: torch.Tensor) -> bool:
         """Whether the gradient changes from run to run, or from rounding alone, which a scaled loss shows."""
-        first, _ = self._gradient(self._rows, self._num_rows)
         second, _ = self._gradient(self._rows, self._num_rows, scale=3.0)
         return bool((first - second / 3).norm() > _TOLERANCE * first.norm())
 
-    def _compare(self) -> tuple[float | None, bool]:
+    def _compare(self, of_whole: tuple[torch.Tensor, float]) -> tuple[float | None, bool]:
         """Return the relative error of the parts, and whether other weights of the parts would make it vanish."""
         size = max(1, self._num_rows * 5 // 8)
-        whole_sum, whole_count = self._gradient(self._rows, self._num_rows)
+        whole_sum, whole_count = of_whole
         first_sum, first_count = self._gradient(take_rows(self._rows, 0, size), size)
         rest_sum, rest_count = self._gradient(take_rows(self._rows, size, self._num_rows), self._num_rows - size)
         whole = whole_sum / whole_count
@@ -240,10 +256,13 @@ class _Probe:
                 raise MemoryError(f"the split probe saves more than {limit} for backward")
             return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = self._loss_fn(self._twin, pytree.tree_map_only(torch.Tensor, torch.clone, rows))
-        loss_sum, count = result if isinstance(result, tuple) else (result * num_rows, num_rows)
-        gradients = torch.autograd.grad(loss_sum * scale, self._parameters, allow_unused=True, materialize_grads=True)
+        with _ConvolutionsByRow():  # type: ignore[no-untyped-call]  # torch's own class
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = self._loss_fn(self._twin, pytree.tree_map_only(torch.Tensor, torch.clone, rows))
+            loss_sum, count = result if isinstance(result, tuple) else (result * num_rows, num_rows)
+            gradients = torch.autograd.grad(
+                loss_sum * scale, self._parameters, allow_unused=True, materialize_grads=True
+            )
         return torch.cat([_flatten(gradient) for gradient in gradients]), float(count)
 
     def _train_only(self, names: Collection[str]) -> None:
@@ -275,8 +294,42 @@ class _Probe:
         return found
 
     def _is_exact(self) -> bool:
-        error, _ = self._compare()
+        error, _ = self._compare(self._gradient(self._rows, self._num_rows))
         return error is not None and error <= _TOLERANCE
+
+
+class _ConvolutionsByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Runs a convolution row by row: in float64 the CPU's kernel unrolls all rows that it gets, 9 times for 3 x 3."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            return torch.cat([func(row, *args[1:]) for row in args[0].split(1)])
+        if func is not torch.ops.aten.convolution_backward.default:
+            return func(*args, **(kwargs or {}))
+        rows = zip(args[0].split(1), args[1].split(1), strict=True)
+        slopes, *sums = func(*next(rows), *args[2:])
+        of_input = [slopes]
+        for row in rows:
+            slopes, *rest = func(*row, *args[2:])
+            of_input.append(slopes)
+            for total, each in zip(sums, rest, strict=True):
+                if total is not None:
+                    total.add_(each)
+        return None if slopes is None else torch.cat(of_input), *sums
+
+
+def _activation_limit(model: nn.Module, size: int, num_rows: int) -> int:
+    """What a forward of `size` rows may save: on the CPU it must stay below what the whole batch takes there.
+
+    In float64 a row takes as much as two, and its convolutions need room.
+    """
+    if device_of(model).type == "cpu" and 4 * size > num_rows:
+        return min(_SMALL_ACTIVATION_BYTES, _MAX_ACTIVATION_BYTES)
+    return _MAX_ACTIVATION_BYTES
 
 
 def _obstacle(model: nn.Module, num_rows: int, max_parameter_bytes: int, room_bytes: int) -> str:

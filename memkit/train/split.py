@@ -76,7 +76,7 @@ def shape_key(batch: Any) -> str:
 
 def count_elements(batch: Any) -> int:
     """Count the elements of all tensors: the size of a packed batch, whose rows are not samples."""
-    return sum(tensor.numel() for tensor in _list_tensors(batch))
+    return sum(tensor.numel() for tensor in list_tensors(batch))
 
 
 def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None) -> list[tuple[Any, int]]:
@@ -117,7 +117,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
     """
     if split_fn is None:
         return count_rows(batch)
-    if not _list_tensors(batch):  # else it would never be split, and nobody would know why
+    if not list_tensors(batch):  # else it would never be split, and nobody would know why
         raise InputError(
             "splitting a batch with split_fn",
             got=f"a {type(batch).__name__} in which memkit finds no tensor",
@@ -127,7 +127,8 @@ def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
     return count_elements(batch)
 
 
-def _list_tensors(batch: Any) -> list[torch.Tensor]:
+def list_tensors(batch: Any) -> list[torch.Tensor]:
+    """List all tensors of a batch, in attributes of its objects too."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in tuple(leaves):

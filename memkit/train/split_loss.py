@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, MemkitWarning
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import check_choice, check_loss, check_steps, read_count
@@ -20,10 +20,11 @@ from memkit.train.models import may_recover_alone, unwrap_model
 from memkit.train.probe import probe_split, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import SplitFn, count_rows
+from memkit.train.split import SplitFn, count_rows, list_tensors
 from memkit.train.window import Window
 
 _CALL = "SplitLoss"
+_CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -58,6 +59,7 @@ class SplitLoss:
     Raises:
         ConfigError: The parameters are sharded over ranks, DistributedDataParallel wraps only a part of a model, or a
             setting is wrong.
+        InputTypeError: The model is no module.
 
     Example:
         >>> import torch, memkit as mk
@@ -83,7 +85,7 @@ class SplitLoss:
         check_steps(num_microbatches, "num_microbatches", call=_CALL)
         check_choice("reduction", reduction, ("mean", "sum"), call=_CALL)
         check_choice("on_oom", on_oom, ("split", "raise"), call=_CALL)
-        unwrapped = [_unwrap_replica(each) for each in ([model] if isinstance(model, nn.Module) else model)]
+        unwrapped = [_unwrap_replica(each) for each in _list_modules(model)]
         self._replicas = [replica for _, replica in unwrapped if replica is not None]
         self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
         _check_ranks(self._own)
@@ -92,7 +94,7 @@ class SplitLoss:
             on_oom = "raise"
         self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
         self._split_fn = split_fn
-        self._wants_probe, self._wants_graph_check = probe and split_fn is None, True
+        self._wants_probe = probe and split_fn is None
         self._watch, self._memory = BufferWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
         self.num_ooms = 0
@@ -114,13 +116,14 @@ class SplitLoss:
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             ConfigError: From the probe: the loss compares rows with each other, parts would train something else.
-            InputError: The loss is not a scalar with a graph, trains a parameter that is not the model's, or holds a
-                reentrant checkpoint.
+            InputError: The loss is not a scalar with a graph, trains a parameter that is not the model's or a tensor of
+                the batch, or holds a reentrant checkpoint; or counts come with some parts only.
+            InputTypeError: The loss is not a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
         if not torch.is_grad_enabled():
             loss, count = self._evaluate(batch, loss_fn)
-            return loss if count is None else loss / count
+            return loss if count is None else loss / count if count else torch.zeros_like(loss)
         # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
         for replica in self._replicas:
@@ -143,7 +146,10 @@ class SplitLoss:
         self._memory.load_state_dict(state)
 
     def _run(self, batch: Any, loss_fn: LossFn, scale: float | torch.Tensor) -> _Total:
-        total = _Total([parameter for parameter in self._own.parameters() if parameter.requires_grad])
+        total = _Total(_list_trained(self._own))
+        # Whose gradient would be lost; asked before a loss function can make inputs of its own.
+        inputs = [each for each in list_tensors(batch) if each.is_leaf and each.requires_grad]
+        is_checked = False  # once for each batch: the loss function may be another than before, or what it trains
         window = Window(
             batch,
             self._num_microbatches,
@@ -156,20 +162,29 @@ class SplitLoss:
         )
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
-                self._add(total, micro, loss_fn, scale, share=attempt.size / attempt.batch_size)
-                attempt.is_added = True
+                share = attempt.size / max(1, attempt.batch_size)
+                self._add(total, micro, loss_fn, scale, share=share, inputs=None if is_checked else inputs)
+                attempt.is_added = is_checked = True
             window.settle(attempt)
         self.sizes = window.sizes
         self.num_ooms += window.num_ooms
         return total
 
-    def _add(self, total: _Total, micro: Any, loss_fn: LossFn, scale: float | torch.Tensor, *, share: float) -> None:
+    def _add(
+        self,
+        total: _Total,
+        micro: Any,
+        loss_fn: LossFn,
+        scale: float | torch.Tensor,
+        *,
+        share: float,
+        inputs: list[torch.Tensor] | None,
+    ) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
-        check_loss(loss, call=f"{_CALL}(model)(batch, loss_fn)")
-        if self._wants_graph_check:
-            _check_graph(loss, total.parameters)
-            self._wants_graph_check = False
+        check_loss(loss, call=_CALL_LOSS)
+        if inputs is not None:
+            _check_graph(loss, total.parameters, inputs)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(
                 f"{_CALL}(split_fn=...)",
@@ -183,6 +198,13 @@ class SplitLoss:
         loss = loss_fn(self._own, micro)
         if not isinstance(loss, tuple):
             return loss, None
+        if len(loss) != 2:
+            raise InputError(
+                _CALL_LOSS,
+                got=f"a tuple of {len(loss)}",
+                expected="the loss, or (loss_sum, count)",
+                fix="return nothing else beside them; what else is wanted goes into a list of your own.",
+            )
         return loss[0], float(read_count(loss[1], stay_on_device=False, call=f"count of {_CALL}"))
 
     def _probe(self, batch: Any, loss_fn: LossFn) -> None:
@@ -227,6 +249,14 @@ class _Total:
 
     def add(self, loss: torch.Tensor, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
         """Add a part's loss and gradient, times its weight; with a count, they are sums over it."""
+        is_first = self._count is None and self._value is None
+        if not is_first and (count is None) != (self._count is None):
+            raise InputError(
+                _CALL_LOSS,
+                got="a count with some parts of a batch, and none with others",
+                expected="the same form for every part",
+                fix="return (loss_sum, count) always, count=0 where there is nothing to count.",
+            )
         if count is not None:
             if self._count is None:
                 self._count, self._unit = 0.0, count or 1.0
@@ -279,6 +309,31 @@ class _Total:
         return loss * ((self._unit / (self._count or 1.0) if self._count is not None else 1.0) / scale)
 
 
+def _list_modules(model: object) -> list[nn.Module]:
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if modules and all(isinstance(each, nn.Module) for each in modules):
+        return modules
+    raise InputTypeError(
+        f"{_CALL}(model)",
+        got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
+        expected="a torch.nn.Module, or a list of one or more",
+        fix="pass the module whose parameters train, not its parameters or a function.",
+    )
+
+
+def _list_trained(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that train now: they may be frozen between two batches."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained:
+        return trained
+    raise InputError(
+        _CALL_LOSS,
+        got="a model of which no parameter requires a gradient",
+        expected="a parameter to train",
+        fix="unfreeze what trains, or pass the module that holds it; run without training under torch.no_grad().",
+    )
+
+
 def _unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
     """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
     is_compiled = "_orig_mod" in model._modules  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
@@ -311,22 +366,29 @@ def _check_ranks(model: nn.Module) -> None:
     )
 
 
-def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Refuse what would lose a gradient: a parameter of another module, or a checkpoint that must not be stopped."""
+def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], inputs: list[torch.Tensor]) -> None:
+    """Refuse what would lose a gradient: of what is not the model's, or by a checkpoint that must not be stopped."""
     if has_reentrant_checkpoint(loss):
         raise InputError(
-            "SplitLoss(model)(batch, loss_fn)",
+            _CALL_LOSS,
             got="a loss through checkpoint(use_reentrant=True), which only backward() can go through",
             expected="a graph that torch.autograd.grad can go through",
             fix="pass use_reentrant=False to the checkpoint; a trainer has a setting for it, such as "
             "gradient_checkpointing_kwargs={'use_reentrant': False}.",
         )
-    known = set(map(id, parameters))
+    known, lost = set(map(id, parameters)), set(map(id, inputs))
     for node in graph_nodes(loss):
         leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in lost:
+            raise InputError(
+                _CALL_LOSS,
+                got=f"a tensor of shape {tuple(leaf.shape)} in the batch that requires a gradient",
+                expected="gradients of the model's parameters only: this one would silently get none",
+                fix="detach() it; where the loss function itself asks for its gradient, let it call requires_grad_().",
+            )
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise InputError(
-                "SplitLoss(model)(batch, loss_fn)",
+                _CALL_LOSS,
                 got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which is not the model's",
                 expected="a loss over the parameters of the model",
                 fix="pass all modules that are trained: SplitLoss([model, criterion]).",

@@ -47,20 +47,26 @@ class TreatedForward:
     An object and not a closure: a deep copy of the model (an EMA) must call the copy's block, not the original's.
 
     Args:
+        name: The block's name in the model, for messages.
         block: The module whose forward it is.
         treatment: What is done.
         elsewhere: Where the activations of offloaded blocks wait, one for all blocks of a model.
     """
 
-    def __init__(self, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere) -> None:
+    def __init__(self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere) -> None:
         self.treatment = treatment
+        self._name = name
         self._block = block
         self._forward = block.__dict__.get("forward")  # somebody may have put one on the instance already
         self._watch = BufferWatch(block)
         self._elsewhere = elsewhere
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, treated where gradients are wanted."""
+        """Run the block's own forward, treated where gradients are wanted.
+
+        Raises:
+            StateError: The block would run again in backward, and has changed its input in place.
+        """
         forward = self._forward or type(self._block).forward.__get__(self._block)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
@@ -73,9 +79,21 @@ class TreatedForward:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        inputs = _tensors((args, kwargs))
+        versions = [tensor._version for tensor in inputs]  # noqa: SLF001 - autograd's own count of in-place changes
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would take these for its own
             forward, kwargs = functools.partial(forward, **kwargs), {}
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+        is_changed = versions != [tensor._version for tensor in inputs]  # noqa: SLF001
+        if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # else it never runs again
+            raise StateError(
+                f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
+                got=f"a {type(self._block).__name__} that changes its own input in place",
+                expected="a block that leaves its inputs as they are, for it runs again on them in backward",
+                fix="set inplace=False where it does so, choose a larger block around it that does not begin with an "
+                "operation in place, or give this one checkpoint 'offload'.",
+            )
+        return out
 
     def _offloaded(self, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self._elsewhere.of(self._block):
@@ -206,6 +224,11 @@ def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _policy(context: object, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001 - torch's form
     return CheckpointPolicy.MUST_SAVE if _is_kept(func, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a pytree that count their changes."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
 def _is_unchanged(result: Any) -> bool:

@@ -100,7 +100,7 @@ def test_a_count_weighs_the_loss_and_none_skips_the_batch():
     torch.testing.assert_close(outputs.last["loss"], whole.detach())
     torch.testing.assert_close(trainer.callback_metrics["loss_epoch"], whole.detach())
 
-    skipping = Linear(lambda module, x: None if x[0, 0] > 0.3 else mean_square(module, x))
+    skipping = Linear(lambda module, x: None if x[0, 0] > 0.3 else {"loss": mean_square(module, x), "rows": x})
     before = skipping.net.weight.detach().clone()
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         fit(skipping, outputs, limit_train_batches=1)  # its second part asks for it

@@ -14,6 +14,8 @@ from torch import nn
 from memkit import ConfigError, MemkitWarning
 from memkit.train import probe as probe_module
 from memkit.train.probe import SplitVerdict, probe_split, warn_or_refuse
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.allocations import trace_allocations
 
 ROWS = 12
 
@@ -495,18 +497,74 @@ def test_activations_over_the_limit_are_tried_with_fewer_rows_then_given_up(monk
 
     monkeypatch.setattr(probe_module, "_MAX_ACTIVATION_BYTES", 100 * 2**10)
     assert probe_split(model, batch, loss_fn).exact is True
-    assert seen[:2] == [8, 3]
+    assert seen[:2] == [8, 4]
     seen.clear()
     monkeypatch.setattr(probe_module, "_MAX_ACTIVATION_BYTES", 10 * 2**10)
     verdict = probe_split(model, batch, loss_fn)
     assert verdict.exact is None
     assert "saves more than 10.00 KiB for backward" in verdict.reason
-    assert set(seen) == {8, 3}
+    assert set(seen) == {8, 4}
+
+
+def upscaling_step(num_rows, **settings):
+    """Four convolutions at 32 x 32, as of a network that enlarges pictures."""
+    torch.manual_seed(0)
+    wide = [nn.Conv2d(1, 64, 5, 1, 2), nn.ReLU(), nn.Conv2d(64, 64, 3, 1, 1), nn.ReLU()]
+    model = nn.Sequential(*wide, nn.Conv2d(64, 32, 3, 1, 1), nn.ReLU(), nn.Conv2d(32, 9, 3, 1, 1), nn.PixelShuffle(3))
+    batch = torch.rand(num_rows, 1, 32, 32), torch.rand(num_rows, 1, 96, 96)
+    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.Adam(model.parameters()), **settings)
+    peak = trace_allocations(lambda: trainer.train_step(batch, upscaling_loss)).peak
+    return peak, probe_split(model, batch, upscaling_loss)
+
+
+def upscaling_loss(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("num_rows", "exact"), [(8, None), (16, True)])
+def test_on_the_cpu_the_first_split_step_takes_no_more_than_the_whole_batch(monkeypatch, num_rows, exact):
+    """Of 8 rows none are probed; of 16, four, which take as much in float64 as 8 of the batch."""
+    monkeypatch.setattr(probe_module, "_SMALL_ACTIVATION_BYTES", 2 * 2**20)  # as 16 MiB are to pictures of 90 x 90
+    whole, _ = upscaling_step(num_rows)
+    first, verdict = upscaling_step(num_rows, accumulation_steps=num_rows)
+    assert first <= whole
+    assert verdict.exact is exact
+    assert exact or "saves more than 2.00 MiB for backward" in verdict.reason
+
+
+@pytest.mark.parametrize("layer", [nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(2, 4, 3, 2), nn.Conv2d(2, 4, 3, groups=2)])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",)])
+def test_convolutions_by_row_have_the_same_gradients(layer, frozen):
+    layer = copy.deepcopy(layer).double()
+    x = torch.randn(5, 2, 9, 9, dtype=torch.float64, requires_grad=bool(frozen))
+    wanted = [each for name, each in layer.named_parameters() if name not in frozen] + [x] * bool(frozen)
+    expected = torch.autograd.grad(layer(x).square().sum(), wanted)
+    with probe_module._ConvolutionsByRow():
+        found = torch.autograd.grad(layer(x).square().sum(), wanted)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+
+
+def test_what_can_be_split_takes_three_passes():
+    """Noise is judged on the whole batch, whose gradient is then compared with its parts': 3 times 8 rows."""
+    seen = []
+
+    def loss_fn(model, x):
+        seen.append(len(x))
+        return square_loss(model, x)
+
+    assert probe_split(net(), torch.randn(ROWS, 6), loss_fn).exact is True
+    assert seen == [8, 8, 5, 3]
+
+
+@pytest.mark.parametrize("name", [*EXACT, *INEXACT])
+def test_four_rows_tell_as_much_as_eight(monkeypatch, name):
+    monkeypatch.setattr(probe_module, "_NUM_ROWS", (4,))
+    (test_what_can_be_split if name in EXACT else test_what_cannot_be_split_and_why)(name)
 
 
 def test_out_of_memory_in_the_loss_is_no_error():
     def loss_fn(model, x):
-        if len(x) > 3:
+        if len(x) > 4:
             raise MemoryError
         return square_loss(model, x)
 

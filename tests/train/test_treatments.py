@@ -238,6 +238,63 @@ def test_a_result_that_changes_after_its_block_is_computed_again():
     assert_same(*found)
 
 
+class ShiftsItsInput(nn.Linear):
+    """With its tensor nested: torch saves no such input, and would run the block again on the changed one, silently."""
+
+    def forward(self, inputs):
+        return super().forward(inputs["x"].add_(self.bias))
+
+
+def overwriting_model(make_block):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(4, 4), make_block()
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.block({"x": x} if isinstance(self.block, ShiftsItsInput) else x)
+
+    torch.manual_seed(0)
+    return Model(), torch.randn(3, 4)
+
+
+def beginning_in_place():
+    return nn.Sequential(nn.LeakyReLU(0.2, inplace=True), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+@pytest.mark.parametrize("make", [beginning_in_place, lambda: ShiftsItsInput(4, 4)])
+def test_a_block_that_changes_its_input_is_refused(treatment, make):
+    model, x = overwriting_model(make)
+    kind = type(model.block).__name__
+    with (
+        Checkpointing(model, {"block": treatment}),
+        pytest.raises(
+            mk.StateError, match=rf"'block' .*'{treatment}': got a {kind} .* in place;.*inplace=False.*larger"
+        ),
+    ):
+        model(x)
+
+
+def test_the_ways_out_for_a_block_that_changes_its_input():
+    found = []
+    for choice in ({}, {"block": "offload"}, {"": "full"}):
+        model, x = overwriting_model(beginning_in_place)
+        whole = nn.ModuleDict({"whole": model})
+        with Checkpointing(whole, {f"whole.{key}".rstrip("."): value for key, value in choice.items()}):
+            loss_fn(whole["whole"], x).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_a_frozen_block_that_never_runs_again_may_change_its_input():
+    model, x = overwriting_model(beginning_in_place)
+    with Checkpointing(model.requires_grad_(False), {"block": "full"}):
+        assert not model(x).requires_grad
+
+
 def test_another_repetition_is_refused():
     class Fickle(nn.Linear):
         calls = 0

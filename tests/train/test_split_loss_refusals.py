@@ -1,0 +1,77 @@
+"""SplitLoss refuses whatever would lose or misweigh a gradient, at any batch, and arguments that mean nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memkit as mk
+
+X, Y = torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 24, torch.ones(8, 1, dtype=torch.float64)
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double()
+
+
+def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
+    split, criterion = mk.SplitLoss(model, num_microbatches=2), nn.Linear(1, 1).double()
+    split((X, Y), loss_fn).backward()
+    with pytest.raises(mk.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
+        split((X, Y), lambda model, batch: F.mse_loss(criterion(model(batch[0])), batch[1]))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbatches):
+    split = mk.SplitLoss(model, num_microbatches=num_microbatches)
+    x = X.clone().requires_grad_()
+    with pytest.raises(mk.InputError, match=r"shape \(8, 3\) in the batch.*detach\(\)"):
+        split((x, Y), loss_fn)
+    split((x, Y), lambda model, batch: loss_fn(model, (batch[0].detach(), batch[1]))).backward()
+
+    def forces(model, batch):  # asks for its own
+        (slope,) = torch.autograd.grad(model(batch[0].requires_grad_()).sum(), batch[0], create_graph=True)
+        return slope.square().mean()
+
+    split((X.clone(), Y), forces).backward()
+
+
+def test_parts_of_which_some_have_a_count_are_refused(model):
+    with pytest.raises(mk.InputError, match="a count with some parts"):
+        mk.SplitLoss(model, num_microbatches=2, probe=False)(
+            (X, Y), lambda m, b: (loss_fn(m, b), 4) if b[0][0, 0] > 0 else loss_fn(m, b)
+        )
+    with pytest.raises(mk.InputError, match="a tuple of 3"):
+        mk.SplitLoss(model)((X, Y), lambda m, b: (loss_fn(m, b), 4, 4))
+
+
+def test_what_trains_may_change_between_batches_but_something_must(model):
+    split = mk.SplitLoss(nn.Sequential(model, nn.Linear(1, 1).double()), num_microbatches=2, probe=False)
+    model.requires_grad_(False)
+    split((X, Y), loss_fn).backward()
+    assert model.weight.grad is None
+    split._own.requires_grad_(False)
+    with pytest.raises(mk.InputError, match=r"no parameter requires a gradient.*unfreeze"):
+        split((X, Y), loss_fn)
+
+
+@pytest.mark.parametrize("wrong", [None, [], "net", nn.Linear(3, 1).parameters(), [torch.ones(3)], F.mse_loss])
+def test_what_is_no_module_is_refused(wrong):
+    with pytest.raises(mk.InputTypeError, match=r"SplitLoss\(model\).*pass the module"):
+        mk.SplitLoss(wrong)
+
+
+def test_nothing_to_count_is_a_loss_of_zero(model):
+    split = mk.SplitLoss(model, num_microbatches=2)
+    with torch.no_grad():
+        assert split((X, Y), lambda m, b: (loss_fn(m, b), 0)).item() == 0
+    loss = split((X[:0], Y[:0]), loss_fn)
+    loss.backward()
+    assert loss.item() == 0
+    assert model.weight.grad.abs().max() == 0
