@@ -47,7 +47,8 @@ def test_it_learns_digits_and_says_so(caplog):
     assert result.validation["accuracy"] == pytest.approx(expected)
     assert result.validation["accuracy"] > 0.8
     (report,) = [line for line in caplog.messages if line.startswith("epoch 1, step 50:")]
-    assert re.search(r"loss [\d.]+, lr [\d.]+; [\d.]+ ms a step: data \d+%, .*step \d+%; host resident .* [MG]iB", report)
+    measured = r"loss [\d.]+, lr [\d.]+; [\d.]+ ms a step: data \d+%, .*step \d+%; host resident .* [MG]iB"
+    assert re.search(measured, report)
 
 
 def test_every_group_and_the_incomplete_last_one_is_exact():
