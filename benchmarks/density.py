@@ -73,6 +73,7 @@ class Block(nn.Module):
         return x + self.update(torch.cat([seen, largest[cell]], 1))
 
 
+# As in examples/s2_density_invariant.py: an example is one file that stands alone, and no module to import from.
 class PointNet(nn.Module):
     """Features of points in, logits of points out; every cloud of the batch for itself."""
 

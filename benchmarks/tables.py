@@ -141,7 +141,8 @@ def chunk_budget(result: dict[str, Any]) -> str:
 def chunked_loss(result: dict[str, Any]) -> str:
     cases = {"MLP, 50,000 rows": result["figures"]["rows"]}
     for case in result["figures"]["cross_entropy"]:
-        cases[f"{case['rows']:,} tokens, {case['num_classes']:,} words"] = case["modes"]
+        name = f"{case['rows']:,} tokens of width {case['width']}, {case['num_classes']:,} words"
+        cases[name] = case["modes"]
     rows = []
     for name, modes in cases.items():
         for number, (way, row) in enumerate(modes.items()):

@@ -3,6 +3,8 @@
 Clipping and schedule become its settings. Should a micro-batch run out of memory, it is cut and run again. In the first
 epoch it also checks, on eight rows in float64, that this loss may be split: that is its peak.
 
+Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+
 Run: python examples/01_wrapper.py [--smoke]
 """
 

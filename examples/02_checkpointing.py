@@ -1,5 +1,7 @@
 """The ladder, step 2: the transformer's blocks are recomputed in the backward, and keep only their inputs.
 
+Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+
 Run: python examples/02_checkpointing.py [--smoke]
 """
 

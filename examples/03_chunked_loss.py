@@ -1,5 +1,7 @@
 """The ladder, step 3: the scores of all words, the largest tensor, exist for some words at a time.
 
+Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+
 Run: python examples/03_chunked_loss.py [--smoke]
 """
 

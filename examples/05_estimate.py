@@ -2,6 +2,8 @@
 
 It knows the wrapper's checkpoints. Compare its peak with that of the second epoch.
 
+Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+
 Run: python examples/05_estimate.py [--smoke]
 """
 

@@ -2,6 +2,8 @@
 
 Here the training ends before its last epoch, as a machine that is taken away would end it. Then it starts anew.
 
+Whole on purpose, to be read alone and compared with `diff`: what other steps share stands in each of them.
+
 Run: python examples/08_resume.py [--smoke]
 """
 

@@ -3,7 +3,7 @@
 A small network learns scikit-learn's 1797 digits. The validation has a mistake that many scripts have: it keeps every
 output. At the end a batch is asked for that no machine holds.
 
-Run: pip install "memkit[test]" && python examples/memory_log.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/memory_log.py [--smoke]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A small network with dropout learns scikit-learn's 1797 digits, augmented with r
 micro-batches. It saves its state after every tenth micro-batch. One process runs to its end; the other is killed with
 SIGKILL at random instants, and started anew each time.
 
-Run: pip install "memkit[test]" && python examples/resume.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/resume.py [--smoke]
 """
 
 from __future__ import annotations

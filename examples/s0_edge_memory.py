@@ -5,7 +5,7 @@ then the MLP of the edges alone up to a million, in training and inference, with
 predicted on tensors without data. Then the same for a model of one's own; one of its steps is run for real, to see that
 the prediction holds.
 
-Run: pip install "memkit[plots]" && python examples/s0_edge_memory.py [--smoke] [--output-dir DIR]
+Run: pip install -c constraints.txt -e ".[plots]" && python examples/s0_edge_memory.py [--smoke] [--output-dir DIR]
 """
 
 from __future__ import annotations

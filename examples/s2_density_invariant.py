@@ -5,7 +5,7 @@ one point of it. Then from points on the left hemisphere of fsaverage5 (in nilea
 pooling learns which lie in a sulcus, at three densities at once, tied by a consistency loss. It is asked about the
 right hemisphere, which it never saw, at each density, and so is the same network trained on the dense scan alone.
 
-Run: pip install "memkit[test]" && python examples/s2_density_invariant.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/s2_density_invariant.py [--smoke]
 """
 
 import argparse

@@ -4,7 +4,7 @@ Real images are projections of the MNI152 template (in nilearn's wheel) from all
 field: it renders a small projection from a random side, which a frozen network enlarges. What costs memory, or is
 wrong, in many such loops is done right here: see the comments.
 
-Run: pip install "memkit[test]" && python examples/s3_gan_radiance_field.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/s3_gan_radiance_field.py [--smoke]
 """
 
 import argparse

@@ -4,7 +4,7 @@ In the place of radar and LiDAR stands a brain's surface (fsaverage5, in nilearn
 points, the depth of its folds as intensity, and learns the whole surface. The source's latent diffusion is not here:
 the network answers in one step. It trains on the left hemisphere and is validated on the right one.
 
-Run: pip install "memkit[test]" && python examples/s4_radar_to_lidar.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/s4_radar_to_lidar.py [--smoke]
 """
 
 import argparse

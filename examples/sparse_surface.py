@@ -4,7 +4,7 @@ Submanifold convolutions learn from the left hemisphere of fsaverage5 (in nilear
 from the directions in which it faces, and are asked about the right one. The layers are torch's: the same network, run
 on the whole volume instead, is another model, and takes ninety times the memory.
 
-Run: pip install "memkit[test]" && python examples/sparse_surface.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/sparse_surface.py [--smoke]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The network sees only where the neighbours of a point lie, seen from that point.
 (in nilearn's wheel) it learns how the cortex is curved there, and is asked about the right one, which it never saw. One
 step is taken twice, plainly and in pieces: the gradients are the same.
 
-Run: pip install "memkit[test]" && python examples/surface_operator.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/surface_operator.py [--smoke]
 """
 
 from __future__ import annotations

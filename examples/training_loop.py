@@ -3,7 +3,7 @@
 The same training runs twice: once in one go, and once stopped by SIGTERM in the middle of an epoch and gone on with by
 new objects. Both end with the same weights, bit by bit. Needs scikit-learn, for its data.
 
-Run: python examples/training_loop.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/training_loop.py [--smoke]
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk
             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does before it takes the machine
         return loss_fn(model, batch)
 
-    with mk.TrainingStateManager(folder, keep=2) as state:
+    with mk.TrainingStateManager(folder, keep=2, mode="max") as state:
         loop = mk.MemoryEfficientTrainLoop(
             trainer,
             train_loader,

@@ -4,7 +4,7 @@ The head's MNI152 template (in nilearn's wheel) is the volume: the network learn
 plain PyTorch for `cuda`. It runs on virtual cards: the largest batch that each holds is found by trying, and where a
 batch is too large, PyTorch's own error names the line.
 
-Run: pip install "memkit[test]" && python examples/virtual_gpu.py [--smoke]
+Run: pip install -c constraints.txt -e ".[test]" && python examples/virtual_gpu.py [--smoke]
 """
 
 from __future__ import annotations

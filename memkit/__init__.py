@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from memkit.points.voxels import first_points, fragments, voxel_mean
     from memkit.report.exports import export_log
     from memkit.train.accumulate import GradientAccumulator
+    from memkit.train.checkpointing import Checkpointing
     from memkit.train.compact import CompactRecords, CompactStrings
     from memkit.train.contrastive import cached_backward
     from memkit.train.loader import LoaderPlan, make_dataloader, to_device
@@ -120,6 +121,7 @@ _HOMES = {
     "CachingAllocator": "planning.card.allocator",
     "ChamferConvention": "voxel.clouds",
     "ChamferLoss": "voxel.losses",
+    "Checkpointing": "train.checkpointing",
     "ChunkedProcessor": "chunk.processor",
     "CompactRecords": "train.compact",
     "CompactStrings": "train.compact",
@@ -255,6 +257,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "CachingAllocator",
     "ChamferConvention",
     "ChamferLoss",
+    "Checkpointing",
     "ChunkedProcessor",
     "CompactRecords",
     "CompactStrings",

@@ -77,7 +77,7 @@ class CapturedTensors:
         node: Any = edge.node
         like = node.variable if _is_leaf(node) else node._input_metadata[edge.output]  # noqa: SLF001 - no public form
         shape = f"of shape {tuple(like.shape)}"
-        for name, value in _named_tensors(self._fn):
+        for name, value in named_tensors(self._fn):
             if value.requires_grad and get_gradient_edge(value)[:2] == tuple(edge):
                 return f"`{name}` {shape}"
         return f"a tensor {shape}"
@@ -91,11 +91,16 @@ def _age(node: Any) -> int:
     return int(node._sequence_nr())  # noqa: SLF001 - a later operation has a higher number; no public form
 
 
-def _named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:
-    """Tensors from outside that a function's code names."""
+def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:
+    """Tensors from outside that a function's code names, those of its modules and of its own object among them."""
     if isinstance(fn, functools.partial):
-        for part in (fn.func, *fn.args):
-            yield from _named_tensors(part)
+        yield from named_tensors(fn.func)
+        for name, value in [*enumerate(fn.args), *fn.keywords.items()]:
+            yield from [(str(name), value)] if isinstance(value, Tensor) else named_tensors(value)
+    elif inspect.ismethod(fn):
+        own = getattr(fn.__self__, "__dict__", {})
+        yield from ((f"self.{name}", value) for name, value in own.items() if isinstance(value, Tensor))
+        yield from named_tensors(fn.__func__)
     elif inspect.isfunction(fn):
         variables = inspect.getclosurevars(fn)
         for name, value in [*variables.nonlocals.items(), *variables.globals.items()]:

@@ -43,13 +43,16 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         ConfigError: The name is not a device, or this machine does not have it.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = {"cpu", "meta"} | ({accelerator.type} if accelerator else set())
+    there = {"cpu": math.inf, "meta": math.inf}  # how many of them
+    if accelerator:
+        there[accelerator.type] = torch.accelerator.device_count()
     resolved = (accelerator or torch.device("cpu")) if device == "auto" else _parse_device(device)
-    if resolved is None or resolved.type not in there:
+    if resolved is None or (resolved.index or 0) >= there.get(resolved.type, 0):
+        names = ", ".join(name if math.isinf(count) else f"{name} ({count:.0f})" for name, count in there.items())
         raise ConfigError(
             f"device={device!r}",
             got=repr(device),
-            expected=f"'auto' or a device of this machine: {', '.join(sorted(there))}",
+            expected=f"'auto' or a device of this machine: {names}",
             fix="pass device='auto', or run where that device is.",
         )
     index: int | None = resolved.index  # torch's own stub forgets the None

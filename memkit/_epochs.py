@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from memkit._errors import ConfigError, FileFormatError
+from memkit._errors import FileFormatError
+from memkit._settings import Checker
 
 _VERSION = 3
 
@@ -26,20 +27,10 @@ class EpochOrder(Sampler[list[int]], ABC):
     """
 
     def __init__(self, *, seed: int, num_replicas: int, rank: int) -> None:
-        for name, value, fits in (
-            ("seed", seed, 0 <= seed < 2**63),
-            ("num_replicas", num_replicas, num_replicas > 0),
-            ("rank", rank, 0 <= rank < num_replicas),
-        ):
-            if not fits:
-                raise ConfigError(
-                    f"{type(self).__name__}({name}={value!r})",
-                    got=repr(value),
-                    expected="num_replicas above 0, 0 <= rank < num_replicas, 0 <= seed < 2^63",
-                    fix=f"change {name}.",
-                )
-        self.seed, self.epoch = seed, 0
-        self._num_replicas, self._rank = num_replicas, rank
+        check = Checker(f"{type(self).__name__}(...)")
+        self.seed, self.epoch = check.whole("seed", seed), 0
+        self._num_replicas = check.whole("num_replicas", num_replicas, 1)
+        self._rank = check.whole("rank", rank, 0, self._num_replicas - 1)
         self._start = self._num_given = 0
 
     @abstractmethod

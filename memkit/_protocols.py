@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, runtime_checkable
@@ -9,12 +10,12 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 
 
-class Closing:
+class Closing(ABC):
     """What is closed at the end of a ``with`` block, or by `close`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave everything as it was found."""
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self

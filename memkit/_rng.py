@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from memkit._errors import FileFormatError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,19 @@ class HostRandomState:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """The random state of torch (CPU and current accelerator), NumPy's global generator and Python's `random`.
+    """The random state of torch (CPU and accelerators), NumPy's global generator and Python's `random`.
 
     Attributes:
         cpu: uint8 tensor, torch's CPU state.
         accelerator: uint8 tensor, the current accelerator device's state; None where there is none in use.
         host: NumPy's and Python's state.
+        others: Those of further accelerators, by index: a model may lie on another one than the current.
     """
 
     cpu: torch.Tensor
     accelerator: torch.Tensor | None
     host: HostRandomState
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state)."""
@@ -51,6 +53,7 @@ class RandomState:
             "version": _VERSION,
             "cpu": self.cpu,
             "accelerator": self.accelerator,
+            "others": self.others,
             "numpy": [name, torch.from_numpy(key.astype(np.int64)), position, has_gauss, cached_gaussian],
             "python": [version, list(internal), gauss_next],
         }
@@ -62,11 +65,11 @@ class RandomState:
         Raises:
             FileFormatError: The version is not one that this memkit reads.
         """
-        if state.get("version") != _VERSION:
+        if state.get("version") not in {1, _VERSION}:  # the first had the current accelerator alone
             raise FileFormatError(
                 "RandomState.from_state_dict(state)",
                 got=f"version {state.get('version')!r}",
-                expected=f"version {_VERSION}",
+                expected=f"version {_VERSION} or 1",
                 fix="load the state with the memkit that saved it.",
             )
         name, key, position, has_gauss, cached_gaussian = state["numpy"]
@@ -78,6 +81,7 @@ class RandomState:
                 numpy=(name, key.numpy().astype(np.uint32), position, has_gauss, cached_gaussian),
                 python=(version, tuple(internal), gauss_next),
             ),
+            others=state.get("others", {}),
         )
 
 
@@ -85,7 +89,10 @@ def capture() -> RandomState:
     """Capture the random state of torch, NumPy and Python; copies a few kilobytes, and starts no accelerator."""
     module = _accelerator_module()
     return RandomState(
-        cpu=torch.get_rng_state(), accelerator=module.get_rng_state() if module else None, host=capture_host()
+        cpu=torch.get_rng_state(),
+        accelerator=module.get_rng_state() if module else None,
+        host=capture_host(),
+        others={index: module.get_rng_state(index) for index in _others(module)},
     )
 
 
@@ -93,6 +100,9 @@ def restore(state: RandomState) -> None:
     """Put a captured random state back."""
     torch.set_rng_state(state.cpu)
     module = _accelerator_module()
+    for index in _others(module):
+        if index in state.others:
+            module.set_rng_state(state.others[index], index)
     if module and state.accelerator is not None:
         module.set_rng_state(state.accelerator)
     restore_host(state.host)
@@ -127,3 +137,10 @@ def _accelerator_module() -> Any:
         return None
     module = torch.get_device_module(accelerator)
     return module if accelerator.type == "mps" or module.is_initialized() else None
+
+
+def _others(module: Any) -> list[int]:
+    """List the accelerators beside the current one; asking for their states starts none, they are kept on the host."""
+    if module is None or module.device_count() == 1:
+        return []
+    return [index for index in range(module.device_count()) if index != module.current_device()]

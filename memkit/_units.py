@@ -63,12 +63,13 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
     return num_bytes
 
 
-def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None) -> int:
+def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *, name: str = "budget") -> int:
     """Read how much of a device may be used.
 
     Args:
         budget: Bytes as an int, text with a unit, or a fraction of the capacity as a float in (0, 1].
         total_bytes: The capacity; None where it is not known.
+        name: What the budget is, for the error message.
 
     Returns:
         The budget in bytes.
@@ -79,14 +80,14 @@ def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None) -
         InputError: Text that is no size, or a negative number.
     """
     if not isinstance(budget, float):
-        num_bytes = parse_bytes(budget, name="budget")
+        num_bytes = parse_bytes(budget, name=name)
     elif 0 < budget <= 1 and total_bytes is not None:
         num_bytes = int(budget * total_bytes)
     else:
         num_bytes = 0
     if num_bytes == 0:
         raise ConfigError(
-            f"budget={budget!r}",
+            f"{name}={budget!r}",
             got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is not known"),
             expected="a size above zero, or a fraction in (0, 1] of a known capacity",
             fix="write 0.9 for nine tenths, or a size such as '22GiB'.",

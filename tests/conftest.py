@@ -13,14 +13,22 @@ settings.register_profile(
     "memkit", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("memkit")
-gc.freeze()  # what the imports made need not be looked at by the hundreds of collections that recoveries run
-torch.set_num_threads(1)  # small tensors; two threads would wait for each other on a busy machine
+# Small tensors: on a busy machine two threads would wait for each other. Processes that tests start see the variable.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Set by pytest, by torch's first optimiser, and by the first import of scikit-learn.
 _MAY_CHANGE = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by Lightning's import
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def set_aside():
+    """Hide half a million objects of imports and earlier tests: a recovery or a check for leaks looks at all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,15 @@ def test_a_device_that_is_not_there_lists_those_that_are(device):
         _device.resolve_device(device)
 
 
+def test_an_index_beyond_the_last_card_is_refused(monkeypatch):
+    """Else the error would come from deep inside torch, at the first tensor."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    assert _device.resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(mk.ConfigError, match=r"device='cuda:2'.*of this machine: cpu, meta, cuda \(2\)"):
+        _device.resolve_device("cuda:2")
+
+
 def test_the_cpu_keeps_no_count_and_none_is_not_zero():
     assert _device.device_memory(torch.device("cpu")) == DeviceMemory()
 

@@ -48,5 +48,47 @@ def test_state_survives_a_weights_only_load(tmp_path):
 
 
 def test_another_version_is_refused():
-    with pytest.raises(mk.FileFormatError, match="got version 9; expected version 1"):
+    with pytest.raises(mk.FileFormatError, match="got version 9; expected version 2 or 1"):
         _rng.RandomState.from_state_dict({"version": 9})
+
+
+class Cards:
+    """What torch.cuda says of random states, where there are two cards."""
+
+    def __init__(self, current=0):
+        self.states, self.current = [torch.zeros(1), torch.zeros(1)], current
+
+    def device_count(self):
+        return len(self.states)
+
+    def current_device(self):
+        return self.current
+
+    def get_rng_state(self, index=None):
+        return self.states[self.current if index is None else index].clone()
+
+    def set_rng_state(self, state, index=None):
+        self.states[self.current if index is None else index] = state.clone()
+
+
+def test_a_card_that_is_not_the_current_one_comes_back_too(monkeypatch, tmp_path):
+    """A model on cuda:1, without torch.cuda.set_device."""
+    cards = Cards()
+    monkeypatch.setattr(_rng, "_accelerator_module", lambda: cards)
+    with _rng.preserved():
+        cards.states[1] += 1
+    assert cards.states == [0, 0]
+    cards.states = [torch.tensor([1.0]), torch.tensor([2.0])]
+    torch.save(_rng.capture().state_dict(), tmp_path / "rng.pt")
+    state = torch.load(tmp_path / "rng.pt", weights_only=True)
+    cards = Cards()
+    _rng.restore(_rng.RandomState.from_state_dict(state))
+    assert cards.states == [1, 2]
+    cards = Cards(current=1)  # the process's own state goes where it computes now
+    _rng.restore(_rng.RandomState.from_state_dict(state))
+    assert cards.states == [0, 1]
+    cards = Cards()  # of the version before, which had the current one only
+    _rng.restore(
+        _rng.RandomState.from_state_dict({name: state[name] for name in state if name != "others"} | {"version": 1})
+    )
+    assert cards.states == [1, 0]

@@ -430,10 +430,11 @@ def accumulated() -> Case:
     return Case(model, step)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    build.__name__: build
-    for build in (
-        mlp, conv1d, resnet, unet3d, unet2d, encoder, encoder_dropout, tied_decoder, lstm, gru, experts,
-        message_passing, point_net, vae, gan, checkpointed, accumulated,
-    )
-}  # fmt: skip
+def by_name(*builds: Callable[[], Case]) -> dict[str, Callable[[], Case]]:
+    return {build.__name__: build for build in builds}
+
+
+CASES = by_name(
+    mlp, conv1d, resnet, unet3d, unet2d, encoder, encoder_dropout, tied_decoder, lstm, gru, experts,
+    message_passing, point_net, vae, gan, checkpointed, accumulated,
+)  # fmt: skip

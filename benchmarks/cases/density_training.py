@@ -116,11 +116,11 @@ def sampling_share(num_points: int) -> dict[str, float]:
     scene = load("left", num_points)
     trainer = trainer_of(PointNet(), "joint")
     sampler = mk.GridAwareSampler(seed=0)
-    index = sampler.index(scene.coords, GRID_MM, scene.key)
+    index = sampler.index(scene.coords, GRID_MM, key=scene.key)
     sampling, step = [], []
     for _ in range(ROUNDS):
         start = time.process_time()
-        index = sampler.index(scene.coords, GRID_MM, scene.key)
+        index = sampler.index(scene.coords, GRID_MM, key=scene.key)
         single_within(sampler, index, sampler.sample_half_density(index))
         between = time.process_time()
         trainer.train_step(scene)

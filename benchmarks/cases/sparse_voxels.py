@@ -128,8 +128,12 @@ def modes(net: nn.Module) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, processor in processors.items():
         rows[name] = {"error": relative(step(processor), expected)}
-        assert processor.plan is not None
-        rows[name] |= {"mode": processor.plan.mode, "computed": processor.plan.computed, "why": processor.plan.why}
+        assert processor.last_plan is not None
+        rows[name] |= {
+            "mode": processor.last_plan.mode,
+            "computed": processor.last_plan.computed,
+            "why": processor.last_plan.why,
+        }
     del expected
     for name, processor in processors.items():
         rows[name]["peak_bytes"] = trace_allocations(lambda processor=processor: step(processor)).peak

@@ -178,7 +178,7 @@ class DensityInvariantTrainer(Closing):
 
     def _draw(self, number: int, scene: PointScene) -> Iterator[Cloud]:
         """Draw the scenarios of a scene, each within the one before."""
-        index = self._sampler.index(scene.coords, self._grid_size, scene.key)
+        index = self._sampler.index(scene.coords, self._grid_size, key=scene.key)
         rows: Tensor | None = None
         half: GridSample | None = None
         for scenario in self._scenarios:
@@ -258,11 +258,12 @@ class DensityInvariantTrainer(Closing):
         lengths = [(len(each.coords), len(each.features), len(each.targets)) for each in scenes]
         wrong = [each for each in lengths if len(set(each)) > 1 or not each[0]]
         if wrong or not scenes:
+            is_uneven = bool(wrong) and len(set(wrong[0])) > 1
             raise InputError(
                 _CALL,
                 got="{} coords, {} features and {} targets".format(*wrong[0]) if wrong else "no scene",
                 expected="one row of each for each point, and at least one point",
-                fix="leave out empty scenes.",
+                fix="give each point its row in all three." if is_uneven else "leave out empty scenes.",
             )
         if self._mode == "cached" and (names := scan_modules(unwrap_model(self._model))):
             raise ConfigError(

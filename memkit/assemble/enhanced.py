@@ -13,6 +13,7 @@ from torch import nn
 
 from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
+from memkit._settings import Checker
 from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, stateful_parts
 from memkit.memory.manager import MemoryManager
 from memkit.train.evaluation import Evaluation
@@ -24,6 +25,7 @@ from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, 
 
 _LOGGER = logging.getLogger("memkit")
 _CALL = "create_enhanced_train_loop(...)"
+_OWN_NAMES = ("enhanced", "counters", "early_stopping", "metric")  # in a state, beside the loop's parts
 
 
 class _Ended(BaseException):
@@ -61,7 +63,7 @@ class EnhancedTrainLoop:
         if monitor is not None:
             self._objects["early_stopping"] = monitor
         self._stop = stop
-        self._saved_at = 0
+        self._saved_at = self._validated_at = 0  # steps
         self._draws = _rng.capture()  # every validation draws the same noise: its figures can be compared
         self.memory = memory
         self.num_steps = 0
@@ -134,6 +136,7 @@ class EnhancedTrainLoop:
             _rng.restore(self._draws)
             self.figures = self._validate_now()
         if self.figures is not None:
+            self._validated_at = self.num_steps
             _LOGGER.info("step %d, validation: %s", self.num_steps, self.figures)
             if self._monitor is not None:
                 self._monitor.update(metric_of(self.figures, self._monitor))
@@ -152,9 +155,13 @@ class EnhancedTrainLoop:
         return "early stopping" if self._monitor is not None and self._monitor.should_stop else None
 
     def _save_once(self) -> None:
-        if self._state is not None and self._saved_at != self.num_steps:
-            self._state.save(self.num_steps, **self._objects)
-            self._saved_at = self.num_steps
+        if self._state is None or self._saved_at == self.num_steps:
+            return
+        metric = {}
+        if self._monitor and self.figures and self._validated_at == self.num_steps:
+            metric = {"metric": metric_of(self.figures, self._monitor)}
+        self._state.save(self.num_steps, **metric, **self._objects)
+        self._saved_at = self.num_steps
 
 
 def create_enhanced_train_loop(
@@ -162,7 +169,7 @@ def create_enhanced_train_loop(
     val_dataloader: Iterable[Any] | None = None,
     enable_validation: bool = True,  # noqa: FBT001, FBT002 - the call form that users have
     val_interval: int = 1000,
-    memory_fraction: float = 0.9,
+    memory_fraction: float | str = 0.9,
     *,
     val_fn: ValidationFn | None = None,
     reducers: Mapping[str, Reducer] | None = None,
@@ -185,17 +192,19 @@ def create_enhanced_train_loop(
         val_dataloader: Batches to validate on.
         enable_validation: False: none, whatever else is given.
         val_interval: Steps between two validations, and between two saves.
-        memory_fraction: Share of the device that the process is meant to stay within. After a validation that found
-            more in use, what nobody uses is given back, with a warning in the log. It is no limit.
+        memory_fraction: Share of the device that the process is meant to stay within, or a size such as ``"20GiB"``.
+            After a validation that found more in use, what nobody uses is given back, with a warning in the log. It is
+            no limit.
         val_fn: ``val_fn(model, batch)`` returns figures by name, one row for each row of the batch. None: a diffusion
             loop's own losses, with the same noise each time; the ``loss_fn`` of a `MemoryEfficientTrainLoop`.
-        reducers: As for `MemoryEfficientTrainLoop`.
+        reducers: As for `MemoryEfficientTrainLoop`; None: those that such a loop has.
         num_val_batches: How many batches a validation takes; for a ``val_dataloader`` that never ends.
         monitor: Early stopping.
         state: A `TrainingStateManager`. Saved are the loop's ``model``, ``opt``, averages, master weights, counters,
-            and its ``data`` where that has a ``state_dict``; a generator as data begins anew.
-        objects: More to save, by name, each with ``state_dict`` and ``load_state_dict``; for a step function at least
-            the optimiser.
+            and its ``data`` where that has a ``state_dict``; a generator as data begins anew. With a monitor, a state
+            that was validated has its figure as the metric.
+        objects: More to save, by names that the loop's parts do not have, each with ``state_dict`` and
+            ``load_state_dict``; for a step function at least the optimiser.
         model: Of a step function; others have ``model``.
         data: Batches for a step function.
         num_epochs: Passes over the data, for a step function and a `MemoryEfficientTrainLoop`.
@@ -225,10 +234,10 @@ def create_enhanced_train_loop(
         >>> loop.run_loop(), loop.num_steps, sorted(loop.figures)
         ('epochs', 10, ['loss'])
     """
-    if val_interval < 1:
-        _refuse(f"val_interval={val_interval}", "a number of steps, 1 or more", "change val_interval.")
-    if not 0 < memory_fraction <= 1:
-        _refuse(f"memory_fraction={memory_fraction}", "a share in (0, 1]", "change memory_fraction.")
+    check = Checker(_CALL)
+    check.whole("val_interval", val_interval, 1)
+    if not isinstance(memory_fraction, str):  # a number is a share, 1 too
+        memory_fraction = check.number("memory_fraction", memory_fraction, 0, 1)
     base, run = _as_loop(base_train_loop, data, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
     model = base.trainer.model if is_own else model or getattr(base, "model", None)
@@ -239,7 +248,7 @@ def create_enhanced_train_loop(
     if enable_validation and val_dataloader is not None:
         _check_batches(val_dataloader, num_val_batches)
         if is_own:
-            validate_now = _own_validation(base, val_dataloader, num_val_batches, val_fn)
+            validate_now = _own_validation(base, val_dataloader, num_val_batches, val_fn, reducers)
         else:
             fn = val_fn or diffusion_losses(base)
             if fn is None:
@@ -250,6 +259,8 @@ def create_enhanced_train_loop(
     if isinstance(base, FunctionLoop) and state is not None and not objects:
         _refuse("state for a step function alone", "what it changes beside the model", "pass objects={'opt': ...}")
     parts = base.objects() if is_own else stateful_parts(base) | {"model": model}
+    objects = dict(objects or {})
+    _check_saving(monitor, state, parts, objects)
     return EnhancedTrainLoop(
         base,
         run,
@@ -258,7 +269,7 @@ def create_enhanced_train_loop(
         memory=MemoryManager(device_of(model), memory_fraction),
         monitor=monitor,
         state=state,
-        objects=parts | dict(objects or {}),
+        objects=parts | objects,
         stop=stop,
     )
 
@@ -281,8 +292,25 @@ def _as_loop(base: Any, data: Iterable[Any] | None, num_epochs: int) -> tuple[An
     return function_loop, function_loop.run_loop
 
 
+def _check_saving(
+    monitor: ValidationMonitor | None, state: StateStore | None, parts: Mapping[str, Any], objects: Mapping[str, Any]
+) -> None:
+    for name, each in objects.items():
+        if name in _OWN_NAMES or parts.get(name, each) is not each:
+            _refuse(f"objects={{{name!r}: ...}}", "names that the loop does not use itself", f"rename {name!r}.")
+    mode = getattr(state, "mode", None)
+    if monitor is not None and mode not in {None, monitor.mode}:
+        _refuse(
+            f"a monitor of mode {monitor.mode!r} and a state manager of mode {mode!r}",
+            "one mode, for one figure",
+            f"pass TrainingStateManager(..., mode={monitor.mode!r}).",
+        )
+
+
 def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
-    if num_batches is None and isinstance(loader, Iterator):
+    if num_batches is not None:
+        Checker(_CALL).whole("num_val_batches", num_batches, 1)
+    elif isinstance(loader, Iterator):
         _refuse(
             "an iterator as val_dataloader",
             "batches that can be iterated for every validation",
@@ -310,9 +338,13 @@ def _validation(
 
 
 def _own_validation(
-    loop: MemoryEfficientTrainLoop, loader: Iterable[Any], num_batches: int | None, fn: ValidationFn | None
+    loop: MemoryEfficientTrainLoop,
+    loader: Iterable[Any],
+    num_batches: int | None,
+    fn: ValidationFn | None,
+    reducers: Mapping[str, Reducer] | None,
 ) -> Callable[[], dict[str, Any] | None]:
-    return lambda: loop.validate(itertools.islice(loader, num_batches), fn)
+    return lambda: loop.validate(itertools.islice(loader, num_batches), fn, reducers)
 
 
 def _refuse(got: str, expected: str, fix: str) -> NoReturn:

@@ -106,11 +106,12 @@ class Counters:
             FileFormatError: Another version, or the state of a loop with other tensors.
         """
         tensors = self._tensors()
-        if state.get("version") != _VERSION or len(state["tensors"]) != len(tensors):
+        found = (state.get("version"), [tuple(each.shape) for each in state.get("tensors", ())])
+        if found != (_VERSION, [tuple(each.shape) for each in tensors]):
             raise FileFormatError(
                 "create_enhanced_train_loop(state=...)",
-                got=f"version {state.get('version')!r}, {len(state['tensors'])} tensors beside the model",
-                expected=f"version {_VERSION}, {len(tensors)} tensors",
+                got=f"version {found[0]!r}, {_describe(found[1])} beside the model",
+                expected=f"version {_VERSION}, {_describe([tuple(each.shape) for each in tensors])}",
                 fix="make the loop as it was when the state was saved.",
             )
         owners = dict(self._owners())
@@ -140,6 +141,10 @@ class Counters:
                 seen.add(id(each))
                 found.append(each)
         return found
+
+
+def _describe(shapes: list[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} tensors" + (f" of shapes {', '.join(map(str, shapes[:5]))}" if shapes else "")
 
 
 def stateful_parts(loop: object) -> dict[str, Any]:

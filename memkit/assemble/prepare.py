@@ -10,27 +10,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _rng
-from memkit._errors import ConfigError, InputError
+from memkit._errors import ConfigError
 from memkit._protocols import Scheduler
-from memkit._units import format_bytes, parse_bytes
+from memkit._units import format_bytes
 from memkit._workspace import WorkspaceRecorder
+from memkit.assemble.prepare_checks import (
+    PrecisionName,
+    allowed_counts,
+    check_measurable,
+    check_precisions,
+    find_place,
+    rows_to_plan,
+    shown,
+)
 from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, on_cpu
-from memkit.planning.gpus import GPU, find_gpu
+from memkit.planning.dryrun import LossFn, check_model, on_cpu
+from memkit.planning.gpus import GPU, CapacityLike
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.plan.plan import TrainingPlan
-from memkit.planning.plan.search import fastest, micro_batch_counts, search
+from memkit.planning.plan.search import fastest, search
 from memkit.planning.plan.speeds import card_speeds, host_speeds
 from memkit.planning.plan.trial import Arrangement, Rehearsal, TrainStep, Trial
 from memkit.train.checkpointing import choose_blocks
-from memkit.train.models import device_of, unwrap_model
-from memkit.train.probe import probe_split, scan_modules
+from memkit.train.models import unwrap_model
 from memkit.train.split import count_rows, take_rows
 from memkit.train.treatments import KEPT_OPERATORS
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -39,7 +47,6 @@ _NUM_FINALISTS = 5
 _NUM_TIMED = 5
 _SLACK = 1.5  # how far predicted times may be off where candidates are timed
 
-PrecisionName = Literal["bf16-mixed", "fp16-mixed"]
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
 
@@ -49,8 +56,8 @@ def plan_training(
     loss_fn: LossFn,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     *,
-    budget: int | str,
-    target: str | None = None,
+    budget: CapacityLike,
+    target: str | GPU | None = None,
     precisions: Sequence[PrecisionName | None] = (None,),
     micro_batch_size: int | None = None,
     measure: bool = False,
@@ -68,12 +75,12 @@ def plan_training(
         sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or ``(loss_sum, count)``.
         optimizer: As for `estimate_memory_usage`.
-        budget: The name of a card; or a size, as bytes or text such as ``"24GiB"``.
+        budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``.
         target: Where a budget in bytes is meant: a card, or ``"cpu"``, where live bytes are counted. None: where the
             model is.
         precisions: What may be chosen. None is the model's own; bf16 changes numbers, so it is taken only if listed.
-        micro_batch_size: Rows of a micro-batch, where you have chosen. ``micro_batch_size=len(batch)`` plans the blocks
-            alone. None: the plan chooses.
+        micro_batch_size: Rows of a micro-batch, where you have chosen; ``notes`` say so where parts have another
+            gradient. ``micro_batch_size=len(batch)`` plans the blocks alone. None: the plan chooses.
         measure: Whether to run real steps, on a copy of the model, of the up to five candidates that are expected to be
             the fastest, and to take the one that took the least processor time; and one of each that fits but for what
             kernels may take inside, to see what they take. Only on the CPU.
@@ -85,6 +92,7 @@ def plan_training(
     Raises:
         ConfigError: Nothing fits: the message says what comes nearest and what holds it. Or an argument is wrong.
         InputError: The batch has no rows to split, no card has this name, or a size depends on data.
+        InputTypeError: ``model`` is no module, or ``budget`` or ``target`` neither a size nor a card.
 
     Memory cost:
         No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
@@ -104,11 +112,13 @@ def plan_training(
         >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1
         (True, True)
     """
-    gpu, budget_bytes = _place(model, budget, target)
+    check_model("plan_training", model)
+    check_precisions(precisions)
+    gpu, budget_bytes = find_place(model, budget, target)
     if measure:
-        _check_measurable(model, gpu)
-    num_rows = count_rows(sample_batch)
-    counts, notes = _allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
+        check_measurable(model, gpu)
+    num_rows = rows_to_plan(sample_batch)
+    counts, notes, is_exact = allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
     speeds = host_speeds() if gpu is None else card_speeds(gpu)
     rehearsal = Rehearsal(
         model=model,
@@ -132,7 +142,15 @@ def plan_training(
         _refuse(budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
-    return TrainingPlan.of(best, trials, budget_bytes=budget_bytes, measured=measured, speeds=speeds.about, notes=notes)
+    return TrainingPlan.of(
+        best,
+        trials,
+        budget_bytes=budget_bytes,
+        measured=measured,
+        speeds=speeds.about,
+        notes=notes,
+        is_split_exact=is_exact,
+    )
 
 
 class PreparedTrainer(MemoryEfficientTrainingWrapper):
@@ -160,11 +178,12 @@ def prepare(
     sample_batch: Any,
     loss_fn: LossFn,
     *,
-    budget: int | str,
-    target: str | None = None,
+    budget: CapacityLike,
+    target: str | GPU | None = None,
     precisions: Sequence[PrecisionName | None] = (None,),
     micro_batch_size: int | None = None,
     measure: bool = False,
+    selected_fraction: float | None = None,
     max_grad_norm: float | None = None,
     scheduler: Scheduler | None = None,
 ) -> PreparedTrainer:
@@ -180,6 +199,7 @@ def prepare(
         precisions: As for `plan_training`.
         micro_batch_size: As for `plan_training`.
         measure: As for `plan_training`.
+        selected_fraction: As for `plan_training`.
         max_grad_norm: As for `MemoryEfficientTrainingWrapper`.
         scheduler: As for `MemoryEfficientTrainingWrapper`.
 
@@ -190,6 +210,7 @@ def prepare(
     Raises:
         ConfigError: As for `plan_training`.
         InputError: As for `plan_training`.
+        InputTypeError: As for `plan_training`.
 
     Example:
         >>> import torch
@@ -211,9 +232,15 @@ def prepare(
         precisions=precisions,
         micro_batch_size=micro_batch_size,
         measure=measure,
+        selected_fraction=selected_fraction,
     )
     trainer = PreparedTrainer(
-        model, optimizer, max_grad_norm=max_grad_norm, scheduler=scheduler, **plan.wrapper_settings()
+        model,
+        optimizer,
+        max_grad_norm=max_grad_norm,
+        scheduler=scheduler,
+        probe=not plan.is_split_exact,  # else the plan has judged; and a probe's peak is none that was planned
+        **plan.wrapper_settings(),
     )
     trainer.plan = plan
     return trainer
@@ -284,36 +311,6 @@ def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial
     return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
 
 
-def _check_measurable(model: nn.Module, gpu: GPU | None) -> None:
-    if gpu is not None or device_of(model).type != "cpu":
-        raise ConfigError(
-            "plan_training(..., measure=True)",
-            got=f"a model on {device_of(model)}" + (f" and a budget on {gpu.name}" if gpu else ""),
-            expected="a model with data on the CPU, and a budget there: steps are run",
-            fix="leave measure out: the plan then goes by the device's speeds.",
-        )
-
-
-def _place(model: nn.Module, budget: int | str, target: str | None) -> tuple[GPU | None, int]:
-    """Which card, None for the CPU, and how many bytes of it."""
-    try:
-        num_bytes = parse_bytes(budget, name="budget")
-    except InputError:
-        if not isinstance(budget, str):
-            raise
-        gpu = find_gpu(budget)
-        if target is not None:
-            raise ConfigError(
-                f"plan_training(..., budget={budget!r}, target={target!r})",
-                got="two devices",
-                expected="a budget in bytes where there is a target",
-                fix="leave target out, or write the budget as a size such as '20GiB'.",
-            ) from None
-        return gpu, gpu.total_bytes
-    where = target or device_of(model).type
-    return (None if where in ("cpu", "meta") else find_gpu(where)), num_bytes
-
-
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     try:
         return choose_blocks(unwrap_model(model), "auto")
@@ -321,37 +318,12 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
         return {}
 
 
-def _allowed_counts(
-    model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
-) -> tuple[list[int], list[str]]:
-    """Numbers of micro-batches that leave the gradient as it is, and what stands against others."""
-    if micro_batch_size is not None:
-        if micro_batch_size not in range(1, num_rows + 1):
-            raise ConfigError(
-                f"plan_training(..., micro_batch_size={micro_batch_size!r})",
-                got=repr(micro_batch_size),
-                expected=f"an int from 1 to {num_rows}, the rows of the batch",
-                fix="leave it out, or pass fewer rows.",
-            )
-        return [-(-num_rows // micro_batch_size)], []
-    if device_of(model).type == "meta":
-        norms = scan_modules(model)
-        if norms:
-            return [1], [f"The batch is kept whole: {', '.join(norms)} normalise over its rows."]
-        return micro_batch_counts(num_rows), ["Not checked, for the model has no data: that the batch may be split."]
-    verdict = probe_split(unwrap_model(model), batch, loss_fn)
-    if verdict.exact is False or verdict.modules:
-        return [1], [f"The batch is kept whole, for parts have another gradient. {verdict.advice}"]
-    notes = [] if verdict.exact else [f"Not checked that the batch may be split: {verdict.reason}."]
-    return micro_batch_counts(num_rows), notes
-
-
-def _refuse(budget: int | str, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
+def _refuse(budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
     holders = "; ".join(f"{format_bytes(each.nbytes)} {each}" for each in nearest.estimate.holders[:3])
     arrangement = nearest.arrangement
     treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
     raise ConfigError(
-        f"plan_training(..., budget={budget!r})",
+        f"plan_training(..., budget={shown(budget)})",
         got=f"{format_bytes(nearest.required_bytes)} at the least, with micro-batches of "
         f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
         expected=f"a plan that takes {format_bytes(budget_bytes)} at most",

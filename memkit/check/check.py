@@ -22,7 +22,13 @@ from memkit.check.source import SUFFIXES, Source, read_source
 
 SCRIPT_RULES = (*graphs.RULES, *evaluation.RULES, *steps.RULES, *precision.RULES, *setup.RULES)
 RULES: tuple[Rule[Any], ...] = (*SCRIPT_RULES, *launch.RULES)
-UNKNOWN = "unknown-ignore"  # the finding about a comment that names no rule
+# About comments that name no rule: it looks at no code, so it is none of RULES.
+UNKNOWN = "unknown-ignore"
+UNKNOWN_WHAT = "a comment ignores a rule that there is not"
+UNKNOWN_WHY = "it takes nothing out"
+UNKNOWN_FIX = "correct or remove the comment."
+
+_IDS = (*(rule.id for rule in RULES), UNKNOWN)
 
 _COMMENT = re.compile(r"#\s*memkit:\s*ignore(?:\[([^\]]*)\])?")
 _FOREIGN = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "build", "dist"})
@@ -70,7 +76,7 @@ def check_source(text: str, *, path: str = "<source>") -> tuple[Finding, ...]:
         >>> [(finding.rule, finding.line) for finding in mk.check_source(script)]
         [('graph-kept', 7)]
     """
-    return tuple(_check(Source(path, text, is_shell=path.endswith(".sh")), {rule.id for rule in RULES}))
+    return tuple(_check(Source(path, text, is_shell=path.endswith(".sh")), set(_IDS)))
 
 
 def check_paths(
@@ -96,13 +102,12 @@ def check_paths(
         >>> result.num_files, [finding.rule for finding in result.findings]
         (1, ['anomaly-left-on'])
     """
-    known = [rule.id for rule in RULES]
     for name in (*select, *ignore):
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+        if name not in _IDS:
+            near = difflib.get_close_matches(name, _IDS, 1)
             fix = f"write {near[0]!r}." if near else "`memkit check --list-rules` shows them."
             raise ConfigError(f"check_paths(rule {name!r})", got=f"{name!r}", expected="the id of a rule", fix=fix)
-    wanted = set(select or known) - set(ignore)
+    wanted = set(select or _IDS) - set(ignore)
     findings: list[Finding] = []
     unread = []
     files = [file for path in paths for file in _files_of(Path(path))]
@@ -135,13 +140,14 @@ def _search(folder: Path) -> Iterator[Path]:
 def _check(source: Source, wanted: set[str]) -> list[Finding]:
     if source.is_shell:
         launcher = Launcher(source.text)
-        found = {(rule, place) for rule in launch.RULES if rule.id in wanted for place in rule.find(launcher)}
-        return _findings(source, found)
+        finds = ((rule, place) for rule in launch.RULES if rule.id in wanted for place in rule.find(launcher))
+        return _findings(source, set(finds), wanted)
     if "torch" not in source.text:
         return []
     script = _parse(source)
     rules = (rule for rule in SCRIPT_RULES if rule.id in wanted and script.uses_torch)
-    return _findings(source, set(chain.from_iterable(((rule, place) for place in rule.find(script)) for rule in rules)))
+    found = set(chain.from_iterable(((rule, place) for place in rule.find(script)) for rule in rules))
+    return _findings(source, found, wanted)
 
 
 def _parse(source: Source) -> Script:
@@ -156,7 +162,7 @@ def _parse(source: Source) -> Script:
     ) from None
 
 
-def _findings(source: Source, found: set[tuple[Rule[Any], Place]]) -> list[Finding]:
+def _findings(source: Source, found: set[tuple[Rule[Any], Place]], wanted: set[str]) -> list[Finding]:
     """The findings of a file in the order of its lines, without those that a comment takes out."""
     ignored = dict(_comments(source))
     findings = []
@@ -166,11 +172,12 @@ def _findings(source: Source, found: set[tuple[Rule[Any], Place]]) -> list[Findi
         if not names & {rule.id, "*"}:
             cell, line = source.cell_at(place.line)
             findings.append((place.line, rule.finding(source.path, place._replace(line=line), cell)))
-    for line, names in ignored.items():
-        for name in sorted(names - {"*"} - {rule.id for rule in RULES}):
+    for line, names in ignored.items() if UNKNOWN in wanted else ():
+        for name in sorted(names - {"*", *_IDS}):
             cell, line_in_cell = source.cell_at(line)
-            message, fix = f"no rule is named {name!r}", "correct or remove the comment."
-            findings.append((line, Finding(UNKNOWN, "warning", source.path, line_in_cell, 1, message, fix, None, cell)))
+            message = f"no rule is named {name!r}: {UNKNOWN_WHY}"
+            finding = Finding(UNKNOWN, "warning", source.path, line_in_cell, 1, message, UNKNOWN_FIX, None, cell)
+            findings.append((line, finding))
     findings.sort(key=lambda item: (item[0], item[1].column, item[1].rule))
     return [finding for _, finding in findings]
 

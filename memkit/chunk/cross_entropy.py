@@ -13,7 +13,7 @@ from torch import Tensor
 from memkit._errors import ConfigError, InputError
 from memkit._streamed import Gradients, accumulator_dtype, with_gradients
 from memkit.chunk.loss import check_reduction
-from memkit.chunk.sizing import check_chunk_size
+from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
 _MIN_LOGITS_BYTES = 2**20  # measured: chunks of less are dominated by the cost of calling operators
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
@@ -28,7 +28,7 @@ def chunked_linear_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
-    chunk_size: int | None = None,
+    chunk_size: ChunkSize | None = "auto",
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight, bias), targets)`` with the logits of one chunk of rows at a time.
 
@@ -44,16 +44,16 @@ def chunked_linear_cross_entropy(
         ignore_index: Targets with this value do not count.
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
         label_smoothing: Between 0 and 1, as in `torch.nn.functional.cross_entropy`.
-        chunk_size: Rows whose logits exist at a time. None: such that these logits take half the memory of the
-            gradients of ``x`` and ``weight``, or 1 MiB, or 64 rows, whichever is most.
+        chunk_size: Rows whose logits exist at a time. ``"auto"`` or None: such that these logits take half the memory
+            of the gradients of ``x`` and ``weight``, or 1 MiB, or 64 rows, whichever is most.
 
     Returns:
         The loss, 0-dim, in the dtype of ``x``; float32 under autocast. As in torch, a mean where all targets are
         ignored is NaN, and its gradients are zero.
 
     Raises:
-        ConfigError: ``chunk_size`` is no positive int, ``reduction`` is another, such as ``"none"``, or
-            ``label_smoothing`` lies outside of 0 to 1.
+        ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is another, such as
+            ``"none"``, or ``label_smoothing`` lies outside of 0 to 1.
         InputError: The shapes do not fit each other, or the targets are not int64.
         StateError: In backward with ``create_graph=True``.
         RuntimeError: torch's own: a target is out of range (on CUDA a device-side assertion).
@@ -83,9 +83,8 @@ def chunked_linear_cross_entropy(
             call, got=f"label_smoothing={label_smoothing!r}", expected="0 to 1", fix="0.1 is the usual value."
         )
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    if chunk_size is None:
+    if chunk_size is None or is_auto(chunk_size):
         chunk_size = choose_chunk_size(len(x), *weight.shape, itemsize=accumulator_dtype(x.dtype).itemsize)
-    check_chunk_size(call, chunk_size)
     is_autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64  # autocast leaves float64 alone
     is_counted = targets != ignore_index
     problem = _Problem(
@@ -95,7 +94,7 @@ def chunked_linear_cross_entropy(
         index=targets.where(is_counted, 0).unsqueeze(1),
         is_counted=is_counted.unsqueeze(1),
         label_smoothing=label_smoothing,
-        chunk_size=chunk_size,
+        chunk_size=check_chunk_size(call, chunk_size),
         dtype=torch.get_autocast_dtype(x.device.type) if is_autocast else x.dtype,
     )
     inputs = [x, weight] if bias is None else [x, weight, bias]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit._captured import CapturedTensors
 from memkit._errors import ConfigError, InputError
+from memkit._settings import Checker
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
@@ -110,6 +111,7 @@ class ChunkedCall:
                 expected="'auto', 'checkpoint' or 'save'",
                 fix="leave it out unless you need second derivatives.",
             )
+        self._check_kept(strategy)
         inputs = self._take_arguments(args, kwargs)
         outputs: Sequence[Tensor]
         if strategy == "auto":
@@ -124,6 +126,16 @@ class ChunkedCall:
         template, tree = self._result
         results = iter(outputs)
         return pytree.tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in template], tree)
+
+    def _check_kept(self, strategy: Strategy) -> None:
+        if Checker(self.name).whole("num_kept", self.num_kept) and (isinstance(self.size, Sizer) or strategy != "auto"):
+            other = "chunk_size='auto', which chooses it" if strategy == "auto" else f"strategy={strategy!r}"
+            raise ConfigError(
+                self.name,
+                got=f"num_kept={self.num_kept} with {other}",
+                expected="num_kept with a number as chunk_size, and strategy='auto'",
+                fix="leave num_kept out.",
+            )
 
     def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
         """Say how the call is cut, without running it."""
@@ -367,7 +379,11 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call, replay = ctx.call, ctx.replay
-        refuse_second_derivative(call.name, "pass strategy='checkpoint', which can be differentiated twice.")
+        refuse_second_derivative(
+            call.name,
+            "call chunked_map or chunked_segment_reduce with strategy='checkpoint' and a chunk_size: these can be "
+            "differentiated twice.",
+        )
         saved = ctx.saved_tensors
         inputs, params = saved[: ctx.num_inputs], saved[ctx.num_inputs : ctx.num_tensors]
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])

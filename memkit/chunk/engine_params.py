@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from memkit._errors import InputError
+from memkit._errors import InputError, InputTypeError
 
 
 def describe(fn: Callable[..., Any]) -> str:
@@ -31,16 +31,35 @@ def parameters_of(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | 
             the parameters of ``fn`` anew at each call.
     """
     _refuse_sharded(call, fn)
-    found = {id(tensor): tensor for tensor in [*_owned(fn), *(params or ())] if tensor.requires_grad}
+    found = {id(tensor): tensor for tensor in [*_owned(fn), *listed(call, params)] if tensor.requires_grad}
     for tensor in found.values():
         if not tensor.is_leaf:
             raise InputError(
                 call,
                 got=f"a parameter of shape {tuple(tensor.shape)} that was computed from others",
                 expected="leaf tensors, as module.parameters() gives",
-                fix="compute it inside the function, or pass strategy='checkpoint'.",
+                fix="compute it inside the function, or use chunked_map(..., strategy='checkpoint').",
             )
     return list(found.values())
+
+
+def listed(call: str, params: Iterable[Tensor] | None) -> list[Tensor]:
+    """Return what was given as ``params``.
+
+    Raises:
+        InputTypeError: It is not several tensors; one alone would be taken apart into its rows.
+    """
+    given = [] if params is None else params
+    is_one = isinstance(given, Tensor) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if is_one else list(given)
+    if is_one or not all(isinstance(each, Tensor) for each in found):
+        raise InputTypeError(
+            call,
+            got=f"params of {', '.join(sorted({type(each).__name__ for each in found}))}" + " alone" * is_one,
+            expected="tensors in a list, or what module.parameters() gives",
+            fix="pass params=[tensor] or params=module.parameters().",
+        )
+    return found
 
 
 def _refuse_sharded(call: str, fn: object) -> None:

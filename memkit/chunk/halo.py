@@ -27,7 +27,7 @@ _SIZES = (8, 16, 32, 64, 128)  # of the small volume; the strides of most networ
 _LONGEST = 512
 _PERIODS = (2, 8, 32)  # longest period looked for, the cheap search first
 _VOXELS = 2**13  # of one run of the probe, if rows can be taken out for it
-_REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # by modules, of a size or a dtype
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # by modules, of a size or a dtype
 _GAUSSIAN = 'mode="gaussian" approximates it; or apply the module before that layer in tiles, and that layer whole.'
 
 _Key = tuple[Any, ...]
@@ -81,7 +81,7 @@ class _Probe:
             sizes[dim] = length
             try:
                 reach = self._settle(dim, sizes)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 if isinstance(error, InputError):
                     raise
                 continue
@@ -101,7 +101,7 @@ class _Probe:
             buffers = self._buffers()
             try:
                 functional_call(self._module, buffers, (self._noise(1, sizes),))
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 reason = error
                 continue
             self._refuse_changed(buffers)
@@ -221,7 +221,7 @@ class _Probe:
         handles = [each.register_forward_hook(watch) for each in names]
         try:
             functional_call(self._module, self._buffers(), (rows,))
-        except _REFUSALS:
+        except REFUSALS:
             return None
         finally:
             for handle in handles:
@@ -257,7 +257,7 @@ class _Probe:
         """Largest difference between tiles and whole, as a share of the largest result."""
         try:
             return self._difference_in(axes, sizes, torch.float64), torch.float64
-        except _REFUSALS:  # no float64 on the device, or a layer that insists on another dtype
+        except REFUSALS:  # no float64 on the device, or a layer that insists on another dtype
             return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
 
     def _difference_in(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int], dtype: torch.dtype) -> float:

@@ -7,6 +7,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
@@ -36,8 +37,8 @@ def chunked_loss(
         fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a pair ``(loss_sum, count)``
             with the sum of the chunk's losses, 0-dim, and what it counts for in the mean: valid tokens, a sum of
             weights.
-        *rows: Tensors (N, ...) that are cut along dimension 0; their gradients are taken where they require grad.
-            Other values, and 0-dim tensors, are passed to every chunk as they are.
+        *rows: Tensors (N, ...), alone or in containers, that are cut along dimension 0; their gradients are taken where
+            they require grad. Other values, and 0-dim tensors, are passed to every chunk as they are.
         chunk_size: Rows per chunk: a few thousand for a small MLP; below some hundreds, overhead shows. Or ``"auto"``:
             see `memkit.chunk.map.chunked_map`.
         memory_budget: With ``"auto"``, what the call may take at any moment beyond its arguments: the gradients that it
@@ -79,6 +80,30 @@ def chunked_loss(
         True
     """
     call = f"chunked_loss({describe(fn)}, ..., reduction={reduction!r})"
+    return loss_call(
+        call,
+        fn,
+        rows,
+        as_size(call, chunk_size, memory_budget),
+        reduction=reduction,
+        weight_total=weight_total,
+        params=params,
+        check=check,
+    )
+
+
+def loss_call(
+    call: str,
+    fn: Callable[..., Any],
+    rows: tuple[Any, ...],
+    size: int | Sizer,
+    *,
+    reduction: Literal["mean", "sum"],
+    weight_total: float | Tensor | None,
+    params: Iterable[Tensor] | None,
+    check: bool,
+) -> Tensor:
+    """Run `chunked_loss`, in the name of a call."""
     check_reduction(reduction, call)
     if reduction == "sum" and weight_total is not None:
         raise ConfigError(
@@ -87,11 +112,11 @@ def chunked_loss(
             expected="a divisor only where something is divided",
             fix="drop weight_total, or use reduction='mean'.",
         )
-    size = as_size(call, chunk_size, memory_budget)
     problem = _Problem(call, fn, rows, parameters_of(call, fn, params))
     if check:
         check_independence(fn, rows, call=call)
-    total, count, dtype = problem.run(rows, size.plan(problem).chunk_size if isinstance(size, Sizer) else size)
+    chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
+    total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
         # The gradients above are the sum's. This division reaches them as the one factor that backward multiplies by.
         total = total / (count if weight_total is None else weight_total)
@@ -101,10 +126,11 @@ def chunked_loss(
 class _Problem:
     """A loss whose chunk size may be to be chosen: a `memkit.chunk.sizing.Problem`."""
 
-    def __init__(self, call: str, fn: Callable[..., Any], rows: Sequence[Any], params: Sequence[Tensor]) -> None:
-        self.name, self._fn, self._rows, self._params = call, fn, rows, params
-        self.num_rows = count_rows(rows, call)
-        self._tensors = [each for each in rows if isinstance(each, Tensor)]
+    def __init__(self, call: str, fn: Callable[..., Any], rows: tuple[Any, ...], params: Sequence[Tensor]) -> None:
+        self.name, self._fn, self._params = call, fn, params
+        self.rows, self._tree = pytree.tree_flatten(rows)  # what containers hold is cut as well
+        self.num_rows = count_rows(self.rows, call)
+        self._tensors = [each for each in self.rows if isinstance(each, Tensor)]
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*self._tensors, *params))
 
     def run(self, rows: Sequence[Any], chunk_size: int, head: int = 0) -> tuple[Tensor, float | Tensor, torch.dtype]:
@@ -114,7 +140,7 @@ class _Problem:
 
         def chunk_sum(*chunk: Any) -> Tensor:
             nonlocal count, dtype
-            output = self._fn(*chunk)
+            output = self._call(chunk)
             loss_sum, chunk_count = (
                 _read_pair(output, self.name) if isinstance(output, tuple) else _read_losses(output, chunk, self.name)
             )
@@ -127,10 +153,13 @@ class _Problem:
         )
         return total, count, dtype
 
+    def _call(self, leaves: Iterable[Any]) -> Any:
+        return self._fn(*pytree.tree_unflatten(leaves, self._tree))
+
     def kind(self) -> Hashable:
         """See `memkit.chunk.sizing.Problem`."""
         needs = tuple(torch.is_grad_enabled() and each.requires_grad for each in (*self._tensors, *self._params))
-        return needs, kind_of(self._fn, self._tensors, [each for each in self._rows if not isinstance(each, Tensor)])
+        return needs, kind_of(self._fn, self._tensors, [each for each in self.rows if not isinstance(each, Tensor)])
 
     def held_bytes(self, found: Measurement) -> tuple[int, int]:  # noqa: ARG002 - the same for all sizes
         """See `memkit.chunk.sizing.Problem`."""
@@ -145,10 +174,10 @@ class _Problem:
             each.detach()[: head + length].requires_grad_(each.requires_grad)
             if isinstance(each, Tensor) and each.dim()
             else each
-            for each in self._rows
+            for each in self.rows
         ]
         with unpacked(), undone(modules_of(self._fn)):
-            _, forward_peak, _ = watched(lambda: self._fn(*rows))
+            _, forward_peak, _ = watched(lambda: self._call(rows))
             _, peak, _ = watched(lambda: self.run(rows, max(num_rows, 1), head))
         held = _gradient_bytes([each for each in rows if isinstance(each, Tensor)], self._params)
         return Measurement(num_rows, forward_peak, peak - held)

@@ -55,7 +55,8 @@ def chunked_map(
         gradient, None and not zeros.
 
     Raises:
-        ConfigError: ``chunk_size`` or ``strategy`` is none, or not even one row fits into ``memory_budget``.
+        ConfigError: ``chunk_size`` or ``strategy`` is none, ``num_kept`` would be ignored, or not even one row fits
+            into ``memory_budget``.
         InputError: Rows differ in number; ``fn`` mixes them (BatchNorm in training mode, a softmax over rows), does not
             return a row for each row, changes its arguments in place, or uses a tensor that needs a gradient and is
             not known.

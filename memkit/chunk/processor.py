@@ -8,10 +8,12 @@ from typing import Any, Literal, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit.chunk.engine_params import describe
-from memkit.chunk.loss import chunked_loss
-from memkit.chunk.map import chunked_map, map_call
-from memkit.chunk.segments import chunked_segment_reduce
+from memkit.chunk.engine import ChunkedCall
+from memkit.chunk.engine_params import describe, listed
+from memkit.chunk.loss import loss_call
+from memkit.chunk.map import map_call
+from memkit.chunk.segments import segment_call
+from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce
 from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
 
@@ -68,7 +70,7 @@ class ChunkedProcessor:
     ) -> None:
         self._fn, self._name = fn, f"ChunkedProcessor({describe(fn)})"
         self._size = as_size(self._name, chunk_size, memory_budget)
-        self._params = None if params is None else list(params)
+        self._params = listed(self._name, params)
         self._preserve_rng_state, self._check = preserve_rng_state, check
 
     def __call__(self, *rows: Any) -> Any:
@@ -77,11 +79,13 @@ class ChunkedProcessor:
 
     def map(self, *rows: Any, output_device: str | torch.device | None = None) -> Any:
         """Compute ``fn(*rows)``: see `memkit.chunked_map`."""
-        return chunked_map(
+        return self._map_call(output_device).run(rows, {}, params=self._params, strategy="auto")
+
+    def _map_call(self, output_device: str | torch.device | None = None) -> ChunkedCall:
+        return map_call(
+            self._name,
             self._fn,
-            *rows,
-            chunk_size=self._size,
-            params=self._params,
+            self._size,
             preserve_rng_state=self._preserve_rng_state,
             output_device=output_device,
             check=self._check,
@@ -99,16 +103,16 @@ class ChunkedProcessor:
         weight: Tensor | None = None,
     ) -> Tensor:
         """Reduce ``fn(*edge_rows, **gathered)`` over segments: see `memkit.chunked_segment_reduce`."""
-        return chunked_segment_reduce(
+        name = f"{self._name}.segment_reduce(...)"
+        return segment_call(
+            name,
             self._fn,
-            *edge_rows,
-            index=index,
-            ptr=ptr,
-            num_segments=num_segments,
+            edge_rows,
+            self._size,
+            Segments(name, index, ptr, num_segments),
             reduce=reduce,
             gather=gather,
             weight=weight,
-            chunk_size=self._size,
             params=self._params,
             preserve_rng_state=self._preserve_rng_state,
             check=self._check,
@@ -121,10 +125,11 @@ class ChunkedProcessor:
         weight_total: float | Tensor | None = None,
     ) -> Tensor:
         """Compute a loss with its gradients; ``fn`` returns losses of rows: see `memkit.chunked_loss`."""
-        return chunked_loss(
+        return loss_call(
+            f"{self._name}.loss(..., reduction={reduction!r})",
             self._fn,
-            *rows,
-            chunk_size=self._size,
+            rows,
+            self._size,
             reduction=reduction,
             weight_total=weight_total,
             params=self._params,
@@ -138,8 +143,7 @@ class ChunkedProcessor:
             ConfigError: Not even one row fits into the budget.
             InputError: What `map` would refuse.
         """
-        call = map_call(self._name, self._fn, self._size, check=self._check)
-        return call.choose(rows, {}, params=self._params)
+        return self._map_call().choose(rows, {}, params=self._params)
 
     @property
     def last_plan(self) -> ChunkPlan | None:

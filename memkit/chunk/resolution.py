@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit._errors import FileFormatError, InputError, InputTypeError, StateError
+from memkit._settings import Checker
 from memkit._voxelkeys import MORTON_BITS, morton_encode
 
 Downsample = Literal["area", "max", "sum", "masked_mean", "nearest"]
@@ -83,26 +84,16 @@ class DynamicResolutionProcessor:
         stride: int = 1,
         downsample: Downsample = "area",
     ) -> None:
-        checks = (
-            ("max_active_voxels", max_active_voxels, max_active_voxels >= 1, "1 or more"),
-            ("min_points_per_voxel", min_points_per_voxel, min_points_per_voxel >= 0, "0 or more"),
-            ("levels", levels, levels is None or 0 <= levels <= _MOST_LEVELS, f"0 to {_MOST_LEVELS}"),
-            ("hysteresis", hysteresis, 0 <= hysteresis < 1, "a share in [0, 1)"),
-            ("stride", stride, stride >= 1, "1 or more"),
-            ("downsample", downsample, downsample in get_args(Downsample), f"one of {get_args(Downsample)}"),
-        )
-        for name, value, is_right, expected in checks:
-            if not is_right:
-                raise ConfigError(
-                    f"DynamicResolutionProcessor({name}={value!r})",
-                    got=repr(value),
-                    expected=expected,
-                    fix="leave it out for the default.",
-                )
-        self._max_active, self._min_points = max_active_voxels, min_points_per_voxel
-        self._levels, self._hysteresis, self._stride = levels, hysteresis, stride
-        self._downsample = downsample
-        self._sizes: tuple[torch.Size, torch.Size] | None = None  # of the last volume, before and after
+        check = Checker("DynamicResolutionProcessor(...)")
+        self._max_active = check.whole("max_active_voxels", max_active_voxels, 1)
+        self._min_points = check.number("min_points_per_voxel", min_points_per_voxel, 0)
+        self._levels = None if levels is None else check.whole("levels", levels, 0, _MOST_LEVELS)
+        if not 0 <= check.number("hysteresis", hysteresis) < 1:
+            raise check.refuse("hysteresis", hysteresis, "a share in [0, 1)")
+        self._hysteresis, self._stride = float(hysteresis), check.whole("stride", stride, 1)
+        self._downsample = check.choice("downsample", downsample, get_args(Downsample))
+        # Of the last volume: its sides before and after, and how many of its voxels a cell's side has.
+        self._applied: tuple[torch.Size, torch.Size, int] | None = None
         self._level: int | None = None
         self.choice: ResolutionChoice | None = None
 
@@ -112,18 +103,18 @@ class DynamicResolutionProcessor:
         Args:
             coords: (N, 3) or (N, 2). Integers are voxels of the finest grid, from any origin. Positions (floats) are
                 put into 2^levels cells along the longest side of the box around them.
-            batch: (N,) integers, the sample of each point. Limits hold for each sample. None: one sample.
+            batch: (N,) integers from 0, the sample of each point. Limits hold for each sample. None: one sample.
 
         Raises:
-            InputError: No points, positions that are not finite, an extent that has no Morton code, or too many
-                occupied voxels even at the last level.
+            InputError: No points, positions that are not finite, another number of samples than of points, an extent
+                that has no Morton code, or too many occupied voxels even at the last level.
 
         Cells of all levels are counted from one sort of Morton codes.
 
         Memory cost: ten numbers of 8 bytes for each point, for a moment.
         """
         cells, levels = _finest_cells(coords, self._levels)
-        samples = coords.new_zeros(len(coords), dtype=torch.int64) if batch is None else batch.long()
+        samples = coords.new_zeros(len(coords), dtype=torch.int64) if batch is None else _samples_of(coords, batch)
         counts = _count_cells(cells, samples, levels)
         points = torch.bincount(samples, minlength=len(counts))
         # A sample without points has no say.
@@ -166,7 +157,8 @@ class DynamicResolutionProcessor:
         Args:
             volume: (B, C, D, H, W) or (B, C, H, W) on the finest grid; floating point, or any dtype with
                 ``downsample="nearest"``.
-            mask: (B, 1, D, H, W) bool for ``"masked_mean"``: what is not empty. None: what is not zero in some channel.
+            mask: (B, D, H, W) or (B, 1, D, H, W) bool, for ``"masked_mean"`` alone: what is not empty. None: what is
+                not zero in some channel.
 
         Returns:
             (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride.
@@ -174,8 +166,9 @@ class DynamicResolutionProcessor:
         Raises:
             StateError: Nothing was chosen before.
             InputTypeError: The volume has another form.
+            InputError: The mask has another form, or there is one where none is used.
         """
-        factor = 2 ** self._chosen(_APPLY)
+        factor = 2 ** self._chosen()
         is_nearest = self._downsample == "nearest"
         if volume.dim() not in (4, 5) or not (is_nearest or volume.is_floating_point()):
             raise InputTypeError(
@@ -184,14 +177,16 @@ class DynamicResolutionProcessor:
                 expected="a floating point volume (B, C, D, H, W) or (B, C, H, W)",
                 fix='add missing dimensions; use downsample="nearest" for labels.',
             )
+        if mask is not None:
+            mask = self._checked_mask(mask, volume)
         pooled = _nearest(volume, factor) if is_nearest else self._pool(volume, factor, mask)
         filling = [(0, -size % self._stride) for size in reversed(pooled.shape[2:])]
         pooled = F.pad(pooled, [each for pair in filling for each in pair])
-        self._sizes = volume.shape[2:], pooled.shape[2:]
+        self._applied = volume.shape[2:], pooled.shape[2:], factor
         return pooled
 
     def restore(self, y: Tensor, *, mode: Literal["nearest", "trilinear", "bilinear"] = "nearest") -> Tensor:
-        """Bring a result back to the size of the volume that `apply` was given last.
+        """Bring a result back to the size of the volume that `apply` was given last, whatever was chosen since.
 
         Args:
             y: (B, C, ...), of the sides that `apply` gave.
@@ -201,14 +196,14 @@ class DynamicResolutionProcessor:
             StateError: `apply` was not called before.
             InputError: The sides are others.
         """
-        if self._sizes is None:
+        if self._applied is None:
             raise StateError(
                 _RESTORE,
                 got="no volume before",
                 expected="apply(volume) before restore(y)",
                 fix="call apply first: it notes the size.",
             )
-        before, after = self._sizes
+        before, after, factor = self._applied
         if y.shape[2:] != after:
             raise InputError(
                 _RESTORE,
@@ -216,15 +211,27 @@ class DynamicResolutionProcessor:
                 expected=f"the sides that apply gave, {tuple(after)}",
                 fix="restore the result of the volume that apply was given last, from a network that keeps its size.",
             )
-        factor = 2 ** self._chosen(_RESTORE)
         whole = y if factor == 1 else F.interpolate(y, scale_factor=factor, mode=mode)
         places: Any = (..., *(slice(size) for size in before))
         return whole[places]
 
-    def _chosen(self, call: str) -> int:
+    def _chosen(self) -> int:
         if self._level is None:
-            raise StateError(call, got="no level yet", expected="choose(coords) first", fix="call choose first.")
+            raise StateError(_APPLY, got="no level yet", expected="choose(coords) first", fix="call choose first.")
         return self._level
+
+    def _checked_mask(self, mask: Tensor, volume: Tensor) -> Tensor:
+        """(B, 1, *spatial) bool."""
+        shape = volume.shape[0], *volume.shape[2:]
+        has_shape = tuple(mask.shape) in {shape, (shape[0], 1, *shape[1:])}
+        if self._downsample != "masked_mean" or mask.dtype != torch.bool or not has_shape:
+            raise InputError(
+                _APPLY,
+                got=f"a mask of shape {tuple(mask.shape)}, {mask.dtype}, with downsample={self._downsample!r}",
+                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, or with one channel; else none',
+                fix="make a bool mask of the volume's own size, or leave it out.",
+            )
+        return mask.reshape(shape[0], 1, *shape[1:])
 
     def _pool(self, volume: Tensor, factor: int, mask: Tensor | None) -> Tensor:
         if self._downsample == "sum":
@@ -284,6 +291,18 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
     levels = _POSITION_LEVELS if levels is None else levels
     cells = (coords - low) / side.clamp(min=torch.finfo(coords.dtype).tiny) * 2**levels
     return cells.long().clamp_(max=2**levels - 1), levels
+
+
+def _samples_of(coords: Tensor, batch: Tensor) -> Tensor:
+    """(N,) int64, checked."""
+    if batch.shape != coords.shape[:1] or batch.is_floating_point() or batch.is_complex() or int(batch.min()) < 0:
+        raise InputError(
+            "DynamicResolutionProcessor.choose(coords, batch=...)",
+            got=f"batch of shape {tuple(batch.shape)}, {batch.dtype}, for {len(coords)} points",
+            expected=f"({len(coords)},) integers, 0 or more: the sample of each point",
+            fix="number the samples from 0.",
+        )
+    return batch.long()
 
 
 def _count_cells(cells: Tensor, samples: Tensor, levels: int) -> Tensor:

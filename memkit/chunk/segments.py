@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex, get_args
 
+import torch
 from torch import Tensor
 
 from memkit._errors import ConfigError, InputError
@@ -92,6 +93,40 @@ def chunked_segment_reduce(
         True
     """
     name = f"chunked_segment_reduce({describe(fn)}, ...)"
+    return segment_call(
+        name,
+        fn,
+        edge_rows,
+        as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
+        Segments(name, index, ptr, num_segments),
+        reduce=reduce,
+        gather=gather,
+        weight=weight,
+        params=params,
+        strategy=strategy,
+        preserve_rng_state=preserve_rng_state,
+        num_kept=num_kept,
+        check=check,
+    )
+
+
+def segment_call(
+    name: str,
+    fn: Callable[..., Any],
+    edge_rows: tuple[Any, ...],
+    size: int | Sizer,
+    segments: Segments,
+    *,
+    reduce: Reduce,
+    gather: Mapping[str, tuple[Tensor, Tensor]] | None,
+    weight: Tensor | None,
+    params: Iterable[Tensor] | None,
+    preserve_rng_state: bool,
+    check: bool,
+    strategy: Strategy = "auto",
+    num_kept: int = 0,
+) -> Tensor:
+    """Run `chunked_segment_reduce`, in the name of a call."""
     if reduce not in get_args(Reduce):
         raise ConfigError(
             name,
@@ -99,20 +134,45 @@ def chunked_segment_reduce(
             expected=f"one of {', '.join(map(repr, get_args(Reduce)))}",
             fix="use 'sum', and divide or normalise the result.",
         )
-    segments = Segments(name, index, ptr, num_segments)
     call = ChunkedCall(
         name,
         functools.partial(_message, name, fn),
         reduction(reduce, segments),
-        as_size(name, chunk_size, memory_budget, may_choose=strategy == "auto"),
+        size,
         num_rows=segments.num_edges,
         num_kept=num_kept,
         check=check,
         preserve_rng_state=preserve_rng_state,
     )
-    gathered = {key: Gathered(x, pick) for key, (x, pick) in (gather or {}).items()}
+    gathered = _gathered(name, gather or {}, segments.num_edges)
     result: Tensor = call.run((weight, *edge_rows), gathered, params=params, strategy=strategy)
     return result
+
+
+def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str, Gathered]:
+    """What is picked from what, checked."""
+    for key, pair in gather.items():
+        is_pair = isinstance(pair, (tuple, list)) and [isinstance(each, Tensor) for each in pair] == [True, True]
+        fits = is_pair and pair[0].dim() and pair[1].shape == (num_edges,)
+        if not fits or pair[1].dtype not in (torch.int64, torch.int32):
+            shapes = [f"{tuple(each.shape)} in {each.dtype}" for each in pair] if is_pair else [type(pair).__name__]
+            raise InputError(
+                name,
+                got=f"gather[{key!r}]: {' and '.join(shapes)}",
+                expected=f"a pair (x, src): x (num_nodes, ...), src int64 or int32 ({num_edges},)",
+                fix=f"pass gather={{{key!r}: (x, src)}}, to give fn rows of x[src].",
+            )
+        x, pick = pair
+        if pick.is_cpu and num_edges:  # elsewhere the device's own check must do: this one waits
+            low, high = (int(bound) for bound in pick.aminmax())
+            if low < 0 or high >= len(x):
+                raise InputError(
+                    name,
+                    got=f"gather[{key!r}] with rows from {low} to {high}",
+                    expected=f"rows from 0 to {len(x) - 1}: x has shape {tuple(x.shape)}",
+                    fix="check how the edges were built.",
+                )
+    return {key: Gathered(*pair) for key, pair in gather.items()}
 
 
 def _message(name: str, fn: Callable[..., Any], weight: Tensor | None, *rows: Any, **gathered: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ So the same call is cut the same way in every run, and rounds alike.
 
 from __future__ import annotations
 
+import numbers
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -12,9 +13,9 @@ from math import inf, log
 from typing import Literal, Protocol, SupportsIndex
 
 from memkit._errors import ConfigError
-from memkit._units import format_bytes, parse_budget
+from memkit._units import format_bytes, parse_bytes
 
-ChunkSize = int | Literal["auto"]
+ChunkSize = SupportsIndex | Literal["auto"]
 
 _FIRST_SIZE = 4  # one row alone can take another path: products become matrix-vector products
 # What chunks take without a budget. On a CPU it is a share of the last cache: measured, 4 to 64 MiB are equally fast.
@@ -82,9 +83,9 @@ def as_size(
     Raises:
         ConfigError: Neither a number nor ``"auto"``, a budget with a number, or ``"auto"`` where it is not possible.
     """
-    if isinstance(chunk_size, Sizer) or chunk_size == "auto":
+    if isinstance(chunk_size, Sizer) or is_auto(chunk_size):
         if may_choose:
-            return chunk_size if isinstance(chunk_size, Sizer) else Sizer(memory_budget)
+            return chunk_size if isinstance(chunk_size, Sizer) else Sizer(memory_budget, call)
         raise ConfigError(
             call,
             got="chunk_size='auto' with a strategy that keeps what it computes",
@@ -102,16 +103,21 @@ def as_size(
     return size
 
 
+def is_auto(chunk_size: object) -> bool:
+    """Whether the size is to be chosen."""
+    return isinstance(chunk_size, str) and chunk_size == "auto"
+
+
 def check_chunk_size(call: str, chunk_size: object) -> int:
     """Return a number of rows; refuse what is none."""
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, numbers.Integral) or int(chunk_size) < 1:
         raise ConfigError(
             call,
             got=f"chunk_size={chunk_size!r}",
             expected="a whole number of rows, at least 1, or 'auto'",
             fix="pass for example chunk_size=4096.",
         )
-    return chunk_size
+    return int(chunk_size)
 
 
 class Problem(Protocol):
@@ -143,6 +149,7 @@ class Sizer:
     Args:
         budget: What a call may take beyond its arguments and its result, in bytes, or text such as ``"512MiB"``; None
             for a chunk as large as is fast.
+        call: The user's call, for messages.
 
     Raises:
         ConfigError: The budget is nothing.
@@ -152,8 +159,15 @@ class Sizer:
         last: How the last call was cut.
     """
 
-    def __init__(self, budget: SupportsIndex | str | None) -> None:
-        self.budget_bytes = None if budget is None else parse_budget(budget, None)
+    def __init__(self, budget: SupportsIndex | str | None, call: str = "ChunkedProcessor(fn)") -> None:
+        self.budget_bytes = None if budget is None else parse_bytes(budget, name=f"{call}: memory_budget")
+        if self.budget_bytes == 0:
+            raise ConfigError(
+                call,
+                got=f"memory_budget={budget!r}",
+                expected="bytes above zero, or text such as '512MiB'",
+                fix="leave memory_budget out for chunks that are as large as is fast.",
+            )
         self.last: ChunkPlan | None = None
         self._known: OrderedDict[Hashable, dict[int, Measurement]] = OrderedDict()
 

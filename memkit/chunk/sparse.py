@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args, overload
@@ -12,9 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from memkit import _rng
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._errors import InputError, InputTypeError
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
-from memkit.chunk.halo import find_reach
+from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
 from memkit.chunk.sparse_tiles import Cut, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -22,6 +22,7 @@ from memkit.chunk.tiles import ExactAxis, Reach
 Mode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)
 _ALONE = Reach(0, 0)
+_FIX = 'pass mode="dense".'
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,12 @@ class SparsityAwareProcessor:
             * ``"submanifold"``: convolutions see occupied voxels only, and give results there only: zero elsewhere.
               This is *another model* than ``fn``, see `submanifold_conv3d`, and must be chosen.
             * ``"auto"``: of the first four the one that runs over the least, as measured in each call. What it took
-              and why is in ``plan``.
+              and why is in ``last_plan``.
         block_size: Voxels along a side of the cubes, without the margin.
         dense_threshold: ``"auto"`` runs the whole volume where the best other way runs over more than this share.
 
     Attributes:
-        plan: How the last call was run; None before the first.
+        last_plan: How the last call was run; None before the first.
 
     All modes but ``"submanifold"`` give the result of ``fn(volume)`` with the gradients of its parameters, to rounding.
     The margin is found as `tiled_apply` finds it, at the first call.
@@ -84,7 +85,7 @@ class SparsityAwareProcessor:
         >>> net = nn.Sequential(nn.Conv3d(1, 4, 1), nn.GELU(), nn.Conv3d(4, 2, 1))
         >>> processor = SparsityAwareProcessor(net)
         >>> y = processor(volume)
-        >>> torch.allclose(y, net(volume), atol=1e-6), processor.plan.mode
+        >>> torch.allclose(y, net(volume), atol=1e-6), processor.last_plan.mode
         (True, 'pointwise')
     """
 
@@ -98,13 +99,15 @@ class SparsityAwareProcessor:
                 expected="an nn.Module, whose layers can be looked at",
                 fix="put the function into the forward of a module that holds its layers.",
             )
-        _check_settings(mode, block_size, dense_threshold)
+        check = Checker("SparsityAwareProcessor(fn, ...)")
+        check.choice("mode", mode, get_args(Mode))
         self._fn, self._mode = fn, mode
-        self._block_size, self._threshold = block_size, dense_threshold
+        self._block_size = check.whole("block_size", block_size, 1)
+        self._threshold = check.number("dense_threshold", dense_threshold, 0, 1)
         self._known: dict[object, tuple[Reach, ...] | str] = {}
         self._sizes: dict[object, tuple[int, ...]] = {}
         self._has_submanifold_form: set[object] = set()
-        self.plan: SparsePlan | None = None
+        self.last_plan: SparsePlan | None = None
 
     @overload
     def __call__(self, volume: Tensor) -> Tensor: ...
@@ -134,7 +137,7 @@ class SparsityAwareProcessor:
         occupied = _occupied(volume)
         occupancy = float(occupied.float().mean()) if occupied.numel() else 0.0
         option, why = self._choose(volume, occupied, occupancy)
-        self.plan = SparsePlan(option.mode, occupancy, option.computed, why)
+        self.last_plan = SparsePlan(option.mode, occupancy, option.computed, why)
         if option.mode == "dense":
             dense = volume.to_dense() if isinstance(volume, SparseVoxels) else volume
             return self._as_given(volume, self._fn(dense))
@@ -219,16 +222,18 @@ class SparsityAwareProcessor:
             self._known[key] = self._look(form)
         known = self._known[key]
         if isinstance(known, str):
-            raise _refusal(known, 'pass mode="dense".')
+            raise _refusal(known, _FIX)
         return known
 
     def _look(self, form: Tensor) -> tuple[Reach, ...] | str:
-        if self._draws_random(form):
-            return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
         try:
+            if self._draws_random(form):
+                return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
             found = find_reach(self._fn, form, _DIMS)
         except InputError as error:
             return error.got
+        except REFUSALS as error:
+            return f"a module that does not run on a small volume ({type(error).__name__}: {error})"
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
@@ -236,24 +241,29 @@ class SparsityAwareProcessor:
             before = _rng.capture()
             try:
                 self._on_empty(form, [min(16 + size % 16, size) for size in form.shape[2:]])
-            except RuntimeError:  # too small for it
+            except REFUSALS:  # too small for it
                 self._on_empty(form, form.shape[2:])
             after = _rng.capture()
+        states = [(before.cpu, after.cpu), (before.accelerator, after.accelerator)]
+        states += [(state, after.others[index]) for index, state in before.others.items()]
         return before.host.python != after.host.python or any(
-            a is not None and b is not None and not torch.equal(a, b)
-            for a, b in ((before.cpu, after.cpu), (before.accelerator, after.accelerator))
+            a is not None and b is not None and not torch.equal(a, b) for a, b in states
         )
 
     def _tile_out_sizes(self, volume: Tensor | SparseVoxels, lengths: tuple[int, ...]) -> tuple[int, ...]:
         form = _form(volume)
         key = self._key(form, lengths)
         if key not in self._sizes:
-            with torch.no_grad(), _rng.preserved():
-                self._sizes[key] = tuple(self._on_empty(form, lengths).shape[2:])
+            try:
+                with torch.no_grad(), _rng.preserved():
+                    self._sizes[key] = tuple(self._on_empty(form, lengths).shape[2:])
+            except REFUSALS as error:
+                raise _refusal(f"a module that does not run on a part {lengths} ({error})", _FIX) from error
         return self._sizes[key]
 
     def _key(self, form: Tensor, sizes: tuple[int, ...]) -> tuple[object, ...]:
-        return tuple(each.training for each in self._fn.modules()), form.shape[1], form.dtype, form.device, sizes
+        modes = tuple(each.training for each in self._fn.modules())
+        return repr(self._fn), modes, form.shape[1], form.dtype, form.device, sizes  # layers may be put in later
 
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         buffers = {name: each.clone() for name, each in self._fn.named_buffers()}
@@ -295,16 +305,3 @@ def _check_volume(volume: object) -> None:
             expected="a floating point volume (B, C, D, H, W), or SparseVoxels",
             fix="add the missing dimensions with volume[None, None]; convert with volume.float().",
         )
-
-
-def _check_settings(mode: Mode, block_size: int, dense_threshold: float) -> None:
-    wrong = (
-        (mode not in get_args(Mode), f"mode={mode!r}", "one of " + ", ".join(map(repr, get_args(Mode)))),
-        (isinstance(block_size, bool) or block_size < 1, f"block_size={block_size!r}", "1 or more voxels"),
-        (not 0 <= dense_threshold <= 1 or math.isnan(dense_threshold), f"{dense_threshold=}", "a share in [0, 1]"),
-    )
-    for is_wrong, got, expected in wrong:
-        if is_wrong:
-            raise ConfigError(
-                "SparsityAwareProcessor(fn, ...)", got=got, expected=expected, fix="leave it out to have it chosen."
-            )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError
+from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, refuse_second_derivative
 from memkit._voxels import Pairs, SparseVoxels, Triple
 
@@ -39,6 +39,7 @@ def submanifold_conv3d(
     Raises:
         ConfigError: A kernel size is even, or a dilation below 1.
         InputError: The weight does not fit the features.
+        InputTypeError: The voxels are a dense volume, or something else.
         StateError: In a backward with ``create_graph=True``.
 
     Memory cost: the result, and what one offset of the kernel gathers, at most 3 times N rows; backward the gradients
@@ -139,6 +140,13 @@ def _triple(value: int | Sequence[int]) -> Triple:
 
 
 def _check(voxels: SparseVoxels, weight: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(voxels, SparseVoxels):
+        raise InputTypeError(
+            CALL,
+            got=f"a {type(voxels).__name__}",
+            expected="SparseVoxels",
+            fix="pass SparseVoxels.from_dense(volume), or call torch.nn.functional.conv3d for a dense volume.",
+        )
     sizes, num_in = tuple(weight.shape), voxels.features.shape[1]
     if weight.dim() != 5 or any(size % 2 == 0 for size in sizes[2:]):
         raise ConfigError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def tiled_apply(
             down to a multiple of the module's stride. What a tile reads is larger by the halo on both sides. With
             ``mode="constant"`` or ``"gaussian"`` the length of a window.
         halo: ``"auto"``, or places on both sides of a tile: one number or one per dimension in ``dims``. One that is
-            smaller than what the module reaches is wrong near the cuts: a warning says so.
+            smaller than what the module reaches is wrong near the cuts: a warning says so. For ``"exact"`` alone.
         dims: Dimensions that are cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         mode: ``"exact"``: equal to the module. ``"constant"``, ``"gaussian"``: an approximation for modules that look
             at the whole volume: windows that overlap are averaged, with equal weights or with weights that fall from
@@ -92,6 +93,13 @@ def tiled_apply(
     cut = _per_dim(x, dims, tile_size, "tile_size", least=1)
     dims = list(cut)
     _check_settings(x, module, mode, overlap, online_reduce)
+    if mode != "exact" and halo != "auto":
+        raise ConfigError(
+            f"tiled_apply(halo={halo!r}, mode={mode!r})",
+            got="a halo for windows, which have none",
+            expected="halo with mode='exact' alone; windows overlap by a share of their length",
+            fix="set overlap= in its place.",
+        )
     spatial = range(2 - x.dim(), 0)
     is_whole = all(cut[dim] >= x.shape[dim] for dim in dims)
     axes: list[Axis] = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
@@ -176,7 +184,7 @@ def _per_dim(
     """One number for each dimension, counted from the end."""
     spatial = range(2 - x.dim(), 0)
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
-    values = [value] * len(chosen) if isinstance(value, int) else list(value)
+    values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * len(chosen)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
@@ -184,14 +192,15 @@ def _per_dim(
             expected=f"different spatial dimensions out of {tuple(spatial)}",
             fix="leave dims out to cut all of them.",
         )
-    if len(values) != len(chosen) or any(isinstance(each, bool) or each < least for each in values):
+    are_whole = all(isinstance(each, numbers.Integral) and not isinstance(each, bool) for each in values)
+    if len(values) != len(chosen) or not are_whole or min(values) < least:
         raise ConfigError(
             f"tiled_apply({name}={value!r})",
             got=repr(value),
             expected=f"one int, or one for each of the {len(chosen)} dimensions that are cut; {least} or more",
             fix=f"pass {name}=32, or a tuple.",
         )
-    return dict(zip(chosen, values, strict=True))
+    return dict(zip(chosen, map(int, values), strict=True))
 
 
 def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> None:

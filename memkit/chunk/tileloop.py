@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from memkit._errors import InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, without_hooks
 from memkit.chunk.engine_replay import Replay
-from memkit.chunk.tiles import Axis, Piece, place_of, tiles
+from memkit.chunk.independence import undone
+from memkit.chunk.tiles import Axis, BlendedAxis, Piece, place_of, tiles
 
 CALL = "tiled_apply(module, x)"
 
@@ -32,6 +33,11 @@ class TileJob:
     axes: tuple[Axis, ...]
     output_device: torch.device | None = None
     reduce: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each place of the result belongs to one tile."""
+        return not any(isinstance(axis, BlendedAxis) for axis in self.axes)
 
     @property
     def first(self) -> list[Piece]:
@@ -97,11 +103,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, job: TileJob, x: Tensor, *params: Tensor) -> Tensor:
         ctx.job, ctx.replay = job, Replay([x], random=True)
         ctx.save_for_backward(x, *params)
-        device_type = x.device.type
-        dtype, is_on = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
-        # No cache: weights cast here have no graph, and must not be found by what the user calls next.
-        with torch.autocast(device_type, dtype, is_on, cache_enabled=False):
-            return run_tiles(job, x, job.module)
+        return run_tiles(job, x, job.module)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
@@ -109,7 +111,8 @@ class _Tiled(torch.autograd.Function):
             CALL, "for second derivatives call module(x), under torch.utils.checkpoint if it takes too much."
         )
         x, *params = ctx.saved_tensors
-        with ctx.replay.again(), without_hooks(params):
+        modules = [] if ctx.job.is_exact else [ctx.job.module]  # what changes its buffers is no module for exact tiles
+        with ctx.replay.again(), without_hooks(params), undone(modules):
             return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from memkit.check.check import RULES, CheckResult, check_paths
+from memkit.check.check import RULES, UNKNOWN, UNKNOWN_FIX, UNKNOWN_WHAT, UNKNOWN_WHY, CheckResult, check_paths
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,10 +51,12 @@ def _show(result: CheckResult) -> None:
 
 
 def _show_rules(*, as_json: bool) -> None:
+    fields = ("id", "level", "what", "why", "figure", "fix")
+    rows = [tuple(getattr(rule, name) for name in fields) for rule in RULES]
+    rows.append((UNKNOWN, "warning", UNKNOWN_WHAT, UNKNOWN_WHY, None, UNKNOWN_FIX))
     if as_json:
-        fields = ("id", "level", "what", "why", "figure", "fix")
-        print(json.dumps([{name: getattr(rule, name) for name in fields} for rule in RULES], indent=2))
+        print(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
         return
-    width = max(len(rule.id) for rule in RULES)
-    for rule in RULES:
-        print(f"{rule.id:<{width}}  {rule.level:<7}  {rule.what}")
+    width = max(len(row[0]) for row in rows)
+    for name, level, what, *_ in rows:
+        print(f"{name:<{width}}  {level:<7}  {what}")

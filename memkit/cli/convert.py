@@ -28,8 +28,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 @without_collector
 def _run(arguments: argparse.Namespace) -> int:
-    output = arguments.output or Path(arguments.log).with_suffix(_SUFFIXES[arguments.to])
+    output = arguments.output or _beside(Path(arguments.log), _SUFFIXES[arguments.to])
     check_new(output)  # before the work
     export_log(read_memory_events(arguments.log), output)
     print(output)
     return 0
+
+
+def _beside(log: Path, suffix: str) -> Path:
+    """Name a file after the log; what follows a dot in a directory's name is no suffix."""
+    if log.is_dir():
+        log = log.resolve()  # "." has no name
+        return log.with_name(log.name + suffix)
+    return log.with_suffix(suffix)

@@ -9,11 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from memkit._errors import InputError, StateError
 from memkit._units import format_bytes
+from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
 
 _STEPS = 3
@@ -26,7 +29,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dryrun",
         help="run a training script, unchanged, on a card that is not there",
-        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N] [--selected-fraction F] [--json]",
+        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N] [--selected-fraction F] "
+        "[--calibrated FILE] [--json]",
         description="Options may stand before and after the script's arguments; all after -- is the script's.",
         allow_abbrev=False,
     )
@@ -42,6 +46,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--selected-fraction", type=float, metavar="F", help="the share of elements that masks are taken to select"
     )
+    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
 
 
@@ -55,6 +60,8 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("the following arguments are required: --gpu")
     if arguments.steps < 1:
         arguments.parser.error("--steps: at least 1")
+    if arguments.selected_fraction is not None and not 0 < arguments.selected_fraction <= 1:
+        arguments.parser.error("--selected-fraction: a share above 0, and 1 at most")
     if not Path(arguments.script).is_file():
         raise InputError(
             f"memkit dryrun {arguments.script}",
@@ -62,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
             expected="the path of a Python script",
             fix="give the script as for `python SCRIPT.py`.",
         )
-    gpu = find_gpu(arguments.gpu)
+    gpu = find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capability_of(gpu)
     report = _report(arguments, [*own, *given[end + 1 :]], gpu)
     print(json.dumps(report, indent=2) if arguments.json else render(report))
@@ -80,6 +87,7 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
             "script": arguments.script,
             "arguments": own,
             "gpu": arguments.gpu,
+            "calibrated": arguments.calibrated,
             "steps": arguments.steps,
             "selected_fraction": arguments.selected_fraction,
         }
@@ -116,7 +124,7 @@ def render(report: dict[str, Any]) -> str:
     Args:
         report: As `--json` prints it; `docs/dryrun.md` says what is in it.
     """
-    estimate = report["estimate"]
+    estimate = MemoryEstimate.from_dict(report["estimate"])
     steps = f"{report['num_steps']} steps in {report['seconds']:.1f} s"
     lines = [
         f"{report['script']} on a virtual {report['gpu']}: {steps}, ended {report['ended']}",
@@ -124,26 +132,9 @@ def render(report: dict[str, Any]) -> str:
         _verdict(report),
         *_problem(report),
         "",
+        f"{'memory of the card':<28} {format_bytes(report['capacity_bytes']):>12}",
+        replace(estimate, guesses=tuple(_first(estimate.guesses))).explain(),
     ]
-    figures = {
-        "parameters": "parameters_bytes",
-        "gradients": "gradients_bytes",
-        "optimizer state": "optimizer_bytes",
-        "activations": "activations_bytes",
-        "temporaries": "temporaries_bytes",
-        "batch, buffers, workspaces": "other_bytes",
-        "peak allocated": "peak_bytes",
-        "peak reserved": "reserved_bytes",
-        "driver and libraries": "context_bytes",
-        "total": "total_bytes",
-    }
-    lines += [f"{title:<28} {format_bytes(estimate[name]):>12}" for title, name in figures.items()]
-    lines += [f"{'of the card':<28} {format_bytes(report['capacity_bytes']):>12}"]
-    if estimate["peak_where"]:
-        lines += ["", f"peak in {estimate['peak_where']}"]
-    holders = [(holder["nbytes"], ", ".join(filter(None, _described(holder)))) for holder in estimate["holders"]]
-    lines += _listed("largest at the peak", [f"{format_bytes(size):>12}  {text}" for size, text in holders])
-    lines += _listed("answered without data", estimate["guesses"])
     lines += _listed("written to a temporary folder and thrown away", report["written"])
     if report["is_compiled"]:
         lines += ["", "The script compiles; here it ran eagerly. Compiled code often takes less."]
@@ -173,12 +164,10 @@ def _problem(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _described(holder: dict[str, str]) -> tuple[str, ...]:
-    return holder["category"], holder["module"], holder["operator"], holder["source"] and f"at {holder['source']}"
+def _listed(title: str, rows: Sequence[str]) -> list[str]:
+    return ["", title, *(f"  {row}" for row in _first(rows))] if rows else []
 
 
-def _listed(title: str, rows: list[str]) -> list[str]:
-    if not rows:
-        return []
-    more = [f"  and {len(rows) - _NUM_LISTED} more"] * (len(rows) > _NUM_LISTED)
-    return ["", title, *(f"  {row}" for row in rows[:_NUM_LISTED]), *more]
+def _first(rows: Sequence[str]) -> list[str]:
+    """The first of them, and how many there are more."""
+    return [*rows[:_NUM_LISTED], *[f"and {len(rows) - _NUM_LISTED} more"] * (len(rows) > _NUM_LISTED)]

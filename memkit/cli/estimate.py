@@ -9,9 +9,11 @@ from typing import Any
 from memkit._errors import InputError
 from memkit.cli._functions import load_function
 from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.gpus import GPU, find_gpu
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.presets import PRESETS, get_preset_config
 
+_NAMES = ("model", "sample_batch", "loss_fn", "optimizer")
 _FORM = (
     "a function without arguments that returns (model, sample_batch, loss_fn) or (..., optimizer), or a dict of these"
 )
@@ -26,13 +28,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--precision", choices=("bf16-mixed", "fp16-mixed"), help="autocast (default: as the model is)")
     parser.add_argument("--accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per step")
     parser.add_argument("--selected-fraction", type=float, metavar="F", help="share that masks are taken to select")
+    parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, parser=parser)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    estimate = _estimate(arguments)
-    capacity = arguments.budget or arguments.gpu
+    gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, calibrated=arguments.calibrated)
+    estimate = _estimate(arguments, gpu)
+    capacity = arguments.budget or gpu
     fits = None if capacity is None else estimate.fits(capacity)
     if arguments.json:
         headroom_bytes = None if capacity is None else estimate.headroom_bytes(capacity)
@@ -40,12 +44,15 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         print(estimate.explain())
         if capacity is not None:
-            print(f"\n{'fits' if fits else 'does not fit'} into {capacity}")
+            print(f"\n{'fits' if fits else 'does not fit'} into {arguments.budget or arguments.gpu}")
     return 1 if fits is False else 0
 
 
-def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
+def _estimate(arguments: argparse.Namespace, gpu: GPU | None) -> MemoryEstimate:
     if arguments.step in PRESETS:
+        for name in ("precision", "accumulation_steps", "selected_fraction"):
+            if getattr(arguments, name) != arguments.parser.get_default(name):
+                arguments.parser.error(f"--{name.replace('_', '-')}: of your own step; a preset says it itself")
         return estimate_memory_usage(get_preset_config(arguments.step))
     step = _step(arguments.step)
     return estimate_memory_usage(
@@ -54,7 +61,7 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
         loss_fn=step["loss_fn"],
         optimizer=step.get("optimizer", "adamw"),
         precision=arguments.precision,
-        target=arguments.gpu or "cpu",
+        target=gpu or "cpu",
         accumulation_steps=arguments.accumulation_steps,
         selected_fraction=arguments.selected_fraction,
     )
@@ -63,13 +70,15 @@ def _estimate(arguments: argparse.Namespace) -> MemoryEstimate:
 def _step(text: str) -> dict[str, Any]:
     """Call the user's function."""
     made = load_function("estimate", text, instead="a preset")()
-    if isinstance(made, tuple):
-        made = dict(zip(("model", "sample_batch", "loss_fn", "optimizer"), made, strict=False))
-    if not isinstance(made, dict) or not {"model", "sample_batch", "loss_fn"} <= made.keys():
+    step = dict(zip(_NAMES, made, strict=False)) if isinstance(made, tuple) else made
+    if not isinstance(step, dict) or len(step) < len(made) or not set(_NAMES[:3]) <= step.keys() <= set(_NAMES):
+        got = type(made).__name__
+        if isinstance(made, (tuple, dict)):
+            got += f" of {', '.join(map(repr, made)) if isinstance(made, dict) else len(made)}"
         raise InputError(
             f"memkit estimate {text}",
-            got=f"a function that returned {type(made).__name__}",
+            got=f"a function that returned {got}",
             expected=_FORM,
             fix="return for example (model, (x, y), lambda model, batch: loss(model(batch[0]), batch[1]), 'adamw').",
         )
-    return made
+    return step

@@ -23,6 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
+        if arguments.need is not None or arguments.calibrated is not None:
+            arguments.parser.error("--calibrate measures one card: leave --need and --calibrated out")
         from memkit.planning.calibration import calibrate_gpu  # imports torch
 
         gpu = calibrate_gpu(arguments.name or "cuda")

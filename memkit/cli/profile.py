@@ -54,7 +54,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     if (arguments.step is None) != (arguments.sizes is None):
         arguments.parser.error("a step of your own and --sizes go together")
+    if arguments.step is not None and arguments.max_edges is not None:
+        arguments.parser.error("--max-edges: of the memory test; --sizes says how far your own step goes")
     config = _config(arguments)
+    if config.source != "measured":
+        for name in ("device", "memory_limit"):
+            if getattr(arguments, name) is not None:
+                arguments.parser.error(f"--{name.replace('_', '-')}: of a measured run; give --measured as well")
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     journal = _journal(arguments, config) if config.source == "measured" else None
     with redirect_stdout(sys.stderr):  # for what the user's own code prints

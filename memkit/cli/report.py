@@ -16,7 +16,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command to the parser."""
     parser = commands.add_parser("report", help="write a memory log as a page for people")
     what = "the log; also a directory, a run of ranks, a CUDA memory snapshot, a profiler's trace"
-    parser.add_argument("--log", required=True, metavar="FILE", help=what)
+    log = parser.add_mutually_exclusive_group(required=True)
+    log.add_argument("log", nargs="?", metavar="LOG", help=what)
+    log.add_argument("--log", dest="named_log", metavar="FILE", help="the same")
     formats = ", ".join(SUFFIXES)
     parser.add_argument("--output", default=_OUTPUT, metavar="FILE", help=f"{formats}; without it {_OUTPUT}")
     parser.add_argument("--baseline", metavar="FILE", help="another log to compare with")
@@ -29,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     check_target(arguments.output)  # before the work
     report = make_report(
-        read_memory_events(arguments.log),
+        read_memory_events(arguments.log or arguments.named_log),
         baseline=None if arguments.baseline is None else read_memory_events(arguments.baseline),
         gpu=arguments.gpu,
         language=arguments.language,

@@ -193,6 +193,11 @@ def _check_owner(module: MemoryEfficientModule, step: Callable[..., Any]) -> Any
     return plugins
 
 
+def _over_ranks(trainer: Trainer, number: int, operation: str) -> int:
+    """Return the largest or the sum of the ranks' numbers; all of them must call it."""
+    return int(trainer.strategy.reduce(torch.tensor(number, device=trainer.strategy.root_device), reduce_op=operation))
+
+
 class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     """Logs what the memory does, keeps in checkpoints which sizes fit, and writes a file about a final out-of-memory.
 
@@ -200,12 +205,13 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far.
 
     Args:
-        memory: Gets an event for each optimiser step and each batch with an out-of-memory; None makes one for the
-            trainer's device, without a file.
+        memory: Gets a phase ``"step"`` for each batch, an event for each optimiser step, and a mark ``"oom"`` for each
+            batch that survived out-of-memory; None makes one for the trainer's device, without a file.
         post_mortem: The directory for ``out-of-memory.json`` when an out-of-memory ends the run; None writes none.
         exact_accumulation: With ``accumulate_grad_batches=N``, make each group's gradient the mean over its rows.
             Lightning divides every batch by N: a last group of k batches counts k/N, and a short last batch as much as
-            a full one. That is what happens without this option, with a warning.
+            a full one. That is what happens without this option, with a warning. On several ranks the rows are those
+            of all ranks, which exchange one number a step.
 
     Raises:
         FileFormatError: A checkpoint holds the state of another version.
@@ -232,14 +238,16 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         self._sizes: Mapping[str, Any] = {}
         self._num_steps = self._num_ooms = 0
         self._batch: Any = None
+        self._step = contextlib.ExitStack()
         self._rows: list[int] = []  # of the batches in this group
+        self._unit = 0  # rows that weigh one; 0: not known yet
         self._has_warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to watch; restore the sizes that fit."""
         if self.memory is None:
             self.memory = MemoryManager(trainer.strategy.root_device)
-        self._num_steps = trainer.global_step
+        self._num_steps, self._unit = trainer.global_step, 0
         if isinstance(pl_module, MemoryEfficientModule):
             self._module, self._num_ooms = pl_module, pl_module.split_loss.num_ooms
             if self._sizes:
@@ -247,17 +255,22 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
                 self._sizes = {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Note where a group of accumulated batches begins."""
+        """Begin a phase; note where a group of accumulated batches begins."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._rows = []
         self._batch = batch
+        self._step.close()  # where an error left the batch before
+        assert self.memory is not None  # noqa: S101 - made in on_fit_start
+        self._step.enter_context(self.memory.phase("step"))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
         """Weigh the batch by its rows among those of its group."""
         if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
             self._rows.append(count_rows(self._batch) if self._is_exact else 1)
-            weight = self._rows[-1] / self._rows[0]
-            if weight != 1.0:
+            if self._is_exact:
+                # Of all ranks, whose gradients are averaged: each row must weigh the same on each of them.
+                self._unit = self._unit or _over_ranks(trainer, self._rows[-1], "max")
+                weight = self._rows[-1] / self._unit
                 loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
 
     def on_before_optimizer_step(
@@ -266,7 +279,8 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         """Divide a group's gradient by what it weighs, or say that nobody does."""
         num_batches = trainer.accumulate_grad_batches
         if self._is_exact and self._rows:
-            multiply_gradients(list_parameters([optimizer]), num_batches * self._rows[0] / sum(self._rows))
+            num_rows = _over_ranks(trainer, sum(self._rows), "sum") / trainer.world_size
+            multiply_gradients(list_parameters([optimizer]), num_batches * self._unit / num_rows)
         elif 0 < len(self._rows) < num_batches and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -282,6 +296,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     ) -> None:
         """Log what the batch took."""
         self._batch = None
+        self._step.close()
         assert self.memory is not None  # noqa: S101 - made in on_fit_start
         values: dict[str, int | None] = {}
         if self.memory.device.type != "cpu":  # there nobody counts them
@@ -291,8 +306,8 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             split = self._module.split_loss
             values |= {"num_microbatches": len(split.sizes), "num_ooms": split.num_ooms}
             if split.num_ooms != self._num_ooms:
+                self.memory.mark("oom", note={"num_ooms": split.num_ooms - self._num_ooms, "sizes": list(split.sizes)})
                 self._num_ooms = split.num_ooms
-                self.memory.mark("microbatches", note={"sizes": list(split.sizes), "num_ooms": split.num_ooms})
         if trainer.global_step != self._num_steps:
             self._num_steps = trainer.global_step
             self.memory.step()

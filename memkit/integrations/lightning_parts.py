@@ -109,20 +109,31 @@ class Parts:
         if len(self._parts) == 1:
             return self._parts[0].outputs
         joined: dict[str, Any] = {}
-        for name in self._parts[0].outputs if self._parts else ():
-            columns = [pytree.tree_flatten(part.outputs[name]) for part in self._parts]
+        for name in dict.fromkeys(name for part in self._parts for name in part.outputs):
+            columns = [pytree.tree_flatten(part.outputs.get(name)) for part in self._parts]
+            spec = columns[0][1]
+            if any(each != spec for _, each in columns):  # a list as long as its part, for one
+                raise self._refusal(name, [part.outputs.get(name) for part in self._parts])
             leaves = [self._join(name, column) for column in zip(*(leaves for leaves, _ in columns), strict=True)]
-            joined[name] = pytree.tree_unflatten(leaves, columns[0][1])
+            joined[name] = pytree.tree_unflatten(leaves, spec)
         return joined
 
     def _join(self, name: str, column: Sequence[Any]) -> Any:
         if all(_has_row_each(value, part.num_rows) for value, part in zip(column, self._parts, strict=True)):
-            return torch.cat(list(column))
-        if all(isinstance(value, float) or _is_number(value) for value in column):
+            if len({value.shape[1:] for value in column}) == 1:
+                return torch.cat(list(column))
+        elif all(isinstance(value, float) or _is_number(value) for value in column):
             return _reduce(column, [part.weight for part in self._parts], "mean")
-        raise InputError(
+        raise self._refusal(name, column)
+
+    def _refusal(self, name: str, column: Sequence[Any]) -> InputError:
+        shown = (
+            f"{type(each).__name__} {tuple(each.shape) if isinstance(each, torch.Tensor) else ''}" for each in column
+        )
+        return InputError(
             "MemoryEfficientModule.training_step(...)",
-            got=f"a {type(column[0]).__name__} in {name!r} beside the loss, from a batch that was cut",
+            got=f"{', '.join(dict.fromkeys(each.strip() for each in shown))} in {name!r} beside the loss, from a batch "
+            "that was cut",
             expected="a tensor with a row for each row of the batch, or a floating-point number, whose mean is taken",
             fix="log it with self.log(..., reduce_fx=...), which says how parts go together.",
         )

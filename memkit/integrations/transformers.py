@@ -31,13 +31,15 @@ _CLOSE = 1e-5  # relative; two forwards of the same rows differ by less
 class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # not there for every type check
     """Puts memory into the trainer's log, and the sizes that fit into its checkpoints.
 
-    Next to each logged ``loss`` come ``memkit/live_bytes`` and ``memkit/peak_bytes`` of the device (left out where it
-    has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
+    Next to each logged ``loss`` come ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` of the device (left out
+    where it has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
     ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimiser step is a
-    phase ``"step"`` of the memory manager, and every survived out-of-memory a mark ``"oom"``.
+    phase ``"step"`` of the memory manager, with a mark ``"oom"`` where it survived out-of-memory.
 
     A `MemoryEfficientTrainer` has one by itself. Give one of your own for a log file:
-    ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`.
+    ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`. There
+    callbacks that report, such as TensorBoard's, come first, and the figures are in ``trainer.state.log_history``
+    only; a `MemoryEfficientTrainer` puts it before them.
 
     Args:
         memory: The manager; None makes one for the trainer's device.
@@ -100,7 +102,7 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
             return
         snapshot = self.memory.snapshot()
         figures = {
-            "memkit/live_bytes": snapshot.allocated_bytes,
+            "memkit/allocated_bytes": snapshot.allocated_bytes,
             "memkit/peak_bytes": snapshot.peak_bytes,
             "memkit/host_bytes": snapshot.host_rss_bytes,
         }
@@ -175,8 +177,9 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         self._is_divided: bool | None = None  # the loss by num_items_in_batch; None: not measured yet
         self.split_loss: SplitLoss | None = None
         callbacks = self.callback_handler.callbacks
-        if not any(isinstance(each, MemoryCallback) for each in callbacks):
-            callbacks.insert(0, MemoryCallback())  # before those that report what is logged
+        own = [each for each in callbacks if isinstance(each, MemoryCallback)] or [MemoryCallback()]
+        # Before those that report what is logged.
+        callbacks[:] = own + [each for each in callbacks if not isinstance(each, MemoryCallback)]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Do a `Trainer`'s step with a loss that is computed in parts."""
@@ -246,10 +249,11 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
     def _split_of(self, model: nn.Module) -> SplitLoss:
         if self.split_loss is None or model is not self._split_model:
             _check_spread(self)
-            memory = next(each for each in self.callback_handler.callbacks if isinstance(each, MemoryCallback))
             split = SplitLoss(model, reduction="sum", **self._split_options)
-            split.load_state_dict(memory.sizes)
-            memory.watch(split)
+            for each in self.callback_handler.callbacks:
+                if isinstance(each, MemoryCallback):
+                    split.load_state_dict(each.sizes)
+                    each.watch(split)
             self.split_loss, self._split_model = split, model
         return self.split_loss
 

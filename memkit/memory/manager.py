@@ -21,6 +21,7 @@ from memkit._errors import ConfigError, MemkitWarning
 from memkit._oom import is_out_of_memory
 from memkit._protocols import Closing
 from memkit._records import MemorySnapshot
+from memkit._settings import Checker
 from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
 from memkit.memory.journal import Journal, header_of
@@ -95,13 +96,8 @@ class MemoryManager(Closing):
             raise ConfigError(
                 "MemoryManager('meta')", got="meta", expected="a device that holds memory", fix="use Tracker instead."
             )
-        if line_every is not None and line_every < 1:
-            raise ConfigError(
-                f"line_every={line_every}",
-                got=str(line_every),
-                expected="1 or more, or None",
-                fix="pass None for none.",
-            )
+        if line_every is not None:
+            Checker("MemoryManager(...)").whole("line_every", line_every, 1)
         total_bytes = self._total_bytes()
         self.budget_bytes = None if budget is None else parse_budget(budget, total_bytes)
         self.num_steps = 0

@@ -57,6 +57,7 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
             fix="read its error above; or run `memkit gpus --calibrate FILE`.",
         ) from None
     finally:
+        here.close()  # a worker that still waits to be let go ends too
         worker.join()
     context_bytes = before - after - reserved_bytes
     return replace(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memkit import _rng
 from memkit._errors import InputTypeError
@@ -87,13 +88,7 @@ class DryRun:
 
     def record(self) -> tuple[StepRecorder, Mapping[str, int]]:
         """Run two steps and record the second; return with it what was answered without data, and how often."""
-        if not isinstance(self.model, nn.Module):
-            raise InputTypeError(
-                f"estimate_memory_usage({type(self.model).__name__}, sample_batch)",
-                got=f"a {type(self.model).__name__}",
-                expected="a torch.nn.Module",
-                fix="pass the model; put several models into torch.nn.ModuleList([...]).",
-            )
+        check_model("estimate_memory_usage", self.model)
         with (
             as_by_itself(),
             self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
@@ -120,6 +115,17 @@ class DryRun:
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
+
+
+def check_model(call: str, model: object) -> None:
+    """Refuse what is no module; ``call`` is the name of the user's call."""
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(
+            f"{call}({type(model).__name__}, ...)",
+            got=f"a {type(model).__name__}",
+            expected="a torch.nn.Module",
+            fix="pass the model; put several models into torch.nn.ModuleList([...]).",
+        )
 
 
 def mean_of(loss: object) -> Tensor:
@@ -160,7 +166,7 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own cl
         """Count the model, the batch and DDP's flat gradients, whether an operator touches them or not."""
         self._label(list(model.parameters()), "parameter")
         self._label(list(model.buffers()), "buffer")
-        self._label(batch, "input")
+        self._label(_leaves(batch), "input")
         self._label(buckets, "gradient")
 
     def __torch_dispatch__(
@@ -186,6 +192,12 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own cl
         there_before = sum(num_bytes for _, _, num_bytes in self._adopted)
         live = np.concatenate([[0], np.cumsum(self._event_bytes)]) + there_before
         return int(max((live[event] + bound for event, bound in self._bounds), default=0))
+
+
+def _leaves(batch: Any) -> list[Any]:
+    """What a batch holds, also in mappings that torch's trees do not look into."""
+    inside = [_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(batch)]
+    return [leaf for leaves in inside for leaf in leaves]
 
 
 def summarise(recorder: StepRecorder, guesses: Mapping[str, int]) -> MemoryEstimate:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memkit._units import format_bytes
-from memkit.planning.gpus import capacity_bytes
+from memkit.planning.gpus import CapacityLike, capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,21 +123,21 @@ class MemoryEstimate:
         """What `fits` compares: `total_bytes`, or `peak_bytes` where that is not known, each with `workspace_bytes`."""
         return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
 
-    def fits(self, capacity: int | str) -> bool:
+    def fits(self, capacity: CapacityLike) -> bool:
         """Say whether `required_bytes` fit into ``capacity``.
 
         Args:
-            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), or the name of
-                a card such as ``"RTX 4090"``. A card counts with the least total that torch was seen to report; where
-                this estimate has no `context_bytes`, with what the card's driver leaves of it.
+            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), the name of a
+                card such as ``"RTX 4090"``, or a `GPU`. A card counts with the least total that torch was seen to
+                report; where this estimate has no `context_bytes`, with what the card's driver leaves of it.
 
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one card.
-            InputTypeError: ``capacity`` is neither an int nor text.
+            InputTypeError: ``capacity`` is none of these.
         """
         return self.headroom_bytes(capacity) >= 0
 
-    def headroom_bytes(self, capacity: int | str) -> int:
+    def headroom_bytes(self, capacity: CapacityLike) -> int:
         """Return the bytes that stay free in ``capacity``; negative where the step does not fit.
 
         Args:
@@ -165,7 +166,8 @@ class MemoryEstimate:
         """Return a table for people: the parts, the place of the peak, its largest holders, and what was guessed."""
         known = {name: num_bytes for name, num_bytes in self.parts().items() if num_bytes is not None}
         lines = [f"{name:<28} {format_bytes(num_bytes):>12}" for name, num_bytes in known.items()]
-        lines += ["", f"peak in {self.peak_where}", f"confidence: {self.confidence}"]
+        where = [f"peak in {self.peak_where}"] if self.peak_where else []  # a script may end before it has any tensor
+        lines += ["", *where, f"confidence: {self.confidence}"]
         if self.holders:
             lines += ["", "largest at the peak", *(f"{format_bytes(h.nbytes):>14}  {h}" for h in self.holders)]
         if self.guesses:
@@ -176,3 +178,10 @@ class MemoryEstimate:
         """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
         figures = asdict(self) | {"guesses": list(self.guesses), "holders": [asdict(holder) for holder in self.holders]}
         return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
+        """Return the estimate that `as_dict` described, also after a way through JSON."""
+        given = {each.name: figures[each.name] for each in fields(cls)}
+        holders = tuple(Holder(**each) for each in figures["holders"])
+        return cls(**given | {"guesses": tuple(figures["guesses"]), "holders": holders})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -23,10 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 
 from memkit._errors import InputError
+from memkit._settings import Checker
 from memkit._whereabouts import Whereabouts
 from memkit.planning.fakecache import CachedFakeMode
 from memkit.planning.kernels import INSTEAD, RESULTS, Kernels
 
+CALL = "a step on tensors without data"  # whichever call of the user runs it
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
 # Tensors of up to this many whole numbers keep their values: sizes read from them (lengths, graphs) are then true.
@@ -50,6 +52,9 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     Args:
         selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
 
+    Raises:
+        ConfigError: ``selected_fraction`` is no share in (0, 1].
+
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
     """
@@ -59,6 +64,9 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     instead: Kernels = INSTEAD
 
     def __init__(self, selected_fraction: float | None) -> None:
+        check = Checker(CALL)
+        if selected_fraction is not None and check.number("selected_fraction", selected_fraction, 0, 1) == 0:
+            raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
         super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = self._converter = _Converter()
         self.guesses: Counter[str] = Counter()
@@ -78,7 +86,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             return self._stand_ins[id(tensor)][1]
         if is_lazy(tensor):
             raise InputError(
-                "estimate_memory_usage(model, sample_batch)",
+                CALL,
                 got="a model whose parameters have no sizes yet (a lazy module)",
                 expected="a model that has run once",
                 fix="call the model on one batch first.",
@@ -165,8 +173,11 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             self._replaced(vars(value.__self__), saved)
         elif isinstance(value, partial):
             self._replaced([value.func, value.args, value.keywords], saved)
-        elif type(value) is tuple:
-            return tuple(self._replaced(item, saved) for item in value)
+        elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            make = getattr(value, "_make", tuple)  # a named tuple's own
+            return make(self._replaced(item, saved) for item in value)
+        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):  # a UserDict, what tokenizers return
+            self._replaced(vars(value), saved)
         return value
 
     def _replace_items(self, value: dict[Any, Any] | list[Any], saved: dict[int, tuple[Any, Any]]) -> None:
@@ -218,7 +229,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
             raise InputError(
-                "estimate_memory_usage(model, sample_batch)",
+                CALL,
                 got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
                 expected="sizes that follow from the batch's sizes",
                 fix="where masks or nonzero select, pass selected_fraction=1.0 (the worst case) or the share that they "

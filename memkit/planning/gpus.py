@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from memkit._atomic import write_text
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._units import parse_bytes
 
 _WORDS = re.compile(
@@ -106,6 +106,9 @@ class GPU:
         }
 
 
+CapacityLike: TypeAlias = SupportsIndex | str | GPU
+
+
 def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...]:
     """Return the table, in the order of vendor, generation and size.
 
@@ -131,13 +134,13 @@ def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...
     return tuple((table | own).values())
 
 
-def find_gpu(name: str, *, calibrated: str | os.PathLike[str] | None = None) -> GPU:
+def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = None) -> GPU:
     """Return the card of a name.
 
     Args:
         name: As on the box or as a driver says it, in any case and spacing: ``"RTX 4090"``, ``"4090"``,
             ``"NVIDIA A100-SXM4-40GB"``, ``"Apple 16GB"``. ``"cuda"``, ``"cuda:1"``, ``"xpu"`` and ``"mps"`` read the
-            card of this machine.
+            card of this machine. A `GPU` is the card itself.
         calibrated: As for `all_gpus`.
 
     Returns:
@@ -145,6 +148,7 @@ def find_gpu(name: str, *, calibrated: str | os.PathLike[str] | None = None) -> 
 
     Raises:
         InputError: No card, or several, have this name; the message lists those that come near.
+        InputTypeError: ``name`` is neither text nor a `GPU`.
         ConfigError: This machine does not have the device.
         FileFormatError: ``calibrated`` is no file of cards.
         OSError: ``calibrated`` cannot be read.
@@ -158,6 +162,15 @@ def find_gpu(name: str, *, calibrated: str | os.PathLike[str] | None = None) -> 
         ...
         memkit._errors.InputError: find_gpu('A100'): got a name that several cards begin with; expected one card: ...
     """
+    if isinstance(name, GPU):
+        return name
+    if not isinstance(name, str):
+        raise InputTypeError(
+            f"find_gpu({name!r})",
+            got=f"a {type(name).__name__}",
+            expected="the name of a card as text, or a GPU",
+            fix="write for example 'RTX 4090', or 'cuda' for the card of this machine.",
+        )
     gpus = all_gpus(calibrated)
     if _LIVE.fullmatch(name):
         return _live(name, gpus)
@@ -176,11 +189,12 @@ def find_gpu(name: str, *, calibrated: str | os.PathLike[str] | None = None) -> 
     )
 
 
-def capacity_bytes(capacity: SupportsIndex | str, *, context_counted: bool = False) -> int:
+def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> int:
     """Return the bytes of a device capacity.
 
     Args:
-        capacity: Bytes as an int, text with a unit such as ``"24GiB"``, or the name of a card as for `find_gpu`.
+        capacity: Bytes as an int, text with a unit such as ``"24GiB"``, the name of a card as for `find_gpu`, or a
+            `GPU`.
         context_counted: Whether that which is compared with it counts the driver's context as well. Then a card is its
             `GPU.total_bytes`, else its `GPU.usable_bytes`. It makes no difference to a size.
 
@@ -189,7 +203,7 @@ def capacity_bytes(capacity: SupportsIndex | str, *, context_counted: bool = Fal
 
     Raises:
         InputError: A negative number, or text that is neither a size nor the name of one card.
-        InputTypeError: ``capacity`` is neither an int nor text.
+        InputTypeError: ``capacity`` is none of these.
         ConfigError: The device of this machine that is named is not there.
 
     Example:
@@ -197,13 +211,15 @@ def capacity_bytes(capacity: SupportsIndex | str, *, context_counted: bool = Fal
         >>> capacity_bytes("RTX 4090") == find_gpu("RTX 4090").usable_bytes, capacity_bytes("24GB")
         (True, 24000000000)
     """
+    if isinstance(capacity, GPU):
+        return capacity.total_bytes if context_counted else capacity.usable_bytes
     try:
         return parse_bytes(capacity, name="capacity")
     except InputError as no_size:
         if not isinstance(capacity, str):
             raise
         try:
-            gpu = find_gpu(capacity)
+            return capacity_bytes(find_gpu(capacity), context_counted=context_counted)
         except InputError as no_gpu:
             raise InputError(
                 no_size.call,
@@ -211,7 +227,6 @@ def capacity_bytes(capacity: SupportsIndex | str, *, context_counted: bool = Fal
                 expected=f"{no_size.expected}; or {no_gpu.expected}",
                 fix="write for example '24GiB' or 'RTX 4090'; `memkit gpus` lists the cards.",
             ) from None
-    return gpu.total_bytes if context_counted else gpu.usable_bytes
 
 
 def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
@@ -231,7 +246,7 @@ def capability_of(gpu: GPU) -> tuple[int, int]:
     """The compute capability of a card whose operators are known."""
     if gpu.compute_capability is None:
         raise ConfigError(
-            f"target={gpu.name!r}",
+            f"a dry run on {gpu.name!r}",
             got=f"a card of {gpu.vendor}",
             expected="a card of NVIDIA: what other cards' operators take is not known",
             fix="take a card of NVIDIA of the same size; `memkit gpus` lists them.",
@@ -255,7 +270,7 @@ def _table() -> tuple[GPU, ...]:
 def _read(path: Path) -> list[GPU]:
     try:
         return [_gpu(row) for row in json.loads(path.read_text("utf-8"))["gpus"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise FileFormatError(
             f"calibrated={str(path)!r}",
             got=f"{type(error).__name__}: {error}",

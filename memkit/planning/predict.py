@@ -6,9 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from memkit._errors import ConfigError, InputTypeError
+from memkit._settings import Checker
 from memkit.planning.config import TrainingConfig
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.formula import estimate_by_formula
+from memkit.planning.gpus import GPU, find_gpu
 
 if TYPE_CHECKING:  # a config's estimate needs no torch
     from torch import nn
@@ -28,11 +30,11 @@ def estimate_memory_usage(model: TrainingConfig) -> MemoryEstimate: ...
 def estimate_memory_usage(
     model: nn.Module,
     sample_batch: Any,
-    *,
     loss_fn: LossFn,
+    *,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
-    target: str = "cpu",
+    target: str | GPU = "cpu",
     accumulation_steps: int = 1,
     selected_fraction: float | None = None,
     shard: Shard | None = None,
@@ -42,11 +44,11 @@ def estimate_memory_usage(
 def estimate_memory_usage(
     model: TrainingConfig | nn.Module,
     sample_batch: Any = None,
-    *,
     loss_fn: LossFn | None = None,
+    *,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
-    target: str = "cpu",
+    target: str | GPU = "cpu",
     accumulation_steps: int = 1,
     selected_fraction: float | None = None,
     shard: Shard | None = None,
@@ -56,7 +58,8 @@ def estimate_memory_usage(
     **A config** describes the family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
     exact, the peak is within 0.5% of the family's step on a virtual card of NVIDIA's Hopper or Blackwell (others take
     48 MiB less), the allocator's reserve and the driver's context are those of the worst card of the preset's range,
-    without a preset of all. It takes milliseconds and does not import PyTorch.
+    without a preset of all. It takes milliseconds and does not import PyTorch. The config says all of it: there are no
+    other arguments.
 
     **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
     backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and
@@ -65,14 +68,15 @@ def estimate_memory_usage(
 
     Args:
         model: A `TrainingConfig`; or a module, with data, on the meta device (no memory needed), on any device.
-        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples, lists and dicts.
+        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples (named ones too), lists,
+            dicts and objects such as `collections.UserDict`.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or ``(loss_sum, count)``, as for
             `MemoryEfficientTrainingWrapper.train_step`.
         optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
             parameters, or the instance in use.
         precision: None: as the model is. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around `loss_fn`.
-        target: ``"cpu"``: live bytes as the CPU allocator counts them. The name of a card as for `find_gpu`: what that
-            card's allocator hands out and reserves; model and batch count as lying on it.
+        target: ``"cpu"``: live bytes as the CPU allocator counts them. A card, by its name as for `find_gpu` or as a
+            `GPU`: what its allocator hands out and reserves; model and batch count as lying on it.
         accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
         selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
             to select, 1.0 for the worst case. None: such an operator is an error.
@@ -86,7 +90,7 @@ def estimate_memory_usage(
     Raises:
         InputTypeError: ``model`` is neither, ``loss_fn`` is missing, or it returned no loss.
         InputError: A size depends on data; names the line.
-        ConfigError: An option is not one of those above.
+        ConfigError: An option is not one of those above, or stands beside a config.
         StateError: With ``shard``: the process is in a process group already.
 
     Memory cost:
@@ -107,8 +111,20 @@ def estimate_memory_usage(
         >>> estimate.parameters_bytes, estimate.optimizer_bytes, estimate.confidence
         (4004000, 8008008, 'exact')
     """
-    if isinstance(model, TrainingConfig) or (sample_batch is None and loss_fn is None):
-        return estimate_by_formula(model)  # type: ignore[arg-type]  # of anything else it says what is expected
+    if isinstance(model, TrainingConfig):
+        _refuse_beside_a_config(
+            sample_batch=sample_batch is not None,
+            loss_fn=loss_fn is not None,
+            optimizer=optimizer != "adamw",
+            precision=precision is not None,
+            target=target != "cpu",
+            accumulation_steps=accumulation_steps != 1,
+            selected_fraction=selected_fraction is not None,
+            shard=shard is not None,
+        )
+        return estimate_by_formula(model)
+    if sample_batch is None and loss_fn is None:
+        return estimate_by_formula(model)  # type: ignore[arg-type]  # says what is expected
     from memkit.planning.dryrun import DryRun, alone, on_cpu
 
     if loss_fn is None:
@@ -118,32 +134,34 @@ def estimate_memory_usage(
             expected="loss_fn(model, sample_batch) that returns the loss",
             fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
         )
-    precisions = (None, "bf16-mixed") if target == "cpu" else (None, "bf16-mixed", "fp16-mixed")
-    _check("precision", precision, precision in precisions, f"one of {precisions} on {target}")
-    _check("accumulation_steps", accumulation_steps, accumulation_steps in range(1, 2**31), "an int, 1 or more")
-    is_share = selected_fraction is None or 0 < selected_fraction <= 1
-    _check("selected_fraction", selected_fraction, is_share, "None, or a share in (0, 1]")
+    check = Checker("estimate_memory_usage(...)")
+    gpu = None if target == "cpu" else find_gpu(target)
+    precisions = (None, "bf16-mixed") if gpu is None else (None, "bf16-mixed", "fp16-mixed")
+    if precision not in precisions:
+        raise check.refuse("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
+    accumulation_steps = check.whole("accumulation_steps", accumulation_steps, 1)
     stage, spread = on_cpu, alone
-    if target != "cpu":
+    if gpu is not None:
         from memkit.planning.card.stage import on_card
-        from memkit.planning.gpus import find_gpu
 
-        stage = partial(on_card, find_gpu(target))
+        stage = partial(on_card, gpu)
     if shard is not None:
         from memkit.planning.shard import Shard
         from memkit.planning.shards import as_first_rank
 
-        _check("shard", shard, isinstance(shard, Shard), "None, or a Shard such as Shard('fsdp2', 8)")
+        if not isinstance(shard, Shard):
+            raise check.refuse("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
         spread = partial(as_first_rank, shard)
     step = model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction
     return DryRun(*step, stage, spread).estimate()
 
 
-def _check(name: str, value: object, is_valid: bool, expected: str) -> None:  # noqa: FBT001
-    if not is_valid:
+def _refuse_beside_a_config(**is_given: bool) -> None:
+    given = [name for name, is_there in is_given.items() if is_there]
+    if given:
         raise ConfigError(
-            f"estimate_memory_usage(..., {name}={value!r})",
-            got=repr(value),
-            expected=expected,
-            fix="pass one of these.",
+            f"estimate_memory_usage(config, {given[0]}=...)",
+            got=f"{', '.join(given)} beside a config",
+            expected="a config alone: it says precision, optimizer and micro-batches itself",
+            fix="change the config with config.replace(...); estimate.fits('RTX 4090') asks for a card.",
         )

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 
 from memkit._errors import ConfigError
+from memkit._settings import Checker
 
 Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REPLICATED = ("ddp", "zero1")
@@ -57,11 +58,12 @@ class Shard:
     def __post_init__(self) -> None:
         """Refuse what no kind knows, and what another kind knows."""
         self._check("kind", self.kind in get_args(Kind), f"one of {', '.join(get_args(Kind))}")
-        self._check("ranks", self.ranks in range(2, 2**31), "an int, 2 or more")
+        Checker(f"Shard({self.kind!r}, ...)").whole("ranks", self.ranks, 2)
         self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')
         every = self.reshard_after_forward
-        is_divisor = every is None or isinstance(every, bool) or (1 < every < self.ranks and self.ranks % every == 0)
-        self._check("reshard_after_forward", is_divisor, "None, True, False, or a divisor of ranks between 1 and ranks")
+        is_number = isinstance(every, int) and 1 < every < self.ranks and self.ranks % every == 0
+        is_valid = every is None or isinstance(every, bool) or is_number
+        self._check("reshard_after_forward", is_valid, "None, True, False, or a divisor of ranks between 1 and ranks")
         if self.kind in REPLICATED:
             for name in ("units", "param_dtype", "reduce_dtype"):
                 self._check(name, not getattr(self, name), "unset: it belongs to fsdp2, zero2 and zero3")

@@ -43,7 +43,19 @@ def resolved(backend: Backend, device: torch.device, call: str) -> Backend:
     if backend not in fitting:
         _refuse(backend, call, ("auto", *fitting))
     _check_installed(backend, call)
+    if backend == "triton" and device.type == "cpu":
+        _refuse_without_interpreter(call)
     return backend
+
+
+def _refuse_without_interpreter(call: str) -> None:
+    if importlib.import_module("memkit.points.kernels").are_compiled():
+        raise ConfigError(
+            call,
+            got="backend='triton' on the CPU, for which Triton has no compiler",
+            expected="an accelerator, or Triton's interpreter",
+            fix="leave backend out; to try the kernels, set TRITON_INTERPRET=1 before Triton is imported.",
+        )
 
 
 def _check_installed(backend: Backend, call: str) -> None:

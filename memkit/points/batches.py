@@ -6,13 +6,14 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from operator import le
-from typing import final
+from typing import SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memkit._epochs import EpochOrder
 from memkit._errors import ConfigError, InputError
+from memkit._settings import Checker
 from memkit._units import parse_bytes
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
@@ -23,6 +24,7 @@ _MOST_OPEN = 64  # batches that may still take samples: more fill no better, and
 
 
 @final
+# What it says of seed, ranks and epochs, `ResumableBatchSampler` says too: help() shows one class alone.
 class BudgetBatchSampler(EpochOrder):
     """Batches of as many samples as fit, for ``DataLoader(dataset, batch_sampler=...)``.
 
@@ -72,9 +74,9 @@ class BudgetBatchSampler(EpochOrder):
     def __init__(
         self,
         sizes: Points | Mapping[str, Points],
-        max_points: int | None = None,
-        max_edges: int | None = None,
-        max_bytes: int | str | None = None,
+        max_points: SupportsIndex | None = None,
+        max_edges: SupportsIndex | None = None,
+        max_bytes: SupportsIndex | str | None = None,
         *,
         seed: int = 0,
         num_replicas: int = 1,
@@ -82,9 +84,11 @@ class BudgetBatchSampler(EpochOrder):
     ) -> None:
         most_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         given = {"points": max_points, "edges": max_edges, "bytes": most_bytes}
-        self._budgets = {name: budget for name, budget in given.items() if budget is not None}
+        check = Checker(_CALL)
+        self._budgets = {
+            name: check.whole(f"max_{name}", budget, 1) for name, budget in given.items() if budget is not None
+        }
         self._sizes = _columns(sizes, self._budgets)
-        _check_budgets(self._budgets)
         _refuse_larger(self._sizes, self._budgets)
         super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
         self._batches = self._pack()
@@ -193,17 +197,6 @@ def _column(values: Points, name: str) -> NDArray[np.int64]:
             fix="count points, edges or bytes: [len(scene.coords) for scene in scenes].",
         )
     return column.astype(np.int64)
-
-
-def _check_budgets(budgets: dict[str, int]) -> None:
-    for name, budget in budgets.items():
-        if type(budget) is not int or budget <= 0:
-            raise ConfigError(
-                f"BudgetBatchSampler(max_{name}={budget!r})",
-                got=repr(budget),
-                expected="a whole number above 0",
-                fix=f"change max_{name}.",
-            )
 
 
 def _refuse_larger(sizes: NDArray[np.int64], budgets: dict[str, int]) -> None:

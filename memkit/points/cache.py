@@ -39,6 +39,8 @@ class IndexCache:
                 self._kept.move_to_end(key)
                 return self._kept[key]
         index = make()  # outside of the lock: others need not wait
+        if index.nbytes > self.max_bytes:
+            return index
         with self._lock:
             index = self._kept.setdefault(key, index)
             self._kept.move_to_end(key)

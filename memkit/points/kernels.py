@@ -26,6 +26,11 @@ def choose(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
     return chosen
 
 
+def are_compiled() -> bool:
+    """Whether Triton compiles the kernels; else it interprets them, on any device."""
+    return isinstance(_keep, triton.JITFunction)
+
+
 @triton.jit(do_not_specialize=["num", "key", "tag"])  # type: ignore[untyped-decorator,unused-ignore]
 def _draw_below(left, below, num, key, tag, points, again, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
     number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)

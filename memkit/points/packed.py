@@ -61,8 +61,9 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
         (6, 3) [6] ['room']
     """
     call = f"split_packed(batch, {n})"
-    ends = _read_ends(batch, call)
-    homes = {key: _find_home(key, value, ends, belongs_to or {}, call) for key, value in batch.items()}
+    belongs_to = belongs_to or {}
+    ends = _read_ends(batch, belongs_to, call)
+    homes = {key: _find_home(key, value, ends, belongs_to, call) for key, value in batch.items()}
     main = next(iter(ends.values()))
     borders = cut_evenly([stop - start for start, stop in pairwise([0, *main])], n)
     if len(borders) <= 2:
@@ -92,7 +93,7 @@ def _fill(ends: Sequence[int], limit: int) -> list[int]:
     return borders
 
 
-def _read_ends(batch: Any, call: str) -> Ends:
+def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
     """The offsets of a batch, all of equally many scenes; the first is that of its points."""
     if not isinstance(batch, Mapping):
         raise InputTypeError(
@@ -102,8 +103,7 @@ def _read_ends(batch: Any, call: str) -> Ends:
             fix="collate into a dict, take memkit.integrations.torch_geometric for graphs, or write split_fn yourself.",
         )
     if "offset" in batch:
-        names = ["offset", *(key for key in batch if isinstance(key, str) and key.endswith("_offset"))]
-        ends = {name: _read_rising(batch[name], call, name) for name in names}
+        ends = {"offset": _read_rising(batch["offset"], call, "offset")}
     elif "batch" in batch:
         scenes = _read_rising(batch["batch"], call, "batch")
         ends = {"batch": np.searchsorted(scenes, np.arange(1, scenes.max(initial=-1) + 2))}
@@ -114,6 +114,8 @@ def _read_ends(batch: Any, call: str) -> Ends:
             expected='"offset", where the points of each scene end, or "batch", the scene of each point',
             fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
         )
+    more = [key for key in batch if isinstance(key, str) and key.endswith("_offset") and key not in belongs_to]
+    ends |= {name: _read_rising(batch[name], call, name) for name in more}
     lengths = {name: len(values) for name, values in ends.items()}
     if len(set(lengths.values())) > 1:
         raise InputError(
@@ -135,7 +137,8 @@ def _read_rising(values: Any, call: str, name: str) -> NDArray[np.int64]:
         call,
         got=f"{name}, a {type(values).__name__} of {array.dtype} and shape {array.shape}: {array.ravel()[:5].tolist()}",
         expected="a tensor or array, one row of whole numbers from 0 that do not fall",
-        fix="collate scene after scene, and give offsets as cumulative ends.",
+        fix="collate scene after scene, and give offsets as cumulative ends; an entry of such a name that is no offset "
+        "goes into belongs_to.",
     )
 
 

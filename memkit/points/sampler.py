@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, SupportsIndex, final, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._errors import FileFormatError, InputError
+from memkit._settings import Checker
 from memkit._units import MIB, parse_bytes
 from memkit.points.backends import Backend, HostBackend, host_passes, resolved
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
@@ -34,11 +35,13 @@ from memkit.points.sample import GridSample, Scenario
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # the key of a draw, and the draw
 
 _VERSION = 1
 _ALGO_VERSION = 2  # raise it whenever the same key would give another sample
 _CODES: dict[Scenario, int] = {"dense": 0, "half": 1, "single": 2}
 _FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never meet
+_NUMBER = 2  # the place in a key where the number of the call is
 
 
 @final
@@ -95,31 +98,18 @@ class GridAwareSampler:
         *,
         seed: int = 0,
         rounding: Rounding = "nearest",
-        cache_bytes: int | str = 256 * MIB,
+        cache_bytes: SupportsIndex | str = 256 * MIB,
         backend: Backend = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
-        low, high = (ratio, ratio) if isinstance(ratio, int | float) else ratio
+        check = Checker("GridAwareSampler(...)")
+        ends = check.items("ratio", ratio, 2) if isinstance(ratio, tuple | list) else (ratio, ratio)
+        low, high = (check.number("ratio", each) for each in ends)
         if not 0 < low <= high <= 1:
-            raise ConfigError(
-                f"GridAwareSampler(ratio={ratio!r})",
-                got=repr(ratio),
-                expected="0 < least <= greatest <= 1",
-                fix="give a share such as 0.5, or a range such as (0.3, 0.7).",
-            )
-        if rounding not in get_args(Rounding):
-            raise ConfigError(
-                f"GridAwareSampler(rounding={rounding!r})",
-                got=repr(rounding),
-                expected=" or ".join(map(repr, get_args(Rounding))),
-                fix="leave it out for 'nearest'.",
-            )
-        if not 0 <= seed < 2**63 or seed % 1:
-            raise ConfigError(
-                f"GridAwareSampler(seed={seed!r})", got=repr(seed), expected="an int, 0 <= seed < 2^63", fix="give one."
-            )
-        self.ratio = (float(low), float(high))
-        self.seed = int(seed)
+            raise check.refuse("ratio", ratio, "a share such as 0.5, or (least, greatest): 0 < least <= greatest <= 1")
+        check.choice("rounding", rounding, get_args(Rounding))
+        self.ratio = (low, high)
+        self.seed = check.whole("seed", seed)
         self.rounding: Rounding = rounding
         self.cache = IndexCache(parse_bytes(cache_bytes, name="cache_bytes"))
         self.device = torch.device(device)
@@ -185,7 +175,8 @@ class GridAwareSampler:
         """For each index what `sample_scenarios` gives, drawn in a background thread while the step before runs.
 
         The samples are the same as without. A state that is saved on the way counts what was handed out, so that a
-        resumed run, whose draws are all made ahead, continues bit by bit.
+        resumed run, whose draws are all made ahead, continues bit by bit. A loop that is left early gives back the
+        numbers of draws that wait, but for those after which another call drew.
 
         Args:
             indexes: One after another; taken ``depth`` early.
@@ -196,22 +187,25 @@ class GridAwareSampler:
             InputError: A scenario is none of these.
         """
         wanted = _checked_scenarios(scenarios, "GridAwareSampler.draw_ahead(scenarios=...)")
-        waiting: deque[Future[dict[Scenario, GridSample]]] = deque()
+        waiting: deque[Ahead] = deque()
         with ThreadPoolExecutor(1, "memkit-sampler") as pool:
             try:
                 for index in indexes:
-                    waiting.append(pool.submit(self._scenarios, index, wanted, self._key(None)))
+                    key = self._key(None)
+                    waiting.append((key, pool.submit(self._scenarios, index, wanted, key)))
                     self._num_waiting += 1
                     if len(waiting) > depth:
                         yield self._handed_out(waiting)
                 while waiting:
                     yield self._handed_out(waiting)
             finally:  # the loop was left early: these numbers were not used
-                self._num_draws -= len(waiting)
                 self._num_waiting -= len(waiting)
+                with self._lock:  # but later ones may have been, by other calls: none is given out twice
+                    while waiting and waiting.pop()[0][_NUMBER] == self._num_draws - 1:
+                        self._num_draws -= 1
 
-    def _handed_out(self, waiting: deque[Future[dict[Scenario, GridSample]]]) -> dict[Scenario, GridSample]:
-        drawn = waiting.popleft().result()
+    def _handed_out(self, waiting: deque[Ahead]) -> dict[Scenario, GridSample]:
+        drawn = waiting.popleft()[1].result()
         self._num_waiting -= 1
         return drawn
 
@@ -219,8 +213,8 @@ class GridAwareSampler:
         self,
         coords: Points,
         grid_size: Lengths = 0.05,
-        key: Hashable | None = None,
         *,
+        key: Hashable | None = None,
         offsets: Points | None = None,
         origin: Lengths = 0.0,
     ) -> GridIndex:

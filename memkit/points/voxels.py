@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memkit._errors import InputError
+from memkit._streamed import accumulator_dtype
 from memkit.points.grid import GridIndex
 
 
@@ -21,7 +22,7 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
 
     Returns:
         (C, ...), in the order of ``index.cells``. ``voxel_mean(x, index)[index.cell_of_point()]`` brings the means
-        back to the points.
+        back to the points. Half precision is added up in float32.
 
     Raises:
         InputError: There is not one row for each point.
@@ -41,9 +42,11 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
             fix="give values in the order of the points that the index was made of.",
         )
     cell = index.cell_of_point().to(values.device)
-    sums = values.new_zeros(index.num_cells, *values.shape[1:]).index_add(0, cell, values)
-    counts = torch.tensor(index.counts, dtype=values.dtype, device=values.device)
-    return sums / counts.reshape(-1, *[1] * (values.dim() - 1))
+    dtype = accumulator_dtype(values.dtype)
+    sums = values.new_zeros(index.num_cells, *values.shape[1:], dtype=dtype).index_add(0, cell, values.to(dtype))
+    counts = torch.tensor(index.counts, dtype=dtype, device=values.device)
+    means = sums / counts.reshape(-1, *[1] * (values.dim() - 1))
+    return means if dtype == values.dtype else means.to(values.dtype)
 
 
 def first_points(index: GridIndex) -> Tensor:

@@ -62,7 +62,7 @@ def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
         ['M', 'C', 'i']
     """
     target = check_new(path)
-    write_bytes(target, _WRITERS[target.suffix](log))
+    write_bytes(target, _WRITERS[target.suffix.lower()](log))
 
 
 def check_new(path: str | os.PathLike[str]) -> Path:
@@ -72,8 +72,8 @@ def check_new(path: str | os.PathLike[str]) -> Path:
         InputError: Its suffix names no form, or something is there.
     """
     target = Path(path)
-    call = f"export_log(path={str(target)!r})"
-    if target.suffix not in _WRITERS:
+    call = f"the export {str(target)!r}"
+    if target.suffix.lower() not in _WRITERS:
         fix = "write for example 'trace.json' or 'events.csv'."
         raise InputError(call, got=f"the suffix {target.suffix!r}", expected=f"one of {', '.join(_WRITERS)}", fix=fix)
     if target.exists():

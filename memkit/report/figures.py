@@ -138,6 +138,7 @@ class Figures:
         splits: The peak taken apart.
         segments: Of an allocator at the end; empty where they are not recorded.
         shortages: Where memory ran out.
+        num_survived: Out-of-memory errors after which a training went on, as marks ``"oom"`` say.
         observed: The events that count.
     """
 
@@ -155,6 +156,7 @@ class Figures:
     splits: tuple[Split, ...]
     segments: tuple[Segments, ...]
     shortages: tuple[Shortage, ...]
+    num_survived: int
     observed: Sequence[Observed] = field(repr=False)
 
     @property
@@ -206,6 +208,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
         splits=tuple(_find_splits(events)),
         segments=tuple(_find_segments(events)),
         shortages=tuple(_find_shortages(events)),
+        num_survived=sum(map(_survived, events)),
         observed=observed,
     )
 
@@ -284,3 +287,8 @@ def _find_shortages(events: Iterable[Event]) -> Iterable[Shortage]:
                 for name in ("asked_bytes", "free_bytes")
             )
             yield Shortage(event.event, asked, free, event.allocated_bytes)
+
+
+def _survived(event: Event) -> int:
+    number = event.note.get("num_ooms") if event.event == "oom" and event.note else None
+    return number if type(number) is int and number > 0 else 0

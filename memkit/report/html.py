@@ -115,7 +115,8 @@ def _bars(bars: Bars) -> Iterator[str]:
 
 def _curves(chart: Lines, words: Words) -> Iterator[str]:
     start, end = min(min(line.x) for line in chart.lines), max(max(line.x) for line in chart.lines)
-    top, ticks = _scale(max(max(line.y) for line in chart.lines))
+    bottom, top, ticks = _scale(min(min(line.y) for line in chart.lines), max(max(line.y) for line in chart.lines))
+    height = top - bottom
     across = _WIDTH / (end - start or 1)
     yield f'<figure><figcaption>{_text(chart.caption)}</figcaption><div class="plot">'
     yield f'<div class="ys">{"".join(f"<span>{tick}</span>" for tick in reversed(ticks))}</div>'
@@ -127,16 +128,17 @@ def _curves(chart: Lines, words: Words) -> Iterator[str]:
         yield f'<line x1="0" x2="{_WIDTH}" y1="{y:g}" y2="{y:g}"/>'
     for number, line in enumerate(chart.lines):
         places = (
-            f"{across * (x - start):.1f},{_HEIGHT * (1 - y / top):.1f}" for x, y in zip(line.x, line.y, strict=True)
+            f"{across * (x - start):.1f},{_HEIGHT * (top - y) / height:.1f}"
+            for x, y in zip(line.x, line.y, strict=True)
         )
         yield f'<polyline class="l{number % _NUM_COLOURS}" points="{" ".join(places)}"/>'
     yield "</svg>"
     number, line = max(enumerate(chart.lines), key=lambda each: max(each[1].y))
     y = max(line.y)
     x = line.x[line.y.index(y)]
-    place = f"left:{100 * (x - start) / (end - start or 1):.2f}%;top:{100 * (1 - y / top):.2f}%"
+    place = f"left:{100 * (x - start) / (end - start or 1):.2f}%;top:{100 * (top - y) / height:.2f}%"
     yield f'<span class="top l{number % _NUM_COLOURS}" style="{place}"></span>'
-    yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, start, end, top)}</div>'
+    yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, start, end, bottom, top)}</div>'
     marks = (f"<span>{mark}</span>" for mark in _marks(start, end))
     yield f'<div class="xs">{"".join(marks)}</div><div class="x">{_text(chart.x_name)}</div></div>'
     yield f'<ul class="legend">{"".join(_key(number, line.name) for number, line in enumerate(chart.lines))}</ul>'
@@ -148,22 +150,25 @@ def _key(number: int, name: str) -> str:
     return f'<li><svg viewBox="0 0 24 10" aria-hidden="true">{line}</svg>{_text(name)}</li>'
 
 
-def _data(chart: Lines, start: float, end: float, top: float) -> str:
+def _data(chart: Lines, start: float, end: float, bottom: float, top: float) -> str:
     """Embed the points for the script. No text in it can end the element."""
     lines = [
         {"n": line.name, "x": [round(x, 4) for x in line.x], "y": line.y, "t": line.labels} for line in chart.lines
     ]
-    data = {"x0": start, "x1": end, "top": top, "unit": chart.x_name, "lines": lines}
+    data = {"x0": start, "x1": end, "bottom": bottom, "top": top, "unit": chart.x_name, "lines": lines}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
 
-def _scale(largest: int) -> tuple[float, list[str]]:
-    """Choose the top of an axis in bytes, and the texts of its marks from zero to there."""
-    gib = max(largest, 1) / GIB
+def _scale(smallest: int, largest: int) -> tuple[float, float, list[str]]:
+    """Choose the ends of an axis in bytes, and the texts of its marks from the bottom up; zero is one of them."""
+    low, high = min(smallest, 0) / GIB, max(largest, 0) / GIB
+    gib = high - low or 1 / GIB
     step = 10 ** math.floor(math.log10(gib / 4))
     step *= next(factor for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if 4 * step * factor >= gib * (1 - 1e-9))
-    return 4 * step * GIB, [f"{step * tick:.3g} GiB" for tick in range(5)]
+    first = math.floor(low / step * (1 - 1e-9))
+    last = max(math.ceil(high / step * (1 - 1e-9)), first + 4)
+    return first * step * GIB, last * step * GIB, [f"{step * tick:.3g} GiB" for tick in range(first, last + 1)]
 
 
 def _marks(start: float, end: float) -> list[str]:

@@ -3,11 +3,11 @@ const root = document.documentElement;
 const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme:dark)").matches ? "dark" : "light")) === "dark";
 document.querySelector("button").addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; });
 for (const area of document.querySelectorAll(".area")) {
-  const {x0, x1, top, unit, lines} = JSON.parse(area.querySelector("script").textContent);
+  const {x0, x1, bottom, top, unit, lines} = JSON.parse(area.querySelector("script").textContent);
   const points = lines.flatMap((line, index) => line.x.map((x, i) => ({x, y: line.y[i], text: line.t[i], name: line.n, index})));
   points.sort((a, b) => a.x - b.x || a.index - b.index);
   const dot = area.querySelector(".dot"), tip = area.querySelector(".tip");
-  const left = p => (p.x - x0) / (x1 - x0 || 1), up = p => 1 - p.y / top;
+  const left = p => (p.x - x0) / (x1 - x0 || 1), up = p => (top - p.y) / (top - bottom);
   let at = -1;
   const show = i => {
     at = Math.max(0, Math.min(points.length - 1, i));

@@ -16,7 +16,7 @@ from memkit.report.words import Words
 MOST_ROWS = 40  # of a table; what is left out is counted
 _MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
-# Events of the older form's first program; where one of them is missing, a report says so.
+# The older form's first program, as in components.py.
 _EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
 _T = TypeVar("_T")
 
@@ -55,7 +55,7 @@ def _layers(figures: Figures, words: Words) -> Iterator[Node]:
         rows.append((words(key), Size.of(extra), Size.of(level), share))
         if extra is not None:
             bars.append((words(key), extra))
-        below = level if level is not None else None
+        below = level
     rows.append((words("layer_host"), Size.of(layers.host_bytes), "", ""))
     columns = (words("col_layer"), words("col_layer_own"), words("col_layer_level"), words("col_of_device"))
     yield Paragraph(words("layers_text"))
@@ -264,7 +264,7 @@ def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Word
 
 
 def shortage_texts(figures: Figures, words: Words) -> Iterator[str]:
-    """Say where memory ran out, and how far."""
+    """Say where memory ran out, and how far; and how often a training went on after it."""
     shown, num_left = _cut(figures.shortages, _MOST_SHORTAGES)
     for each in shown:
         asked, free, held = (
@@ -273,6 +273,8 @@ def shortage_texts(figures: Figures, words: Words) -> Iterator[str]:
         yield words("shortage", event=clean(each.event), asked=asked, free=free, held=held)
     if num_left:
         yield words("left_out", count=f"{num_left:,}")
+    if figures.num_survived:
+        yield words("survived", count=f"{figures.num_survived:,}")
 
 
 def _pattern(figures: Figures, words: Words) -> Iterator[str]:

@@ -32,7 +32,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
         OSError: The file cannot be read.
     """
     target = Path(path)
-    call = f"write_report(path={str(target)!r})"
+    call = f"the report {str(target)!r}"
     if target.suffix.lower() not in SUFFIXES:
         raise InputError(
             call,

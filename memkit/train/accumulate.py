@@ -11,15 +11,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import FileFormatError, InputError, StateError
+from memkit._errors import StateError
 from memkit._oom import retry_once
 from memkit._protocols import Closing, GradScaler
 from memkit.train.checks import (
     check_choice,
     check_group,
     check_loss,
+    check_norm,
     check_reduction,
+    check_state,
     check_steps,
+    check_total,
+    check_weightless,
     list_optimizers,
     read_count,
     refuse,
@@ -36,6 +40,7 @@ from memkit.train.gradients import (
     multiply_gradients,
     narrow_gradients,
     run_backward,
+    set_gradient,
     step_optimizers,
     widen_gradients,
 )
@@ -67,8 +72,10 @@ class GradientAccumulator(Closing):
             sharded by ``fully_shard`` are recognised by themselves.
         objective: ``"mean"``: the gradient of the weighted mean over the whole group. ``"sum"``: of the sum.
         gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
-            GAN's two accumulators never mix. ``"all"``: to every leaf of the graph, as ``loss.backward()`` does.
-        accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more.
+            GAN's two accumulators never mix. ``"all"``: to every leaf of the graph. The step is not for leaves that
+            are not its own: they keep the group's sum, divided by a power of two (`expect` makes it the mean).
+        accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more
+            from a group's second micro-batch on.
         guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole, and
             go on (``docs/optimizer-step.md``).
 
@@ -120,8 +127,7 @@ class GradientAccumulator(Closing):
         check_choice("objective", objective, ("mean", "sum"))
         check_choice("gradients_of", gradients_of, ("optimizer", "all"))
         check_choice("accumulate_dtype", accumulate_dtype, (None, torch.float32))
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping")
+        check_norm(max_grad_norm)
         if self._scaler and accumulate_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
             refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
         self._steps, self._max_grad_norm, self._objective = steps, max_grad_norm, objective
@@ -140,7 +146,6 @@ class GradientAccumulator(Closing):
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
-        widen_gradients(self._parameters, accumulate_dtype)
 
     @property
     def steps(self) -> int:
@@ -284,22 +289,15 @@ class GradientAccumulator(Closing):
         Raises:
             FileFormatError: Another version, or gradients of another set of parameters.
         """
-        gradients = state["gradients"] if state.get("version") == _VERSION else []
-        if gradients is not None and len(gradients) != len(self._parameters):
-            raise FileFormatError(
-                "GradientAccumulator.load_state_dict(state)",
-                got=f"version {state.get('version')!r} with {len(gradients)} gradients",
-                expected=f"version {_VERSION} with the gradients of {len(self._parameters)} parameters",
-                fix="load the state into an accumulator over the same optimisers and parameters.",
-            )
+        check_state(state, version=_VERSION, num_parameters=len(self._parameters))
+        self.discard()
         self._predivisor = state["predivisor"]
         self._count = state["count"]
         self.num_microbatches = state["num_microbatches"]
         self.num_steps = state["num_steps"]
-        self._has_gradients = gradients is not None
-        self._zero_grad()
-        for parameter, gradient in zip(self._parameters, gradients or (), strict=gradients is not None):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        self._has_gradients = state["gradients"] is not None
+        for parameter, gradient in zip(self._parameters, state["gradients"] or (), strict=self._has_gradients):
+            set_gradient(parameter, None if gradient is None else gradient.to(parameter.device, copy=True))
 
     def close(self) -> None:
         """Leave model and parameters as they were found: DDP synchronises in backward, gradients have their dtype."""
@@ -308,13 +306,8 @@ class GradientAccumulator(Closing):
         narrow_gradients(self._parameters, self._accumulate_dtype)
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
-        if not weight and not bool(torch.isfinite(loss)):
-            raise InputError(
-                "GradientAccumulator.backward(loss, count=0)",
-                got="a loss that is not finite, on sharded parameters: zero times its gradient is NaN",
-                expected="a finite loss, as every rank must take part in the backward",
-                fix="pass the sum instead of the mean: backward(loss_sum, count=0, reduction='sum').",
-            )
+        if not weight:
+            check_weightless(loss)
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
@@ -329,27 +322,32 @@ class GradientAccumulator(Closing):
             self.is_torn = True
             run_backward(scaled, root, self._parameters if self._only_own else (), retain_graph=retain_graph)
         self.is_torn = False
-        self._has_gradients = True
+        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
 
     def _open_group(self) -> None:
         """Before a group's first backward see that no foreign gradient is there; before a later one, that ours are."""
-        check_group(self._optimizers, is_torn=self.is_torn)
+        self._check_group()
         if self.num_microbatches == 0:
             self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
-            widen_gradients(self._parameters, self._accumulate_dtype)
             if any(parameter.grad is not None for parameter in self._parameters):
                 warn_of_foreign_gradients()
                 self._zero_grad()
-        elif self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
+        elif self.num_microbatches == 1:  # until now there was no sum: one gradient has its own dtype
+            widen_gradients(self._parameters, self._accumulate_dtype)
+
+    def _check_group(self) -> None:
+        check_group(self._optimizers, is_torn=self.is_torn)
+        if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
             refuse_lost_gradients(self.num_microbatches)
 
     def _finish(self, *, last: bool) -> tuple[bool, bool]:
         """End the group on all ranks: (an optimiser really stepped, all ranks are in `flush`)."""
-        check_group(self._optimizers, is_torn=self.is_torn)
+        self._check_group()
         total, present, everybody_is_here, stepped = float(self._count), list[bool](), last, False
         try:
             if self._ranks is not None:
                 total, present, everybody_is_here = self._ranks.agree(self._parameters, total, is_last=last)
+            check_total(total)
             if total > 0:
                 self._normalize(total)
                 if isinstance(self._ranks, Replicas):
@@ -365,6 +363,9 @@ class GradientAccumulator(Closing):
 
     def _normalize(self, total: float) -> None:
         """Turn the accumulated sum into the group's mean (or sum)."""
+        if self._ranks or self._scaler or self._max_grad_norm is not None:  # which add up gradients of any group
+            widen = functools.partial(widen_gradients, self._parameters, self._accumulate_dtype)
+            retry_once(widen, "converting the gradients")
         factor = (self._predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if isinstance(self._ranks, Shards):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
@@ -390,4 +391,3 @@ class GradientAccumulator(Closing):
     def _zero_grad(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        widen_gradients(self._parameters, self._accumulate_dtype)

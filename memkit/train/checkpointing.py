@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import fnmatch
 from collections import Counter
@@ -12,21 +11,23 @@ from typing import Literal
 from torch import nn
 
 from memkit._errors import ConfigError
+from memkit._protocols import Closing
+from memkit.train.models import unwrap_model
 from memkit.train.treatments import TREATMENTS, Elsewhere, TreatedForward, Treatment
 
 Choice = Literal["auto"] | Sequence[str] | Mapping[str, Treatment] | Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
-class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
-    """Keeps the activations of chosen blocks small until `close`, or while it is entered.
+class Checkpointing(Closing):
+    """Keeps the activations of chosen blocks small, in any loop, until `close` or the end of a ``with`` block.
 
     Gradients are bit-equal to the plain model's: torch's, NumPy's and Python's random state are replayed, and buffers
     (BatchNorm statistics, spectral-norm vectors) change once. Names, ``state_dict`` and classes stay; a deep copy or a
     pickle of the model is treated too.
 
     Args:
-        model: The model.
+        model: The model; also compiled, or in DistributedDataParallel.
         choice: ``"auto"`` takes the repeated blocks; a list holds `fnmatch` patterns over ``named_modules()``; a
             callable ``(name, module) -> bool`` decides; all of these run again in backward. A mapping from names or
             patterns says for each block ``"full"``: it runs again; ``"selective"``: only what is cheap runs again, the
@@ -41,6 +42,19 @@ class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
     Raises:
         ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
         StateError: From the model's forward: a block that would run again in backward has changed its input in place.
+
+    Memory cost: what ``choice`` says stays of a block until backward, and the peak of the block that needs most.
+
+    Source: `docs/checkpointing.md`.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> block = torch.nn.TransformerEncoderLayer(8, 2, 16)
+        >>> model = torch.nn.TransformerEncoder(block, 3, enable_nested_tensor=False)
+        >>> blocks = mk.Checkpointing(model, {"layers.*": "full", "layers.0": "selective"})  # and train as before
+        >>> blocks.treatments
+        {'layers.0': 'selective', 'layers.1': 'full', 'layers.2': 'full'}
+        >>> blocks.close()  # the model is as it was found
     """
 
     def __init__(self, model: nn.Module, choice: Choice) -> None:
@@ -51,7 +65,7 @@ class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
                 expected="one model per process",
                 fix="use DistributedDataParallel.",
             )
-        self.blocks = choose_blocks(model, choice)
+        self.blocks = choose_blocks(unwrap_model(model), choice)
         self.treatments = _treatments(self.blocks, choice)
         self._before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         for name, before in self._before.items():
@@ -78,9 +92,6 @@ class Checkpointing(contextlib.AbstractContextManager["Checkpointing"]):
             if self._before[name] is not None:
                 block.__dict__["forward"] = self._before[name]
         self._installed = {}
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit.train.gradients import as_list
 from memkit.train.step_in_backward import steps_in_backward
 
 
@@ -38,6 +39,33 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
         )
 
 
+def loss_and_count(result: Any, *, call: str) -> tuple[torch.Tensor, Any]:
+    """Take apart what a loss function has returned: its loss, and the count of ``(loss_sum, count)``, else None.
+
+    Raises:
+        InputTypeError: The loss is not a tensor.
+        InputError: Something beside them, or a count of None.
+    """
+    loss, count = result, None
+    if isinstance(result, tuple):
+        if len(result) != 2 or result[1] is None:
+            raise InputError(
+                call,
+                got=f"a tuple of {len(result)}" + (" with a count of None" if len(result) == 2 else ""),
+                expected="the loss, or (loss_sum, count)",
+                fix="return nothing else beside them; what else is wanted goes into a list of your own.",
+            )
+        loss, count = result
+    if not isinstance(loss, torch.Tensor):
+        raise InputTypeError(
+            call,
+            got=f"a {type(loss).__name__}",
+            expected="the loss as a 0-dim tensor, or (loss_sum, count)",
+            fix="return the loss itself, not loss.item().",
+        )
+    return loss, count
+
+
 def read_count(
     count: float | torch.Tensor, *, stay_on_device: bool, call: str = "GradientAccumulator.backward(loss, count=...)"
 ) -> float | torch.Tensor:
@@ -48,21 +76,47 @@ def read_count(
     """
     if type(count) in {int, float} and 0 <= count < math.inf:  # nearly always: a step asks for each micro-batch
         return float(count)
-    if isinstance(count, torch.Tensor) and stay_on_device:
+    if isinstance(count, torch.Tensor) and count.numel() == 1 and stay_on_device:
         # Metal has no float64; float32 counts exactly up to 16 million.
-        return count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
+        weight = count.detach().to(torch.float32 if count.device.type == "mps" else torch.float64).reshape(())
+        return torch.where(weight >= 0, weight, math.nan)  # for `check_total`
     try:
         number = math.nan if isinstance(count, bool | str) else float(count)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise InputError(
-            call,
-            got=repr(count),
-            expected="a finite weight of zero or more: rows, valid tokens, or a sum of class weights",
-            fix="pass what the mean loss was divided by.",
-        )
+        _refuse_weight(call, repr(count))
     return number
+
+
+def check_total(total: float) -> None:
+    """Check what a group weighs, where `read_count` could not see each weight.
+
+    Raises:
+        InputError: One of them was negative or not finite.
+    """
+    if not math.isfinite(total):
+        _refuse_weight("GradientAccumulator.backward(loss, count=...)", "a count on a device that is no weight")
+
+
+def _refuse_weight(call: str, got: str) -> NoReturn:
+    raise InputError(
+        call,
+        got=got,
+        expected="a finite weight of zero or more: rows, valid tokens, or a sum of class weights",
+        fix="pass what the mean loss was divided by.",
+    )
+
+
+def check_weightless(loss: torch.Tensor) -> None:
+    """Check the loss of a micro-batch that weighs nothing, where its backward must run all the same."""
+    if not bool(torch.isfinite(loss)):
+        raise InputError(
+            "GradientAccumulator.backward(loss, count=0)",
+            got="a loss that is not finite, on sharded parameters: zero times its gradient is NaN",
+            expected="a finite loss, as every rank must take part in the backward",
+            fix="pass the sum instead of the mean: backward(loss_sum, count=0, reduction='sum').",
+        )
 
 
 def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> None:
@@ -97,9 +151,26 @@ def check_choice(name: str, value: object, choices: tuple[object, ...], *, call:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}", call=call)
 
 
+def check_callable(name: str, value: object, *, call: str) -> None:
+    """Check a function of the user's before anything runs."""
+    if not callable(value):
+        raise InputTypeError(
+            f"{call}({name}=...)",
+            got=f"a {type(value).__name__}",
+            expected="a function",
+            fix=f"pass the function itself: not what it returned, and not {name}().",
+        )
+
+
+def check_norm(max_grad_norm: float | None, *, call: str = "GradientAccumulator") -> None:
+    """Check what gradients are clipped to."""
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping", call=call)
+
+
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimisers as a list; each must be a torch optimiser that needs no closure."""
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = as_list(optimizer)
     if not optimizers:
         refuse("optimizer", optimizers, "at least one optimiser")
     for each in optimizers:
@@ -153,10 +224,22 @@ def check_group(optimizers: Sequence[Optimizer], *, is_torn: bool) -> None:
         )
 
 
+def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) -> None:
+    """Check that a state is an accumulator's over so many parameters."""
+    gradients = state["gradients"] if state.get("version") == version else []
+    if gradients is not None and len(gradients) != num_parameters:
+        raise FileFormatError(
+            "GradientAccumulator.load_state_dict(state)",
+            got=f"version {state.get('version')!r} with {len(gradients)} gradients",
+            expected=f"version {version} with the gradients of {num_parameters} parameters",
+            fix="load the state into an accumulator over the same optimisers and parameters.",
+        )
+
+
 def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
     """Refuse to go on with a group whose gradients somebody has zeroed."""
     raise StateError(
-        "GradientAccumulator.backward(loss)",
+        "GradientAccumulator",
         got=f"no gradient left of the {num_microbatches} micro-batches of this group",
         expected="gradients that stay until step() returns True",
         fix="remove optimizer.zero_grad() from the loop: the accumulator zeroes the gradients itself.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +27,6 @@ from memkit._units import format_bytes, parse_budget
 from memkit.train.gradients import list_parameters
 from memkit.train.split import count_rows, shape_key, take_rows
 
-_logger = logging.getLogger(__name__)
 # One row alone can take another path (BatchNorm refuses it, products become matrix-vector products), so not fewer.
 _FEWER_ROWS, _MORE_ROWS = 2, 4
 _NUM_FRESH = 2  # steps at which the size is chosen: the first one makes the optimiser's state
@@ -40,12 +38,12 @@ class Forecast:
     """Bytes that a forward and backward add to what was there, for any number of rows.
 
     Every moment of the run grows linearly with the rows, each at its own rate, so the peak is the largest of many
-    lines. It may lie at another moment than in the small runs.
+    lines. It may lie at another moment than in the small runs. Lines that are nowhere the highest are left out.
 
     Attributes:
         num_rows: Rows of the smaller run.
-        added_bytes: Bytes added after each event of that run: float64, shape ``(num_events,)``.
-        slopes: Bytes per further row, the same shape.
+        added_bytes: Bytes that were added at a moment of that run: float64, shape ``(num_lines,)``.
+        slopes: Bytes per further row, the same shape, rising.
     """
 
     num_rows: int
@@ -65,7 +63,8 @@ class Forecast:
         if _operators(fewer) != _operators(more):
             small, large = small.max(initial=0, keepdims=True), large.max(initial=0, keepdims=True)
         slopes = np.maximum(large - small, 0) / (num_rows[1] - num_rows[0])
-        return cls(num_rows[0], small, slopes)
+        highest = _upper_envelope(small, slopes)
+        return cls(num_rows[0], small[highest], slopes[highest])
 
     def peak_bytes(self, num_rows: int) -> int:
         """Bytes that a micro-batch of so many rows adds at its peak."""
@@ -111,13 +110,14 @@ class Foresight:
             raise ConfigError(
                 f"MemoryEfficientTrainingWrapper(memory={memory!r})",
                 got="a budget where the size of a micro-batch cannot be foreseen",
-                expected="batches with rows (no split_fn), and parameters that are not sharded",
+                expected="batches with rows (no split_fn), no sharded parameters, no SyncBatchNorm over ranks",
                 fix="leave memory out, and set accumulation_steps.",
             )
         self.is_on = memory is not None and foreseeable
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
         self._optimizers = optimizers
         self._forecasts: dict[str, Forecast | None] = {}
+        self._failure, self._has_warned = "", False
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (steps at which it was made anew, rows that fit)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -133,8 +133,16 @@ class Foresight:
             rehearse: Runs forward and backward on a part and leaves no trace; called twice for each new shape.
         """
         key, num_rows = shape_key(batch), count_rows(batch)
+        if self._failure and not self._has_warned:  # the step itself went well, or nobody would ask again
+            self._has_warned = True
+            warnings.warn(
+                "MemoryEfficientTrainingWrapper: memory=... is not used where nothing can be foreseen: running "
+                f"{_FEWER_ROWS} or {_MORE_ROWS} rows of a batch failed with {self._failure}. Set accumulation_steps.",
+                MemkitWarning,
+                stacklevel=3,
+            )
         if key not in self._forecasts:
-            self._forecasts[key] = _look_ahead(batch, num_rows, rehearse)
+            self._forecasts[key] = self._look_ahead(batch, num_rows, rehearse)
         forecast = self._forecasts[key]
         if forecast is None or num_rows == 0:
             return at_least
@@ -144,12 +152,30 @@ class Foresight:
             self._plans[key] = num_plans + 1, max_rows
         return max(at_least, math.ceil(num_rows / max_rows))
 
+    def _look_ahead(self, batch: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
+        if num_rows < _MORE_ROWS:
+            return None
+
+        def record(rows: int) -> Recording:
+            with Recorder() as recorder:
+                rehearse(take_rows(batch, 0, rows, num_rows=num_rows))
+            return recorder.recording()
+
+        try:
+            fewer, more = record(_FEWER_ROWS), record(_MORE_ROWS)
+        except Exception as error:  # noqa: BLE001 - the step itself will say what is wrong
+            self._failure = describe_error(error)
+            drop_frames(error)
+            return None
+        return Forecast.between(fewer, more, (_FEWER_ROWS, _MORE_ROWS))
+
     def _plan(self, forecast: Forecast, num_rows: int) -> int:
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast
         available = math.floor(self._available_bytes() * (1 - _MARGIN))
         if forecast.peak_bytes(num_rows) <= available:
             return num_rows
-        available -= sum(each.nbytes for each in list_parameters(self._optimizers))  # the sum of the parts' gradients
+        # The sum of the parts' gradients, which is in float32 at least where "bf16-true" is.
+        available -= sum(each.numel() * max(4, each.itemsize) for each in list_parameters(self._optimizers))
         if forecast.peak_bytes(1) > available:
             warnings.warn(
                 f"MemoryEfficientTrainingWrapper: forward and backward of a single row are foreseen to take "
@@ -159,24 +185,6 @@ class Foresight:
                 stacklevel=4,
             )
         return forecast.max_rows(available, num_rows)
-
-
-def _look_ahead(batch: Any, num_rows: int, rehearse: Callable[[Any], None]) -> Forecast | None:
-    if num_rows < _MORE_ROWS:
-        return None
-
-    def record(rows: int) -> Recording:
-        with Recorder() as recorder:
-            rehearse(take_rows(batch, 0, rows, num_rows=num_rows))
-        return recorder.recording()
-
-    try:
-        fewer, more = record(_FEWER_ROWS), record(_MORE_ROWS)
-    except Exception as error:  # noqa: BLE001 - the step itself will say what is wrong
-        _logger.debug("no forecast: %s", describe_error(error))
-        drop_frames(error)
-        return None
-    return Forecast.between(fewer, more, (_FEWER_ROWS, _MORE_ROWS))
 
 
 def _reader(
@@ -201,7 +209,7 @@ def _reader(
 
         return available
     total = _device.host_memory().total_bytes if device.type == "cpu" else _device.device_memory(device).total_bytes
-    budget_bytes = parse_budget(memory, total)
+    budget_bytes = parse_budget(memory, total, name="memory")
 
     def left() -> int:
         allocated = _device.allocator_counters(device).allocated_bytes
@@ -220,6 +228,27 @@ def _added(recording: Recording) -> npt.NDArray[np.float64]:
     """Bytes in storages that the run made, after each event."""
     was_before = recording.codes["operator"] == _index(recording.names["operator"], "")
     return np.cumsum(np.where(was_before[recording.event_storage], 0, recording.event_bytes), dtype=np.float64)
+
+
+def _upper_envelope(heights: npt.NDArray[np.float64], slopes: npt.NDArray[np.float64]) -> list[int]:
+    """Return the numbers of the lines that are the highest somewhere, by slope: a few of a run's thousands."""
+    kept: list[tuple[float, float, int]] = []
+    for i in np.lexsort((heights, slopes)).tolist():
+        height, slope = float(heights[i]), float(slopes[i])
+        while kept:
+            last_height, last_slope, _ = kept[-1]
+            if last_slope < slope:
+                if len(kept) == 1:
+                    break
+                first_height, first_slope, _ = kept[-2]
+                # Where the new line meets the last but one, is the last one above them?
+                if (first_height - height) * (last_slope - first_slope) > (first_height - last_height) * (
+                    slope - first_slope
+                ):
+                    break
+            kept.pop()
+        kept.append((height, slope, i))
+    return [i for _, _, i in kept]
 
 
 def _index(names: Sequence[str], name: str) -> int:

@@ -15,6 +15,11 @@ from torch.overrides import has_torch_function
 from memkit._protocols import GradScaler
 
 
+def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """Return one optimiser, or several, as a list."""
+    return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+
+
 def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """List the trainable parameters of the optimisers, each once."""
     listed = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
@@ -146,15 +151,24 @@ def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
     """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
-    gradient, parameter.grad = parameter.grad, None
+    gradient = None if parameter.grad is None else parameter.grad.to(dtype)  # first: it may run out of memory
+    parameter.grad = None
     parameter.grad_dtype = dtype
-    parameter.grad = None if gradient is None else gradient.to(dtype)
+    parameter.grad = gradient
+
+
+def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, also one in a wider dtype, as it is in the middle of a group."""
+    parameter.grad = None
+    if gradient is not None:
+        parameter.grad_dtype = gradient.dtype
+        parameter.grad = gradient
 
 
 def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
     """Let autograd keep the gradients of half-precision parameters in ``dtype``; None changes nothing."""
     for parameter in parameters if dtype is not None else ():
-        if parameter.dtype in {torch.bfloat16, torch.float16}:
+        if parameter.dtype in {torch.bfloat16, torch.float16} and parameter.grad_dtype != dtype:
             set_gradient_dtype(parameter, dtype)
 
 

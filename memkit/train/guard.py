@@ -28,11 +28,11 @@ class StepGuard:
     """Protects the steps of optimisers that may run out of memory.
 
     Torch's own step in chunks, which are whole (`atomic_steps`). An optimiser that nobody knows is protected by a copy
-    of all parameters and state, of all that step together, before the steps that may run out of memory. Those are the
-    first two, when the state is made; in the second one the temporary results are counted. Later ones are those before
-    which so much memory cannot be had: it is asked for, and given back at once. The copy of an accelerator's tensors
-    lies in host memory, that of host tensors in temporary files: it must not take the memory that is short. After an
-    out-of-memory parameters and state are put back, and the step is tried once more with the allocator's cache
+    of all parameters, gradients and state, of all that step together, before the steps that may run out of memory.
+    Those are the first two, when the state is made; in the second one the temporary results are counted. Later ones are
+    those before which so much memory cannot be had: it is asked for, and given back at once. The copy of an
+    accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take the memory that
+    is short. After an out-of-memory all is put back, and the step is tried once more with the allocator's cache
     released. Where the copy itself does not fit, the step runs without it.
 
     Args:
@@ -118,14 +118,14 @@ class StepGuard:
 
 
 class _Copy(contextlib.AbstractContextManager["_Copy"]):
-    """Parameters and optimiser state at one instant; its files go when the context ends."""
+    """Parameters, gradients and optimiser state at one instant; its files go when the context ends."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._cleanup = contextlib.ExitStack()
         self._num_files = 0
         try:
             self._parameters = [
-                (parameter, self._copy(parameter))
+                (parameter, self._copy(parameter), parameter.grad, self._copy(parameter.grad))
                 for optimizer in optimizers
                 for group in optimizer.param_groups
                 for parameter in group["params"]
@@ -151,8 +151,10 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
     @torch.no_grad()
     def restore(self) -> None:
         """Write everything back in place."""
-        for parameter, value in self._parameters:
+        for parameter, value, gradient, its_value in self._parameters:
             local_part(parameter).copy_(_load(value))
+            local_part(gradient).copy_(_load(its_value))  # weight decay may have been added to it
+            parameter.grad = gradient
         for optimizer, states in self._states:
             for parameter in list(optimizer.state):
                 if parameter not in states:
@@ -174,7 +176,7 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | _Stored:
         tensor = local_part(tensor.detach())
-        if tensor.device.type != "cpu" or tensor.nbytes < _SMALL_BYTES:
+        if tensor.device.type != "cpu" or tensor.is_sparse or tensor.nbytes < _SMALL_BYTES:
             return tensor.to("cpu", copy=True)
         if self._num_files == 0:
             self._folder = self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="memkit-step-"))

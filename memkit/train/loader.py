@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,25 +18,29 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from memkit import _device, _host, _rng
 from memkit._errors import ConfigError
 from memkit._units import format_bytes
+from memkit.train.split import Tree, map_leaves
 
 _LOGGER = logging.getLogger("memkit")
 _MAX_WORKERS = 4
 _PREFETCH = 2
 _RAM_SHARE = 0.25  # of what is available, for batches that wait
 _SHARED_MEMORY_SHARE = 0.5  # of /dev/shm, through which workers hand their batches over
-Tree = TypeVar("Tree")
 
 
 def to_device(batch: Tree, device: str | torch.device) -> Tree:
     """Move all tensors of a batch to a device; containers keep their types.
 
     Args:
-        batch: Tensors in dicts, lists, tuples, named tuples, dataclasses (frozen ones too), and objects with a method
-            ``to(device)``, such as a PyG ``Batch``, in any nesting. Other leaves are left alone.
-        device: Where to. From pinned memory the host does not wait for the copy; back to the host it does.
+        batch: Tensors in dicts and other mappings, lists, tuples, named tuples, dataclasses (frozen ones too), and
+            objects with a method ``to(device)``, such as a PyG ``Batch``, in any nesting. Other leaves are left alone.
+        device: Where to; ``"auto"`` is the accelerator of this machine, or the CPU. From pinned memory the host does
+            not wait for the copy; back to the host it does.
 
     Returns:
         The same containers around the moved tensors; a tensor that is there already is itself.
+
+    Raises:
+        ConfigError: The name is not a device, or this machine does not have it.
 
     Memory cost: the moved tensors.
 
@@ -46,9 +50,8 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
         >>> mk.to_device(batch, "meta")["points"].device
         device(type='meta')
     """
-    target = torch.device(device)
-    moved: Tree = pytree.tree_map(lambda leaf: _move(leaf, target), batch, is_leaf=_moves_itself)
-    return moved
+    target = device if isinstance(device, torch.device) else _device.resolve_device(device)
+    return map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
 
 
 def _moves_itself(node: Any) -> bool:

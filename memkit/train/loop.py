@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol, Self, final
 
 from torch import nn
 
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, InputError
+from memkit._settings import Checker
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.position import Position
@@ -26,6 +27,7 @@ from memkit.train.wrapper import Loss, MemoryEfficientTrainingWrapper
 
 _LOGGER = logging.getLogger("memkit")
 _END = object()
+_CALL = "MemoryEfficientTrainLoop"
 EndedBy = Literal["epochs", "early stopping", "SIGTERM"]
 
 
@@ -33,7 +35,7 @@ class StateStore(Protocol):
     """Keeps the state of objects, such as `memkit.TrainingStateManager`."""
 
     def save(self, step: int, /, **objects: Any) -> None:
-        """Save the state of all objects, and the random state; ``metric`` is a number, the monitor's latest."""
+        """Save the state of all objects, and the random state; ``metric`` is the monitor's figure of that very step."""
 
     def restore(self, **objects: Any) -> int | None:
         """Put the newest state back; None where there is none."""
@@ -92,8 +94,9 @@ class MemoryEfficientTrainLoop:
         validate_every: Steps; None validates at the end of each epoch.
         monitor: Early stopping, by its ``metric``.
         state: A `TrainingStateManager`, or what has its ``save`` and ``restore``. Model, optimisers, wrapper,
-            scheduler, average, monitor, and the place in the data are saved.
-        save_every: Steps; None saves at the end of each epoch. The end of a run is always saved.
+            scheduler, average, monitor, and the place in the data are saved. Its ``mode`` must be the monitor's.
+        save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. A state of a step that
+            was validated has the monitor's figure as its metric; where both fall due the validation comes first.
         report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of
             the logger ``"memkit"``, and the same figures for ``writer``. Only a report waits for the device.
         writer: A TensorBoard ``SummaryWriter``, or what has its ``add_scalar``.
@@ -103,7 +106,7 @@ class MemoryEfficientTrainLoop:
         num_steps: Steps so far.
 
     Raises:
-        ConfigError: Two settings do not go together.
+        ConfigError: A setting is wrong, or two do not go together.
 
     Example:
         >>> import torch, memkit as mk
@@ -136,13 +139,24 @@ class MemoryEfficientTrainLoop:
         writer: Writer | None = None,
         progress: bool = True,
     ) -> None:
-        _check(validate_every=validate_every, save_every=save_every, report_every=report_every)
+        every = {"validate_every": validate_every, "save_every": save_every, "report_every": report_every}
+        for name, steps in every.items():
+            if steps is not None:
+                Checker(_CALL).whole(name, steps, 1)
         if val_loader is None and (val_fn or reducers or validate_every or monitor):
             raise ConfigError(
-                "MemoryEfficientTrainLoop(...)",
+                f"{_CALL}(...)",
                 got="val_fn, reducers, validate_every or monitor without val_loader",
                 expected="something to validate on",
                 fix="pass val_loader=...",
+            )
+        kept = getattr(state, "mode", None)
+        if monitor is not None and kept in {"min", "max"} - {monitor.mode}:
+            raise ConfigError(
+                f"{_CALL}(monitor=..., state=...)",
+                got=f"ValidationMonitor(mode={monitor.mode!r}) and {type(state).__name__}(mode={kept!r})",
+                expected="one idea of the best: the state manager would keep the worst state",
+                fix=f"pass mode={monitor.mode!r} to both.",
             )
         self.trainer = trainer
         self.num_steps = 0
@@ -167,6 +181,7 @@ class MemoryEfficientTrainLoop:
 
         Raises:
             MemkitOutOfMemoryError: Not even one row fits.
+            InputError: An epoch had no batch.
         """
         self._num_skipped, self._figures = 0, None
         if self._state is not None:
@@ -195,9 +210,13 @@ class MemoryEfficientTrainLoop:
         self._position.num_batches += 1
         self._timeline.num_steps += 1
         self._num_skipped += not result.stepped
+        if (note_step := getattr(self.trainer.memory, "step", None)) is not None:  # a MemoryManager's
+            note_step()
         return result
 
-    def validate(self, loader: Iterable[Any], fn: ValidationFn | None = None) -> dict[str, Any] | None:
+    def validate(
+        self, loader: Iterable[Any], fn: ValidationFn | None = None, reducers: Mapping[str, Reducer] | None = None
+    ) -> dict[str, Any] | None:
         """Return the figures of a validation now; None where a SIGTERM came in between."""
         with self._timeline.phase("validation"), self.trainer.evaluation() as evaluate:
             return validate(
@@ -205,7 +224,7 @@ class MemoryEfficientTrainLoop:
                 loader,
                 fn or self._val_fn,
                 device=self._device,
-                reducers=self._reducers,
+                reducers=self._reducers if reducers is None else reducers,
                 should_stop=self._stop.is_set,
             )
 
@@ -235,8 +254,8 @@ class MemoryEfficientTrainLoop:
 
     def _run_epoch(self, bar: Any) -> None:
         batches = self._position.batches()
+        self._validate_if_due(at_end=False)  # where the last run was stopped before it
         while True:
-            self._validate_if_due(at_end=False)
             if self._must_end():
                 return
             with self._timeline.phase("data"):
@@ -245,15 +264,22 @@ class MemoryEfficientTrainLoop:
                 break
             self.run_step(batch)
             self._report_if_due(bar)
-            if self._save_every and self.num_steps % self._save_every == 0:
-                self._save_once()
+            self._validate_if_due(at_end=False)
+            self._save_if_due(at_end=False)
+        if self._position.num_batches == 0:
+            raise InputError(
+                f"{_CALL}.run(): epoch {self._position.epoch + 1}",
+                got="no batch",
+                expected="a train_loader that can be iterated once for every epoch",
+                fix="pass a DataLoader or a list: an iterator is used up after one epoch; drop_last=True drops a batch "
+                "that is not full.",
+            )
         self.trainer.flush()  # under DDP other ranks may have more batches
         self._validate_if_due(at_end=True)
         if self._stop.is_set():
             return  # before the validation was done: the resumed run does it
         self._position.end_epoch()
-        if self._save_every is None:
-            self._save_once()
+        self._save_if_due(at_end=True)
 
     def _must_end(self) -> EndedBy | None:
         if self._stop.is_set():
@@ -270,8 +296,14 @@ class MemoryEfficientTrainLoop:
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
             self._monitor.update(metric_of(figures, self._monitor))
+            if self._saved_at == self.num_steps:  # without this metric: the state is saved anew where it is due
+                self._saved_at = -1
         _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
         self._write("validation", figures)
+
+    def _save_if_due(self, *, at_end: bool) -> None:
+        if self.num_steps % self._save_every == 0 if self._save_every else at_end:
+            self._save_once()
 
     def _save_once(self) -> None:
         if self._state is None or self._saved_at == self.num_steps:
@@ -366,14 +398,3 @@ def _parts(trainer: MemoryEfficientTrainingWrapper) -> dict[str, Any]:
 
 def _text(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))
-
-
-def _check(**every: int | None) -> None:
-    for name, value in every.items():
-        if value is not None and value < 1:
-            raise ConfigError(
-                f"MemoryEfficientTrainLoop({name}={value!r})",
-                got=repr(value),
-                expected="a number of steps, 1 or more",
-                fix=f"change {name}.",
-            )

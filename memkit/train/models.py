@@ -40,7 +40,7 @@ def may_recover_alone(
     model: nn.Module, num_ranks: int, *, is_sharded: bool, call: str = "MemoryEfficientTrainingWrapper"
 ) -> bool:
     """Say whether this process may run a micro-batch again without the others; warn where it may not."""
-    if not is_sharded and not (num_ranks > 1 and any(isinstance(each, nn.SyncBatchNorm) for each in model.modules())):
+    if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
     warnings.warn(
         f"{call}: on_oom='split' has no effect here: the ranks exchange "
@@ -51,6 +51,11 @@ def may_recover_alone(
         stacklevel=3,
     )
     return False
+
+
+def exchanges_statistics(model: nn.Module) -> bool:
+    """Say whether ranks wait for each other inside the forward."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
-from memkit.train.state_offload import moved_state
+from memkit.train.state_offload import moved_state, span
 
 _WORTH_WHOLE = 4  # a storage is kept as a whole, once for all its views, unless the view at hand is much smaller
 _ALIGNMENT = 16  # bytes of the largest element
@@ -265,10 +265,9 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return first byte and size of what a view reaches of its storage; the first lies well for every dtype."""
-    reach = 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = int(tensor.storage_offset()) * tensor.element_size()
     first = start - start % _ALIGNMENT
-    return first, start + reach * tensor.element_size() - first
+    return first, start + span(tensor) * tensor.element_size() - first
 
 
 def _storages(model: nn.Module) -> set[int]:

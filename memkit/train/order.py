@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from memkit._epochs import EpochOrder
 from memkit._errors import ConfigError, InputTypeError
 from memkit._protocols import ResumableOrder
+from memkit._settings import Checker
 
 
 @final
@@ -65,14 +66,9 @@ class ResumableBatchSampler(EpochOrder):
         rank: int = 0,
     ) -> None:
         super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
-        for name, value, least in (("num_samples", num_samples, 0), ("batch_size", batch_size, 1)):
-            if value < least:
-                raise ConfigError(
-                    f"ResumableBatchSampler({name}={value!r})",
-                    got=repr(value),
-                    expected=f"{name} of {least} or more",
-                    fix=f"change {name}.",
-                )
+        check = Checker("ResumableBatchSampler(...)")
+        check.whole("num_samples", num_samples)
+        check.whole("batch_size", batch_size, 1)
         num_left = num_samples % (batch_size * num_replicas)
         if not drop_last and 0 < num_left < num_replicas:
             raise ConfigError(
@@ -108,9 +104,20 @@ class ResumableBatchSampler(EpochOrder):
         return bits.random_raw(self._num_samples).argsort(kind="stable")
 
 
+def drawing_datasets(loader: object) -> Iterator[Any]:
+    """Yield the data sets behind a loader that draw by the epoch: its own, and those that it is a subset of."""
+    dataset = getattr(loader, "dataset", None)
+    while dataset is not None:
+        if hasattr(dataset, "set_epoch"):
+            yield dataset
+        dataset = getattr(dataset, "dataset", None)
+
+
 @final
 class ResumableLoader:
     """A DataLoader that knows how many of its batches the loop has taken, whatever its workers have fetched.
+
+    A data set that draws by the epoch, such as `VoxelDataset`, is told it before each one.
 
     Save after the training step of a batch: the batch that the loop holds counts as done.
 
@@ -166,6 +173,8 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches of the epoch; after `load_state_dict` once those that are left."""
+        for dataset in drawing_datasets(self.loader):
+            dataset.set_epoch(self._order.epoch)
         self._num_done, self._start = self._start, 0
         for batch in self.loader:
             self._num_done += 1

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import ConfigError
 from memkit._oom import retry_once
+from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
 
@@ -55,7 +56,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         >>> sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
         40
     """
-    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+    for each in as_list(optimizer):
         if not steps_parameterwise(each) or not hasattr(each, "_init_group"):
             raise ConfigError(
                 f"materialize_state({type(each).__name__})",

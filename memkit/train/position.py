@@ -11,7 +11,7 @@ import torch
 from memkit import _rng
 from memkit._errors import FileFormatError
 from memkit._protocols import ResumableOrder
-from memkit.train.order import ResumableLoader
+from memkit.train.order import ResumableLoader, drawing_datasets
 
 _VERSION = 2
 
@@ -21,7 +21,8 @@ class Position:
 
     A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) goes on at once. Any
     other loader is replayed: the random state of the epoch's start is put back, the loader begins the same epoch, its
-    first batches are passed over, and the random state of now is put back.
+    first batches are passed over, and the random state of now is put back. Sampler, batch sampler and data set are told
+    the epoch if they have a ``set_epoch``.
 
     Args:
         loader: The batches of an epoch; a `ResumableLoader` is taken for the DataLoader in it.
@@ -35,6 +36,7 @@ class Position:
         self._loader = loader.loader if isinstance(loader, ResumableLoader) else loader
         samplers = [getattr(self._loader, name, None) for name in ("batch_sampler", "sampler")]
         self._epochs: list[Any] = [each for each in samplers if hasattr(each, "set_epoch")]
+        self._epochs += drawing_datasets(self._loader)
         self._order = samplers[0] if isinstance(samplers[0], ResumableOrder) else None
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
         self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types

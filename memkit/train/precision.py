@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memkit import _device
 from memkit._errors import ConfigError
 from memkit.train.gradients import set_gradient_dtype
+from memkit.train.split import map_leaves
 
 Name = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
 _NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
@@ -76,12 +77,16 @@ class Precision:
         self._converted = [(tensor, tensor.dtype) for tensor in tensors]
         for tensor in tensors:  # in place of the data: optimisers hold these very parameters
             tensor.data = tensor.data.to(torch.bfloat16)
-        handle = model.register_forward_pre_hook(_inputs_to_bfloat16, with_kwargs=True)
+        handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
         self._cleanup.callback(handle.remove)
 
 
-def _inputs_to_bfloat16(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG001 - a hook's form
-    def convert(leaf: Any) -> Any:
-        return leaf.to(torch.bfloat16) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+def _convert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Convert floating-point inputs to the dtype that the module has: the probe's copy of it is float64."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.bfloat16)
 
-    return pytree.tree_map(convert, args), pytree.tree_map(convert, kwargs)
+    def convert(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_leaves(convert, args), map_leaves(convert, kwargs)

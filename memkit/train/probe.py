@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import _rng
@@ -25,13 +24,10 @@ from memkit._oom import is_out_of_memory
 from memkit._units import GIB, MIB, format_bytes
 from memkit.train.models import device_of
 from memkit.train.replay import BufferWatch
-from memkit.train.split import count_rows, take_rows
+from memkit.train.split import count_rows, map_leaves, take_rows
 
 _logger = logging.getLogger(__name__)
-_NUM_ROWS = (
-    8,
-    4,
-)  # the second where the first saves more for backward than the limit; a part needs two for a BatchNorm
+_NUM_ROWS = 8, 4  # the second where the first saves more for backward than the limit; a part needs two for a BatchNorm
 # Between what models that cast to float32 inside leave (1e-7) and the smallest coupling worth a word (1e-3).
 _TOLERANCE = 1e-5
 _MAX_ACTIVATION_BYTES = GIB
@@ -73,8 +69,8 @@ class SplitVerdict:
         if self.loss == "rows":
             sentences.append(
                 "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-                "memkit.cached_backward gives its exact gradient; else keep the batch whole with accumulation_steps=1 "
-                "and on_oom='raise'."
+                "memkit.cached_backward gives its exact gradient; else keep the batch whole: one micro-batch, and "
+                "on_oom='raise'."
             )
         elif self.loss == "weights":
             sentences.append(
@@ -190,7 +186,7 @@ class _Probe:
         self._modules = dict(self._twin.named_modules())
         self._parameters = [parameter for parameter in self._twin.parameters() if parameter.requires_grad]
         self._buffers = BufferWatch(self._twin).snapshot()
-        self._rows = pytree.tree_map_only(torch.Tensor, _in_float64, rows)
+        self._rows = _map_tensors(_in_float64, rows)
         self._num_rows = num_rows
         self._loss_fn = loss_fn
         self._max_activation_bytes = max_activation_bytes
@@ -258,7 +254,7 @@ class _Probe:
 
         with _ConvolutionsByRow():  # type: ignore[no-untyped-call]  # torch's own class
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = self._loss_fn(self._twin, pytree.tree_map_only(torch.Tensor, torch.clone, rows))
+                result = self._loss_fn(self._twin, _map_tensors(torch.clone, rows))
             loss_sum, count = result if isinstance(result, tuple) else (result * num_rows, num_rows)
             gradients = torch.autograd.grad(
                 loss_sum * scale, self._parameters, allow_unused=True, materialize_grads=True
@@ -372,6 +368,10 @@ def _copy_in_float64(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_in_float64(parameter), requires_grad=parameter.requires_grad)
     return copy.deepcopy(model, memo)
+
+
+def _map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], rows: Any) -> Any:
+    return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, rows)
 
 
 def _in_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,16 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
-from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, FileFormatError, InputError
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
-from memkit.train.split import count_rows, take_rows
+from memkit.train.split import count_rows, join_rows, take_rows
 
 _LOGGER = logging.getLogger("memkit")
 _VERSION = 1
@@ -211,25 +208,10 @@ def _regroup(loader: Iterable[Any], batch_size: int) -> Iterator[Any]:
         start, num_rows = 0, count_rows(batch)
         while num_rows - start >= batch_size - num_waiting:
             stop = start + batch_size - num_waiting
-            yield _together([*waiting, take_rows(batch, start, stop, num_rows=num_rows)])
+            yield join_rows([*waiting, take_rows(batch, start, stop, num_rows=num_rows)])
             waiting, num_waiting, start = [], 0, stop
         if start < num_rows:
             waiting.append(take_rows(batch, start, num_rows, num_rows=num_rows))
             num_waiting += num_rows - start
     if waiting:
-        yield _together(waiting)
-
-
-def _together(parts: list[Any]) -> Any:
-    if len(parts) == 1:
-        return parts[0]
-    columns = zip(*(pytree.tree_leaves(part) for part in parts), strict=True)
-    return pytree.tree_unflatten([_join(column) for column in columns], pytree.tree_structure(parts[0]))
-
-
-def _join(leaves: tuple[Any, ...]) -> Any:
-    if isinstance(leaves[0], torch.Tensor) and leaves[0].dim():
-        return torch.cat(leaves)
-    if isinstance(leaves[0], np.ndarray) and leaves[0].ndim:
-        return np.concatenate(leaves)
-    return leaves[0]  # it belongs to every row
+        yield join_rows(waiting)

@@ -9,8 +9,9 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from memkit._errors import ConfigError
+from memkit.train.checks import refuse
 
+_CALL = "make_schedule"
 Decay = Literal["constant", "linear", "cosine", "polynomial"]
 
 
@@ -92,15 +93,11 @@ def make_schedule(
         [0.5, 1.0, 0.667, 0.333, 0.0]
     """
     if decay not in get_args(Decay):
-        _refuse("decay", decay, ", ".join(map(repr, get_args(Decay))))
+        refuse("decay", decay, ", ".join(map(repr, get_args(Decay))), call=_CALL)
     if not 0 <= warmup_steps < num_steps:
-        _refuse("warmup_steps", warmup_steps, f"0 or more, and fewer than num_steps={num_steps}")
+        refuse("warmup_steps", warmup_steps, f"0 or more, and fewer than num_steps={num_steps}", call=_CALL)
     if not 0 <= final <= 1:
-        _refuse("final", final, "a share of the base rate, from 0 to 1")
+        refuse("final", final, "a share of the base rate, from 0 to 1", call=_CALL)
     if not power > 0:
-        _refuse("power", power, "an exponent above 0")
+        refuse("power", power, "an exponent above 0", call=_CALL)
     return LambdaLR(optimizer, Factor(decay, num_steps, warmup_steps, final, power))
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise ConfigError(f"make_schedule({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")

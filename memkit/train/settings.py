@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from memkit._errors import ConfigError
+from memkit.train.checks import check_callable, check_choice, check_norm, check_steps, refuse
 from memkit.train.window import WeighedLoss
+
+CALL = "MemoryEfficientTrainingWrapper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +49,27 @@ class StepResult:
 
 
 def check_settings(
-    accumulation_steps: object, on_oom: object, offload: Collection[str], memory: object, scheduler: object
+    accumulation_steps: object,
+    on_oom: object,
+    offload: Collection[str],
+    memory: object,
+    scheduler: object,
+    split_fn: object,
+    max_grad_norm: float | None,
 ) -> None:
     """Check the settings of `MemoryEfficientTrainingWrapper`."""
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-        _refuse("accumulation_steps", accumulation_steps, "a whole number of micro-batches, 1 or more")
-    if on_oom not in {"split", "raise"}:
-        _refuse("on_oom", on_oom, "'split' or 'raise'")
+    check_steps(accumulation_steps, "accumulation_steps", call=CALL)
+    check_choice("on_oom", on_oom, ("split", "raise"), call=CALL)
+    check_norm(max_grad_norm, call=CALL)
     if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
-        _refuse("offload", offload, "a collection of 'activations' and 'optimizer', or nothing")
+        refuse("offload", offload, "a collection of 'activations' and 'optimizer', or nothing", call=CALL)
     if isinstance(scheduler, ReduceLROnPlateau):
-        _refuse(
-            "scheduler", "ReduceLROnPlateau", "a schedule that steps without a metric; step this one after validation"
-        )
+        wanted = "a schedule that steps without a metric; step this one after validation"
+        refuse("scheduler", "ReduceLROnPlateau", wanted, call=CALL)
     if isinstance(memory, bool) or not (
         memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))
     ):
-        _refuse("memory", memory, "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]")
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise ConfigError(
-        f"MemoryEfficientTrainingWrapper({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
-    )
+        wanted = "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]"
+        refuse("memory", memory, wanted, call=CALL)
+    if split_fn is not None:
+        check_callable("split_fn", split_fn, call=CALL)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +16,12 @@ from torch.utils import _pytree as pytree
 from memkit._errors import InputError
 
 SplitFn = Callable[[Any, int], list[Any]]
+Tree = TypeVar("Tree")
 
+_WAY_OUT = (
+    "pass split_fn=..., which takes (batch, n) and returns a list of n parts; where no batch is ever to be cut, pass "
+    "on_oom='raise'."
+)
 _ARRAYS = (torch.Tensor, np.ndarray)
 _SHARED = (str, bytes, int, float, complex, bool, type(None))  # leaves that belong to every row
 _LEAVES = (np.ndarray, np.generic, *_SHARED)
@@ -40,7 +47,7 @@ def count_rows(batch: Any) -> int:
         "splitting a batch",
         got=f"tensors with {sorted(sizes)} rows" if sizes else "no tensor with rows",
         expected="tensors that all have the rows in dimension 0",
-        fix="pass split_fn=..., which takes (batch, n) and returns a list of n parts.",
+        fix=_WAY_OUT,
     )
 
 
@@ -67,6 +74,15 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None) -> l
     smaller, num_larger = divmod(rows, num_parts)
     edges = [part * smaller + min(part, num_larger) for part in range(num_parts + 1)]
     return [(_slice(batch, slice(start, stop), rows), stop - start) for start, stop in itertools.pairwise(edges)]
+
+
+def join_rows(parts: Sequence[Any]) -> Any:
+    """Put parts together, row after row: the opposite of `take_rows`, also for parts of several batches.
+
+    Raises:
+        InputError: The parts are not built alike, or differ in a value that belongs to every row.
+    """
+    return parts[0] if len(parts) == 1 else _join(parts, [count_rows(part) for part in parts])
 
 
 def shape_key(batch: Any) -> str:
@@ -109,14 +125,24 @@ def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None
     return [(each, count_elements(each)) for each in parts]
 
 
-def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
+def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int:
     """Return a batch's size: rows, or elements of a packed batch.
+
+    Args:
+        batch: The batch.
+        split_fn: Splits a packed batch; None splits rows.
+        may_cut: Whether the batch may have to be cut. If not, one without common rows has size 1.
 
     Raises:
         InputError: There is nothing to count.
     """
     if split_fn is None:
-        return count_rows(batch)
+        try:
+            return count_rows(batch)
+        except InputError:
+            if may_cut:
+                raise
+            return 1
     if not list_tensors(batch):  # else it would never be split, and nobody would know why
         raise InputError(
             "splitting a batch with split_fn",
@@ -125,6 +151,21 @@ def measure_batch(batch: Any, split_fn: SplitFn | None) -> int:
             fix="pass the batch as a dict of its tensors.",
         )
     return count_elements(batch)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """Apply a function to the leaves in containers, which keep their types: pytree's own, and any mutable mapping."""
+
+    def apply(leaf: Any) -> Any:
+        if not isinstance(leaf, MutableMapping) or (is_leaf is not None and is_leaf(leaf)):
+            return fn(leaf)
+        mapped: Any = copy.copy(leaf)
+        for key, value in leaf.items():
+            mapped[key] = map_leaves(fn, value, is_leaf)
+        return mapped
+
+    whole: Tree = pytree.tree_map(apply, tree, is_leaf=is_leaf)
+    return whole
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
@@ -148,7 +189,7 @@ def _leaves(batch: Any) -> list[Any]:
                 "splitting a batch",
                 got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
                 expected="tensors, arrays and plain values in dicts, lists and tuples",
-                fix="pass split_fn=..., which takes (batch, n) and returns a list of n parts.",
+                fix=_WAY_OUT,
             )
     return leaves
 
@@ -193,6 +234,35 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
             lambda child: _slice(child, rows, num_rows), node, is_leaf=lambda child: child is not node
         )
     return node
+
+
+def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Undo `_slice` for parts of these numbers of rows."""
+    first, kind = nodes[0], type(nodes[0])
+    if all(type(node) is kind for node in nodes):
+        if all(map(_has_rows, nodes)):
+            return torch.cat(list(nodes)) if isinstance(first, torch.Tensor) else np.concatenate(nodes)
+        if kind in (tuple, list) and all(map(_is_column, nodes, sizes)):
+            return kind(itertools.chain.from_iterable(nodes))
+        if isinstance(first, Mapping):
+            if all(node.keys() == first.keys() for node in nodes):
+                whole: Any = {} if kind is dict else copy.copy(first)
+                for key in first:
+                    whole[key] = _join([node[key] for node in nodes], sizes)
+                return whole
+        elif kind in pytree.SUPPORTED_NODES or isinstance(first, tuple):
+            levels = [pytree.tree_flatten(node, is_leaf=functools.partial(operator.is_not, node)) for node in nodes]
+            if all(spec == levels[0][1] for _, spec in levels):
+                columns = zip(*(children for children, _ in levels), strict=True)
+                return pytree.tree_unflatten([_join(column, sizes) for column in columns], levels[0][1])
+        elif not any(map(_has_rows, nodes)) and all(bool(node == first) for node in nodes):
+            return first  # it belongs to every row
+    raise InputError(
+        "putting the rows of several batches together",
+        got=", ".join(dict.fromkeys(f"{list(node) if isinstance(node, Mapping) else node!r:.40}" for node in nodes)),
+        expected="batches that are built alike, and equal values where one belongs to every row",
+        fix="leave it out of the batch, or give one value per row.",
+    )
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._captured import named_tensors
+from memkit._errors import ConfigError, InputError
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
-from memkit.train.checks import check_choice, check_loss, check_steps, read_count
-from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
+from memkit.train.checks import (
+    check_callable,
+    check_choice,
+    check_loss,
+    check_steps,
+    loss_and_count,
+    read_count,
+    refuse,
+)
 from memkit.train.models import may_recover_alone, unwrap_model
 from memkit.train.probe import probe_split, warn_or_refuse
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, count_rows, list_tensors
+from memkit.train.split_loss_checks import (
+    CALL,
+    CALL_LOSS,
+    check_graph,
+    check_ranks,
+    list_modules,
+    list_trained,
+    unwrap_replica,
+)
 from memkit.train.window import Window
 
-_CALL = "SplitLoss"
-_CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 LossFn = Callable[[nn.Module, Any], Any]
 
 
@@ -82,15 +96,17 @@ class SplitLoss:
         split_fn: SplitFn | None = None,
         probe: bool = True,
     ) -> None:
-        check_steps(num_microbatches, "num_microbatches", call=_CALL)
-        check_choice("reduction", reduction, ("mean", "sum"), call=_CALL)
-        check_choice("on_oom", on_oom, ("split", "raise"), call=_CALL)
-        unwrapped = [_unwrap_replica(each) for each in _list_modules(model)]
+        check_steps(num_microbatches, "num_microbatches", call=CALL)
+        check_choice("reduction", reduction, ("mean", "sum"), call=CALL)
+        check_choice("on_oom", on_oom, ("split", "raise"), call=CALL)
+        if split_fn is not None:
+            check_callable("split_fn", split_fn, call=CALL)
+        unwrapped = [unwrap_replica(each) for each in list_modules(model)]
         self._replicas = [replica for _, replica in unwrapped if replica is not None]
         self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
-        _check_ranks(self._own)
+        check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
-        if on_oom == "split" and not may_recover_alone(self._own, num_ranks, is_sharded=False, call=_CALL):
+        if on_oom == "split" and not may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL):
             on_oom = "raise"
         self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
         self._split_fn = split_fn
@@ -115,12 +131,17 @@ class SplitLoss:
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
-            ConfigError: From the probe: the loss compares rows with each other, parts would train something else.
-            InputError: The loss is not a scalar with a graph, trains a parameter that is not the model's or a tensor of
-                the batch, or holds a reentrant checkpoint; or counts come with some parts only.
-            InputTypeError: The loss is not a tensor.
+            ConfigError: The scale is no factor; or, from the probe: the loss compares rows with each other, parts would
+                train something else.
+            InputError: The loss is not a scalar with a graph, or trains a parameter that is not the model's, a tensor
+                of the batch or one that ``loss_fn`` names, or holds a reentrant checkpoint; or counts come with some
+                parts only.
+            InputTypeError: ``loss_fn`` is no function, or gives no tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
+        check_callable("loss_fn", loss_fn, call=f"{CALL}(model)")
+        if not isinstance(scale, torch.Tensor) and not scale > 0:
+            refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
             loss, count = self._evaluate(batch, loss_fn)
             return loss if count is None else loss / count if count else torch.zeros_like(loss)
@@ -146,9 +167,10 @@ class SplitLoss:
         self._memory.load_state_dict(state)
 
     def _run(self, batch: Any, loss_fn: LossFn, scale: float | torch.Tensor) -> _Total:
-        total = _Total(_list_trained(self._own))
-        # Whose gradient would be lost; asked before a loss function can make inputs of its own.
-        inputs = [each for each in list_tensors(batch) if each.is_leaf and each.requires_grad]
+        total = _Total(list_trained(self._own))
+        # Whose gradient would be lost; asked before a loss function can make leaves of its own.
+        leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
+        leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
         is_checked = False  # once for each batch: the loss function may be another than before, or what it trains
         window = Window(
             batch,
@@ -158,12 +180,12 @@ class SplitLoss:
             sizes=self._memory,
             on_oom=self._on_oom,
             split_fn=self._split_fn,
-            call=_CALL,
+            call=CALL,
         )
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
-                self._add(total, micro, loss_fn, scale, share=share, inputs=None if is_checked else inputs)
+                self._add(total, micro, loss_fn, scale, share=share, leaves=None if is_checked else leaves)
                 attempt.is_added = is_checked = True
             window.settle(attempt)
         self.sizes = window.sizes
@@ -178,16 +200,16 @@ class SplitLoss:
         scale: float | torch.Tensor,
         *,
         share: float,
-        inputs: list[torch.Tensor] | None,
+        leaves: dict[int, str] | None,
     ) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
-        check_loss(loss, call=_CALL_LOSS)
-        if inputs is not None:
-            _check_graph(loss, total.parameters, inputs)
+        check_loss(loss, call=CALL_LOSS)
+        if leaves is not None:
+            check_graph(loss, total.parameters, leaves)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(
-                f"{_CALL}(split_fn=...)",
+                f"{CALL}(split_fn=...)",
                 got="a loss without a count, for a part made by split_fn",
                 expected="the weight of the part, which its rows do not tell",
                 fix="return (loss_sum, count) from loss_fn.",
@@ -195,17 +217,10 @@ class SplitLoss:
         total.add(loss.reshape(()), share if self._reduction == "mean" else 1.0, count, scale)
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[torch.Tensor, float | None]:
-        loss = loss_fn(self._own, micro)
-        if not isinstance(loss, tuple):
+        loss, count = loss_and_count(loss_fn(self._own, micro), call=CALL_LOSS)
+        if count is None:
             return loss, None
-        if len(loss) != 2:
-            raise InputError(
-                _CALL_LOSS,
-                got=f"a tuple of {len(loss)}",
-                expected="the loss, or (loss_sum, count)",
-                fix="return nothing else beside them; what else is wanted goes into a list of your own.",
-            )
-        return loss[0], float(read_count(loss[1], stay_on_device=False, call=f"count of {_CALL}"))
+        return loss, float(read_count(count, stay_on_device=False, call=f"count of {CALL}"))
 
     def _probe(self, batch: Any, loss_fn: LossFn) -> None:
         adds_up = False
@@ -219,13 +234,13 @@ class SplitLoss:
         verdict = probe_split(unwrap_model(self._own), batch, weighed)
         if adds_up and verdict.loss is not None:
             raise ConfigError(
-                f"{_CALL}(reduction='sum')",
+                f"{CALL}(reduction='sum')",
                 got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
                 expected="a sum over rows, divided by what does not depend on the part",
                 fix="return (loss_sum, count) where it is a mean; where it compares rows with each other, keep batches "
                 "whole with num_microbatches=1, on_oom='raise'.",
             )
-        warn_or_refuse(verdict, call=_CALL)
+        warn_or_refuse(verdict, call=CALL)
 
 
 class _Total:
@@ -252,7 +267,7 @@ class _Total:
         is_first = self._count is None and self._value is None
         if not is_first and (count is None) != (self._count is None):
             raise InputError(
-                _CALL_LOSS,
+                CALL_LOSS,
                 got="a count with some parts of a batch, and none with others",
                 expected="the same form for every part",
                 fix="return (loss_sum, count) always, count=0 where there is nothing to count.",
@@ -305,91 +320,5 @@ class _Total:
         # Only parameters that the loss reaches: the others are to have no gradient, not zeros.
         reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         value, gradients = self._value * scale, [self._gradients[i] for i in reached]
-        loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=_CALL)
+        loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=CALL)
         return loss * ((self._unit / (self._count or 1.0) if self._count is not None else 1.0) / scale)
-
-
-def _list_modules(model: object) -> list[nn.Module]:
-    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
-    if modules and all(isinstance(each, nn.Module) for each in modules):
-        return modules
-    raise InputTypeError(
-        f"{_CALL}(model)",
-        got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
-        expected="a torch.nn.Module, or a list of one or more",
-        fix="pass the module whose parameters train, not its parameters or a function.",
-    )
-
-
-def _list_trained(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that train now: they may be frozen between two batches."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trained:
-        return trained
-    raise InputError(
-        _CALL_LOSS,
-        got="a model of which no parameter requires a gradient",
-        expected="a parameter to train",
-        fix="unfreeze what trains, or pass the module that holds it; run without training under torch.no_grad().",
-    )
-
-
-def _unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
-    """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
-    is_compiled = "_orig_mod" in model._modules  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
-    replica = model.get_submodule("_orig_mod") if is_compiled else model
-    if not isinstance(replica, nn.parallel.DistributedDataParallel):
-        return model, None
-    if is_compiled:
-        warnings.warn(
-            f"{_CALL}: torch.compile around DistributedDataParallel has no effect here: the parts run the module "
-            "within. Compile first, then wrap.",
-            MemkitWarning,
-            stacklevel=4,
-        )
-    return replica.module, replica
-
-
-def _check_ranks(model: nn.Module) -> None:
-    """Refuse what exchanges something between ranks inside a forward: the parts of one rank are not another's."""
-    kinds = {type(module).__name__ for module in model.modules()}
-    is_sharded = "FullyShardedDataParallel" in kinds or any(hasattr(each, "to_local") for each in model.parameters())
-    if not is_sharded and "DistributedDataParallel" not in kinds:
-        return
-    raise ConfigError(
-        f"{_CALL}(model)",
-        got="parameters that are sharded over ranks" if is_sharded else "DistributedDataParallel around a part of it",
-        expected="a whole model, or one in DistributedDataParallel",
-        fix="use MemoryEfficientTrainingWrapper, whose ranks split fully_shard models in step."
-        if is_sharded
-        else "wrap the whole model, or pass several wrapped ones: SplitLoss([encoder, head]).",
-    )
-
-
-def _check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], inputs: list[torch.Tensor]) -> None:
-    """Refuse what would lose a gradient: of what is not the model's, or by a checkpoint that must not be stopped."""
-    if has_reentrant_checkpoint(loss):
-        raise InputError(
-            _CALL_LOSS,
-            got="a loss through checkpoint(use_reentrant=True), which only backward() can go through",
-            expected="a graph that torch.autograd.grad can go through",
-            fix="pass use_reentrant=False to the checkpoint; a trainer has a setting for it, such as "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}.",
-        )
-    known, lost = set(map(id, parameters)), set(map(id, inputs))
-    for node in graph_nodes(loss):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in lost:
-            raise InputError(
-                _CALL_LOSS,
-                got=f"a tensor of shape {tuple(leaf.shape)} in the batch that requires a gradient",
-                expected="gradients of the model's parameters only: this one would silently get none",
-                fix="detach() it; where the loss function itself asks for its gradient, let it call requires_grad_().",
-            )
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-            raise InputError(
-                _CALL_LOSS,
-                got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which is not the model's",
-                expected="a loss over the parameters of the model",
-                fix="pass all modules that are trained: SplitLoss([model, criterion]).",
-            )

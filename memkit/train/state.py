@@ -27,7 +27,14 @@ from memkit.train.statefiles import (
     remove_states,
     write_file,
 )
-from memkit.train.stateobjects import check_objects, find_replicated, load_into, state_of
+from memkit.train.stateobjects import (
+    check_objects,
+    find_replicated,
+    load_into,
+    own_part,
+    state_of,
+    with_own_parts,
+)
 from memkit.train.stateplain import Flattener, ShardedTensors, fill_placeholders
 from memkit.train.stateranks import Crew, read_shards, write_shards
 
@@ -45,7 +52,8 @@ class TrainingStateManager(Closing):
     index of sharded tensors is torch.distributed.checkpoint's own file, which is a pickle.)
 
     On several ranks all must call `save` and `restore`. Models in DistributedDataParallel and their optimisers are
-    written once, sharded tensors (``fully_shard``) by each rank its own, and everything else by each rank.
+    written once (gradients by each rank), sharded tensors (``fully_shard``) by each rank its own, and everything else
+    by each rank.
 
     Memory cost: on the host, the state once while restoring, and once while it is written with ``background=True``;
     on the device none. Time cost: `save` writes the state and waits for the disk.
@@ -88,7 +96,8 @@ class TrainingStateManager(Closing):
                 fix="leave them out for keep=3 and the least metric.",
             )
         self.directory = Path(directory)
-        self._keep, self._sign, self._background = keep, 1 if mode == "min" else -1, background
+        self.mode = mode
+        self._keep, self._background = keep, background
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -173,14 +182,14 @@ class TrainingStateManager(Closing):
         crew = Crew()
         flattener = Flattener(copy=self._background)
         replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
+        states = {
+            name: own_part(each) if name in replicated else state_of(each)
+            for name, each in check_objects("save", objects).items()
+        }
         state = {
             "step": step,
             _RANDOM: _rng.capture().state_dict(),
-            "objects": {
-                name: flattener.plain(state_of(each), name)
-                for name, each in check_objects("save", objects).items()
-                if name not in replicated
-            },
+            "objects": {name: flattener.plain(each, name) for name, each in states.items() if each is not None},
         }
 
         sharded = flattener.sharded  # the flattener itself keeps the originals of what it has copied
@@ -268,7 +277,8 @@ class TrainingStateManager(Closing):
             with contextlib.suppress(OSError, ValueError):
                 metrics[state] = state.read_manifest()["metric"]
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
-        return min(known, key=lambda state: self._sign * known[state], default=None)
+        sign = 1 if self.mode == "min" else -1
+        return min(known, key=lambda state: sign * known[state], default=None)
 
     def _choose(self, which: str | int) -> list[SavedState]:
         """The states to try, in order."""
@@ -307,7 +317,7 @@ class TrainingStateManager(Closing):
         states = _load(saved, 0)
         if crew.rank:
             own = _load(saved, crew.rank) if crew.rank < notes["num_ranks"] else {_RANDOM: None, "objects": {}}
-            states = own | {"objects": states["objects"] | own["objects"]}
+            states = own | {"objects": with_own_parts(states["objects"], own["objects"])}
         parts = states["objects"]
         _compare_names(set(parts), set(objects), resumes=resumes)
         if notes["num_ranks"] != crew.size:

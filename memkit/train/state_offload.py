@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
+from memkit.train.gradients import as_list
 from memkit.train.parameterwise import materialize_state
 from memkit.train.transaction import atomic_steps
 
@@ -47,7 +48,7 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
         ...     model(torch.ones(2, 300)).sum().backward()
         ...     optimizer.step()
     """
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = as_list(optimizer)
     with moved_state(optimizers, folder), atomic_steps(optimizers):
         yield
 
@@ -111,7 +112,7 @@ def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list
             for value in values:
                 file.write(bytes(-file.tell() % _ALIGNMENT))
                 starts.append(file.tell())
-                dense = torch.as_strided(value, (_span(value),), (1,), value.storage_offset())
+                dense = torch.as_strided(value, (span(value),), (1,), value.storage_offset())
                 file.write(memoryview(dense.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # it has a buffer
             file.flush()
         except OSError as error:
@@ -125,13 +126,13 @@ def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list
             return []
         data = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     return [
-        data[start : start + _span(value) * value.element_size()]
+        data[start : start + span(value) * value.element_size()]
         .view(value.dtype)
         .as_strided(value.shape, value.stride())
         for start, value in zip(starts, values, strict=True)
     ]
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span(tensor: torch.Tensor) -> int:
     """How many elements of its storage a tensor reaches over."""
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

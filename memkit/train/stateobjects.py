@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import FileFormatError, InputTypeError
 from memkit._protocols import Stateful
+from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 
 _GRADIENTS = "memkit gradients"
@@ -51,6 +52,20 @@ def state_of(target: Stateful) -> Mapping[str, Any]:
     return state
 
 
+def own_part(target: Stateful) -> dict[str, Any] | None:
+    """Return what is a rank's own of an object in `find_replicated`: the gradients of an optimiser, until its step."""
+    return {_GRADIENTS: [parameter.grad for parameter in _list(target)]} if isinstance(target, Optimizer) else None
+
+
+def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's states with those of a rank in their places, or with its own parts of them."""
+    merged = dict(shared)
+    for name, state in own.items():
+        is_part = isinstance(state, dict) and state.keys() == {_GRADIENTS}
+        merged[name] = {**shared[name], **state} if is_part else state
+    return merged
+
+
 def load_into(target: Stateful, state: dict[str, Any], name: str) -> None:
     """Put a state back; values go into the tensors that are there, so that no device holds them twice.
 
@@ -85,9 +100,7 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
-        parameter.grad = None
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter.device)
+        set_gradient(parameter, None if gradient is None else gradient.to(parameter.device))
 
 
 def _list(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memkit._device import process_rank
 from memkit._errors import ConfigError, StateError
+from memkit.train.gradients import as_list
 from memkit.train.parameterwise import Group, step_group, steps_parameterwise
 
 _CALL = "step_in_backward(optimizer)"
@@ -52,7 +53,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
         >>> model.weight.grad is None
         True
     """
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = as_list(optimizer)
     for each in optimizers:
         if not steps_parameterwise(each):
             _refuse(f"a {type(each).__name__}", "one of torch's optimisers that step each parameter by itself")

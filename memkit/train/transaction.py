@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from memkit._device import release_cached_memory
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
     PARAMETERWISE,
@@ -70,7 +71,7 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
         ...     model(torch.ones(2, 3)).sum().backward()
         ...     optimizer.step()
     """
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers = as_list(optimizer)
     for each in optimizers:
         if not steps_parameterwise(each):
             raise ConfigError(

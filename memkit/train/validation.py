@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from memkit import _rng
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit.train.checks import loss_and_count, refuse
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
 from memkit.train.reducers import Mean, Reducer, WeightedMean
 from memkit.train.split import count_rows
 
 _VERSION = 1
+_CALL = "ValidationMonitor"
+_HOST = torch.device("cpu")
 ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 
@@ -53,11 +56,11 @@ class ValidationMonitor:
         min_delta: float = 0.0,
     ) -> None:
         if mode not in {"min", "max"}:
-            _refuse("mode", mode, "'min' or 'max'")
+            refuse("mode", mode, "'min' or 'max'", call=_CALL)
         if patience is not None and patience < 1:
-            _refuse("patience", patience, "1 or more validations, or None")
+            refuse("patience", patience, "1 or more validations, or None", call=_CALL)
         if not min_delta >= 0:
-            _refuse("min_delta", min_delta, "0 or more")
+            refuse("min_delta", min_delta, "0 or more", call=_CALL)
         self.patience, self.mode, self.metric, self.min_delta = patience, mode, metric, min_delta
         self.best: float | None = None
         self.plateau = 0
@@ -134,6 +137,7 @@ def validate(
 
     Raises:
         InputError: There was no batch.
+        InputTypeError: ``fn`` gives no mapping.
         MemkitOutOfMemoryError: Even one row does not fit.
 
     Memory cost: the outputs of one batch on the host, and on the device what one part of it takes.
@@ -142,12 +146,16 @@ def validate(
     for reducer in given.values():
         reducer.reset()
     has_batch = False
+
+    def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
+        return to_device(_check_figures(fn(model, part)), _HOST)
+
     with _rng.preserved():
         for batch in loader:
             has_batch = True
             if should_stop():
                 return None
-            rows = evaluate(to_device(batch, device), lambda model, part: to_device(dict(fn(model, part)), "cpu"))
+            rows = evaluate(to_device(batch, device), figures_of)
             for name, values in rows.items():
                 is_several = isinstance(values, tuple)
                 reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
@@ -160,6 +168,17 @@ def validate(
             fix="look at the validation loader; one that is an iterator is used up after the first time.",
         )
     return {name: reducer.result() for name, reducer in given.items()}
+
+
+def _check_figures(figures: Any) -> dict[str, Any]:
+    if not isinstance(figures, Mapping):
+        raise InputTypeError(
+            "val_fn(model, batch)",
+            got=f"a {type(figures).__name__}",
+            expected="a mapping of figures, one row for each row of the batch",
+            fix="return {'loss': losses} with reduction='none'; without val_fn it is the mean of loss_fn.",
+        )
+    return dict(figures)
 
 
 def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
@@ -182,17 +201,14 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
     """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``."""
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        loss = loss_fn(model, batch)
+        total, count = loss_and_count(loss_fn(model, batch), call="loss_fn of a validation")
         try:
             num_rows = count_rows(batch)
         except InputError:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
             num_rows = 1
-        total, count = loss if isinstance(loss, tuple) else (loss * num_rows, num_rows)
+        if count is None:
+            total, count = total * num_rows, num_rows
         weight = torch.as_tensor(count, dtype=total.dtype, device=total.device)
         return {"loss": ((total / weight).expand(num_rows), (weight / num_rows).expand(num_rows))}
 
     return rows_fn
-
-
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise ConfigError(f"ValidationMonitor({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")

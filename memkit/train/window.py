@@ -161,7 +161,7 @@ class Window:
         self._on_oom = on_oom
         self._split_fn, self._call = split_fn, call
         self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
-        self.size = measure_batch(batch, split_fn)
+        self.size = measure_batch(batch, split_fn, may_cut=on_oom == "split" or num_parts > 1)
         self.num_ooms = 0
         self.is_complete = False
         self._done: list[Attempt] = []

@@ -15,11 +15,11 @@ from memkit._errors import FileFormatError, InputError, MemkitOutOfMemoryError, 
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.checks import list_optimizers
+from memkit.train.checks import check_callable, list_optimizers, loss_and_count
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
-from memkit.train.models import count_compilations, device_of, eval_mode, unwrap_model
+from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics, unwrap_model
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
@@ -59,7 +59,8 @@ class MemoryEfficientTrainingWrapper(Closing):
         scheduler: Stepped after each real optimiser step.
         average: A running average of the weights, updated after each real optimiser step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. Then
-            `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases.
+            `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases
+            (and from `MemoryEfficientTrainLoop` its steps).
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
@@ -97,8 +98,8 @@ class MemoryEfficientTrainingWrapper(Closing):
         split_fn: SplitFn | None = None,
         probe: bool = True,
     ) -> None:
-        check_settings(accumulation_steps, on_oom, offload, memory, scheduler)
-        self.model, self._device = model, device_of(model)
+        check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
+        self.model, self.memory, self._device = model, memory, device_of(model)
         self._optimizers = list_optimizers(optimizer)
         self._accumulation_steps = accumulation_steps
         self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
@@ -110,22 +111,23 @@ class MemoryEfficientTrainingWrapper(Closing):
             self._precision = Precision(model, precision, self._device)
             cleanup.callback(self._precision.close)
             # Names are those of the user's own model.
-            self._checkpointing = Checkpointing(unwrap_model(model), checkpoint) if checkpoint is not None else None
+            self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
-            half = self._precision.name == "bf16-true" and accumulation_steps > 1
+            is_half = self._precision.name == "bf16-true"
             self._accumulator = GradientAccumulator(
                 optimizer,
                 max_grad_norm=max_grad_norm,
                 scaler=self._precision.scaler,
                 model=model,
-                accumulate_dtype=torch.float32 if half else None,
+                accumulate_dtype=torch.float32 if is_half else None,
                 guard_steps=on_oom == "split" or "optimizer" in offload,
             )
             cleanup.callback(self._accumulator.close)
             self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
-            has_rows = split_fn is None and self._accumulator.shards is None
-            self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=has_rows)
+            is_alone = self._accumulator.num_ranks == 1 or not exchanges_statistics(model)
+            foreseeable = split_fn is None and self._accumulator.shards is None and is_alone
+            self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=foreseeable)
             self._watch = BufferWatch(model)
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()
@@ -153,7 +155,9 @@ class MemoryEfficientTrainingWrapper(Closing):
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+            InputTypeError: ``loss_fn`` is no function.
         """
+        check_callable("loss_fn", loss_fn, call="trainer.train_step")
         num_parts, num_graphs = self._accumulation_steps, count_compilations()
         if self._foresight.is_on:
             num_parts = self._foresight.num_parts(batch, num_parts, lambda micro: self._rehearse(micro, loss_fn))
@@ -333,7 +337,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
         if self._window is not None:
             refuse_unstepped()
-        batch_size = measure_batch(batch, self._split_fn)
+        batch_size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
         parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
         losses = []
         try:
@@ -366,8 +370,8 @@ class MemoryEfficientTrainingWrapper(Closing):
 
     def _evaluate(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> tuple[torch.Tensor, Any, Reduction]:
         with self.autocast():
-            loss = loss_fn(self.model, micro)
-        return (loss[0], loss[1], "sum") if isinstance(loss, tuple) else (loss, None, "mean")
+            loss, count = loss_and_count(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
+        return loss, count, "mean" if count is None else "sum"
 
     def _add(
         self,

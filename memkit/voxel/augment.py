@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit._errors import InputError, MemkitWarning
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels, Triple
 from memkit.voxel.augment_base import (
     BLOCK,
@@ -30,7 +31,6 @@ from memkit.voxel.augment_moves import Move
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.params import VoxelDraw, VoxelParams
 from memkit.voxel.placed_noise import LANES, is_below, normal, words
-from memkit.voxel.settings import Checker
 
 OnNonsquare = Literal["half_turns", "error", "skip"]
 _KIND_OF_JITTER = {"intensity_jitter": "intensity", "doppler_jitter": "doppler"}
@@ -61,7 +61,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
 
     Memory cost: see `apply`.
 
-    Source: `docs/augmentation.md`; the first three defaults are those of `shared/spec/sources.md`, S4.
+    Source: `docs/augmentation.md`.
 
     Example:
         >>> import torch

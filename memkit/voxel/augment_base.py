@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from memkit._errors import InputError, InputTypeError
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels, Triple
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, Box
-from memkit.voxel.settings import Checker
 
 BLOCK = 2**12  # voxels that are changed at once: fewer would cost time, more memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def chamfer_distance(
     convention: ConventionName | ChamferConvention = "pytorch3d",
     empty_distance: float = math.inf,
     backend: Backend = "auto",
-    memory_budget: int | str = "16MiB",
+    memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The Chamfer distance, with gradients, in memory that grows with N + M and not with N times M.
 
@@ -98,7 +98,7 @@ def chamfer_distance(
         of_a, of_b = pairs.squared_distances() if squared else pairs.distances()
         return _COMBINE[combine](of_a.mean(), of_b.mean())
 
-    return mean_of_clouds(distance, a, b, backend, memory_budget)
+    return mean_of_clouds("chamfer_distance(a, b)", distance, a, b, backend, memory_budget)
 
 
 def hausdorff_distance(
@@ -108,7 +108,7 @@ def hausdorff_distance(
     quantile: float = 1.0,
     empty_distance: float = math.inf,
     backend: Backend = "auto",
-    memory_budget: int | str = "16MiB",
+    memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The larger of both directions' farthest nearest neighbour, or of a quantile of the nearest distances.
 
@@ -156,7 +156,7 @@ def hausdorff_distance(
             return empty
         return torch.maximum(*(_quantile(each, quantile) for each in pairs.distances()))
 
-    return mean_of_clouds(distance, a, b, backend, memory_budget)
+    return mean_of_clouds("hausdorff_distance(a, b)", distance, a, b, backend, memory_budget)
 
 
 def density_aware_chamfer(
@@ -165,7 +165,7 @@ def density_aware_chamfer(
     *,
     alpha: float = 1000.0,
     backend: Backend = "auto",
-    memory_budget: int | str = "16MiB",
+    memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
 
@@ -210,13 +210,13 @@ def density_aware_chamfer(
         ]
         return (terms[0] + terms[1]) / 2
 
-    return mean_of_clouds(distance, a, b, backend, memory_budget)
+    return mean_of_clouds("density_aware_chamfer(a, b)", distance, a, b, backend, memory_budget)
 
 
 def paired(
-    a: Cloud | NearestPoints, b: Cloud | None, backend: Backend, memory_budget: int | str
+    call: str, a: Cloud | NearestPoints, b: Cloud | None, backend: Backend, memory_budget: SupportsIndex | str
 ) -> Iterator[NearestPoints]:
-    """The nearest points of each pair of clouds."""
+    """The nearest points of each pair of clouds; what is no such pair is refused in the name of the call."""
     if isinstance(a, NearestPoints) and b is None:
         yield a
         return
@@ -226,16 +226,16 @@ def paired(
     elif isinstance(a, Sequence) and isinstance(b, Sequence):
         clouds = a, b
     else:
-        _refuse_batches(a, b)
+        _refuse_batches(call, a, b)
     if len(clouds[0]) != len(clouds[1]) or not len(clouds[0]):
-        _refuse_batches(a, b)
+        _refuse_batches(call, a, b)
     for pair in zip(*clouds, strict=True):
         yield nearest_points(*pair, backend=backend, memory_budget=memory_budget)
 
 
-def mean_of_clouds(metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
-    """The mean of a metric over the samples; they are the arguments of `paired`."""
-    return torch.stack([metric(each) for each in paired(*samples)]).mean(0)
+def mean_of_clouds(call: str, metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
+    """The mean of a metric over the samples; they are the other arguments of `paired`."""
+    return torch.stack([metric(each) for each in paired(call, *samples)]).mean(0)
 
 
 def _if_empty(pairs: NearestPoints, one_empty: float) -> Tensor | None:
@@ -267,12 +267,12 @@ def _convention(convention: ConventionName | ChamferConvention) -> ChamferConven
     return found
 
 
-def _refuse_batches(a: object, b: object) -> NoReturn:
+def _refuse_batches(call: str, a: object, b: object) -> NoReturn:
     def describe(each: object) -> str:
         return f"a tensor {tuple(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
 
     raise InputError(
-        "distance of two clouds (a, b)",
+        call,
         got=f"{describe(a)} and {describe(b)}",
         expected="two clouds (N, D), two batches (B, N, D), two sequences of as many clouds, or one NearestPoints",
         fix="give as many clouds of the one as of the other; one at least.",

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from memkit._errors import InputError, InputTypeError
+from memkit._settings import Checker
 from memkit.voxel.augment_base import Augmentation, X, generator
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, ComposedParams
-from memkit.voxel.settings import Checker
 
 
 class ComposedAugmentation(Augmentation[ComposedParams]):

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.voxel.augment_base import (
     Augmentation,
@@ -24,7 +25,6 @@ from memkit.voxel.augment_base import (
 )
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.params import Box, CutoutParams
-from memkit.voxel.settings import Checker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from memkit._errors import ConfigError, InputTypeError
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation
 from memkit.voxel.layout import VoxelLayout
-from memkit.voxel.settings import Checker
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -30,9 +30,10 @@ class Samples(Protocol[T_co]):
 class VoxelDataset(Dataset[Any]):
     """Samples of any source, augmented when they are asked for.
 
-    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping or tuple of these, of which all undergo the
-    same flips and turns; what is no volume in it (labels, names) is handed on. Parameters are drawn from the seed, the
-    epoch and the sample's index: 0 and N workers hand out the same. The samples of the source are never written to.
+    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, of
+    which all undergo the same flips and turns; what is no volume in it (labels, names) is handed on. Parameters are
+    drawn from the seed, the epoch and the sample's index: 0 and N workers hand out the same. The samples of the source
+    are never written to.
 
     Args:
         samples: Anything with a length and samples by index. It must be one that workers can have copies of.
@@ -118,7 +119,7 @@ class VoxelDataset(Dataset[Any]):
         if isinstance(sample, Mapping):
             return self._augmented(sample, index)
         if isinstance(sample, (tuple, list)):
-            return tuple(self._augmented(dict(enumerate(sample)), index).values())
+            return _like(sample, self._augmented(dict(enumerate(sample)), index).values())
         return self._augmented({0: sample}, index)[0]
 
     def _augmented(self, sample: Mapping[Any, Any], index: int) -> dict[Any, Any]:
@@ -137,6 +138,14 @@ class VoxelDataset(Dataset[Any]):
         )
         moved = self._augmentation.apply_joint(volumes, drawn, photometric=self._photometric, layouts=self._layouts)
         return {name: moved.get(name, each) for name, each in sample.items()}
+
+
+def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
+    """A list for a list, a named tuple for a named tuple, else a tuple."""
+    if isinstance(sample, list):
+        return list(values)
+    make = getattr(sample, "_make", tuple)
+    return make(values)
 
 
 def _is_volume(each: object) -> bool:

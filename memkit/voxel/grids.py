@@ -14,6 +14,7 @@ from memkit._voxels import SparseVoxels
 from memkit.voxel.nearest import NearestPoints
 
 Grid: TypeAlias = Tensor | SparseVoxels
+_RESIZE = "bring them to one shape first."
 _DENSE = (3, 4, 5)  # dimensions: (D, H, W), (B, D, H, W), (B, 1, D, H, W)
 
 
@@ -140,7 +141,12 @@ def feature_mae(
     """
     call = "feature_mae(prediction, target)"
     if mask is not None and (pairs is not None or isinstance(prediction, SparseVoxels)):
-        _refuse(call, "a mask for points or sparse volumes", "a mask for dense volumes alone")
+        _refuse(
+            call,
+            "a mask for points or sparse volumes",
+            "a mask for dense volumes alone",
+            "leave it out, and give the points or voxels that count.",
+        )
     if pairs is not None:
         return _mae_of_points(prediction, target, pairs, per_channel=per_channel)
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
@@ -154,7 +160,12 @@ def feature_mae(
         are_empty = not len(difference)
         if mask is not None:
             if mask.shape != (len(target), *target.shape[2:]) or mask.dtype != torch.bool:
-                _refuse(call, f"a mask {tuple(mask.shape)}, {mask.dtype}", f"bool {(len(target), *target.shape[2:])}")
+                _refuse(
+                    call,
+                    f"a mask {tuple(mask.shape)}, {mask.dtype}",
+                    f"bool {(len(target), *target.shape[2:])}",
+                    "make it of what is occupied: mask = occupancy[:, 0] > 0.5.",
+                )
             difference = difference[mask.flatten()]
             are_empty = not len(difference)  # the mask says that nothing is there
     mean = difference.abs().mean(0) if len(difference) else difference.sum(0) + (0.0 if are_empty else math.inf)
@@ -176,7 +187,7 @@ def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
         _refuse_types(call, prediction, target)
     grids = [_samples(each, call) for each in (prediction, target)]
     if grids[0].shape != grids[1].shape:
-        _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of one shape")
+        _refuse(call, f"{tuple(prediction.shape)} and {tuple(target.shape)}", "two grids of one shape", _RESIZE)
     rows = []
     for sample in zip(*grids, strict=True):
         a, b = (each if each.dtype == torch.bool else each > threshold for each in sample)
@@ -206,7 +217,7 @@ def _samples(grid: object, call: str) -> Tensor:
         )
     samples = grid.detach() if grid.dim() != 5 else grid.detach().squeeze(1)
     if not len(samples):
-        _refuse(call, f"a batch {tuple(grid.shape)}", "one sample at least")
+        _refuse(call, f"a batch {tuple(grid.shape)}", "one sample at least", "leave empty batches out.")
     return samples[None] if samples.dim() == 3 else samples
 
 
@@ -227,7 +238,12 @@ def _mae_of_points(a: Grid, b: Grid, pairs: NearestPoints, *, per_channel: bool)
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         _refuse_types(call, a, b)
     if a.dim() != 2 or b.dim() != 2 or (len(a), len(b), a.shape[1]) != (len(pairs.a), len(pairs.b), b.shape[1]):
-        _refuse(call, f"{tuple(a.shape)} and {tuple(b.shape)}", f"({len(pairs.a)}, C) and ({len(pairs.b)}, C)")
+        _refuse(
+            call,
+            f"{tuple(a.shape)} and {tuple(b.shape)}",
+            f"({len(pairs.a)}, C) and ({len(pairs.b)}, C)",
+            "give one row for each point of the clouds that nearest_points was given, in that order.",
+        )
     if not len(a) or not len(b):
         mean = a.sum(0) * 0 + b.sum(0) * 0 + (0.0 if len(a) == len(b) else math.inf)
     else:
@@ -246,14 +262,14 @@ def _both_dense(a: Grid, b: Grid, call: str) -> tuple[Tensor, Tensor]:
         _refuse_types(call, a, b)
     if a.shape != b.shape or a.dim() != 5 or a.is_complex() or b.is_complex():
         forms = [f"{tuple(each.shape)}, {each.dtype}" for each in (a, b)]
-        _refuse(call, " and ".join(forms), "two volumes (B, C, D, H, W) of one shape, of real numbers")
+        _refuse(call, " and ".join(forms), "two volumes (B, C, D, H, W) of one shape, of real numbers", _RESIZE)
     return a, b
 
 
 def _check_alike(a: SparseVoxels, b: SparseVoxels, call: str, *, features: bool = True) -> None:
     forms = [(each.batch_size, *each.shape, *([each.features.shape[1]] if features else [])) for each in (a, b)]
     if forms[0] != forms[1]:
-        _refuse(call, f"sparse volumes of {forms[0]} and {forms[1]}", "equal batch size, shape and channels")
+        _refuse(call, f"sparse volumes of {forms[0]} and {forms[1]}", "equal batch size, shape and channels", _RESIZE)
 
 
 def _refuse_types(call: str, a: object, b: object) -> NoReturn:
@@ -265,5 +281,5 @@ def _refuse_types(call: str, a: object, b: object) -> NoReturn:
     )
 
 
-def _refuse(call: str, got: str, expected: str) -> NoReturn:
-    raise InputError(call, got=got, expected=expected, fix="bring them to one shape first.")
+def _refuse(call: str, got: str, expected: str, fix: str) -> NoReturn:
+    raise InputError(call, got=got, expected=expected, fix=fix)

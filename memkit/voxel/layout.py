@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memkit._settings import Checker
 from memkit._voxels import Triple
-from memkit.voxel.settings import Checker
 
 KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
 _CENTRAL = 1e-3  # of a voxel: a sensor this near to the middle is in the middle

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memkit._errors import InputError
+from memkit._settings import Checker
 from memkit._streamed import Gradients, with_gradients
 from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.nearest import Backend
 from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
-from memkit.voxel.settings import Checker
 
 VoxelKind = Literal["l1", "mse", "bce"]
 _LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -159,7 +159,7 @@ class ChamferLoss(nn.Module):
         empty_distance: float,
         convention: ConventionName | ChamferConvention = "pytorch3d",
         backend: Backend = "auto",
-        memory_budget: int | str = "16MiB",
+        memory_budget: SupportsIndex | str = "16MiB",
     ) -> None:
         super().__init__()
         self.empty_distance = Checker("ChamferLoss(...)").number("empty_distance", empty_distance, 0.0, math.inf)

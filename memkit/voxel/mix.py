@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit._errors import InputError, InputTypeError
+from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.voxel.augment_base import (
     Augmentation,
@@ -29,7 +30,6 @@ from memkit.voxel.augment_base import (
 )
 from memkit.voxel.layout import VoxelLayout, refuse_no_layout
 from memkit.voxel.params import CutmixParams, MixupParams
-from memkit.voxel.settings import Checker
 
 M = TypeVar("M", MixupParams, CutmixParams)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal, NoReturn, get_args
+from typing import Literal, NoReturn, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class NearestPoints:
 
 
 def nearest_points(
-    a: Tensor, b: Tensor, *, backend: Backend = "auto", memory_budget: int | str = "16MiB"
+    a: Tensor, b: Tensor, *, backend: Backend = "auto", memory_budget: SupportsIndex | str = "16MiB"
 ) -> NearestPoints:
     """Find for each point of two clouds the nearest point of the other.
 
@@ -150,12 +150,12 @@ def _kdtree(queries: Tensor, points: Tensor) -> Tensor:
 
 def _resolved(backend: Backend, a: Tensor, b: Tensor) -> Backend:
     if backend not in get_args(Backend):
-        _refuse(backend, "that", ", ".join(map(repr, get_args(Backend))))
+        _refuse(backend, "", ", ".join(map(repr, get_args(Backend))))
     has_scipy = importlib.util.find_spec("scipy") is not None
     if backend == "kdtree" and not has_scipy:
-        _refuse(backend, "and scipy is not installed", 'scipy: pip install "memkit[metrics]"')
+        _refuse(backend, ", and scipy is not installed", 'scipy: pip install "memkit[metrics]"')
     if backend == "pruned" and a.shape[1] not in _NUM_SPATIAL:
-        _refuse(backend, f"for {a.shape[1]} coordinates", "2 or 3 coordinates")
+        _refuse(backend, f", for {a.shape[1]} coordinates", "2 or 3 coordinates")
     if backend != "auto":
         return backend
     if a.device.type == "cpu" and has_scipy and a.shape[1] in _NUM_SPATIAL:
@@ -166,7 +166,7 @@ def _resolved(backend: Backend, a: Tensor, b: Tensor) -> Backend:
 def _refuse(backend: str, what: str, expected: str) -> NoReturn:
     raise ConfigError(
         f"nearest_points(..., backend={backend!r})",
-        got=f"{backend!r}, {what}" if what != "that" else repr(backend),
+        got=f"{backend!r}{what}",
         expected=expected,
         fix="leave backend out: all give the same distances.",
     )

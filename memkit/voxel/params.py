@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from memkit._errors import FileFormatError, InputError
+from memkit._settings import Checker
 from memkit._voxels import Triple
-from memkit.voxel.settings import Checker
 
 VERSION = 1
 _AMOUNTS = "noise_std", "doppler_std", "intensity_gain"

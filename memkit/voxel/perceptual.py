@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from memkit._errors import InputError, InputTypeError
+from memkit._settings import Checker
 from memkit._streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
 from memkit.voxel.pairs import mean_of_samples
-from memkit.voxel.settings import Checker
 
 _EPSILON = 1e-4  # inside the root of the norm: an empty voxel's gradient is finite, and at most some tens
 _AXES = {"D": 2, "H": 3, "W": 4}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def precision_recall(
     *,
     threshold: float | Sequence[float],
     backend: Backend = "auto",
-    memory_budget: int | str = "16MiB",
+    memory_budget: SupportsIndex | str = "16MiB",
 ) -> PrecisionRecall:
     """Shares of points closer than a threshold to the other cloud, as Tanks and Temples counts them.
 
@@ -72,10 +72,7 @@ def precision_recall(
         >>> precision.item(), recall.item()
         (0.5, 1.0)
     """
-    limits = _limits(threshold)
-
-    found = mean_of_clouds(lambda pairs: _shares(pairs, limits), prediction, target, backend, memory_budget)
-    return PrecisionRecall(*(found[:, 0] if isinstance(threshold, float | int) else found))
+    return _precision_recall("precision_recall", prediction, target, threshold, backend, memory_budget)
 
 
 def f_score(
@@ -84,7 +81,7 @@ def f_score(
     *,
     threshold: float | Sequence[float],
     backend: Backend = "auto",
-    memory_budget: int | str = "16MiB",
+    memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.
 
@@ -108,17 +105,24 @@ def f_score(
         >>> mk.f_score(cloud, cloud + 0.001, threshold=0.01).item(), mk.f_score(cloud[:0], cloud, threshold=0.01).item()
         (1.0, 0.0)
     """
-    return precision_recall(
-        prediction, target, threshold=threshold, backend=backend, memory_budget=memory_budget
-    ).f_score
+    return _precision_recall("f_score", prediction, target, threshold, backend, memory_budget).f_score
 
 
-def _limits(threshold: object) -> list[float]:
+def _precision_recall(
+    name: str, prediction: Any, target: Any, threshold: float | Sequence[float], *search: Any
+) -> PrecisionRecall:
+    limits = _limits(name, threshold)
+    call = f"{name}(prediction, target)"
+    found = mean_of_clouds(call, lambda pairs: _shares(pairs, limits), prediction, target, *search)
+    return PrecisionRecall(*(found[:, 0] if isinstance(threshold, float | int) else found))
+
+
+def _limits(name: str, threshold: object) -> list[float]:
     given = threshold if isinstance(threshold, list | tuple) else [threshold]
     limits = [each for each in given if isinstance(each, float | int) and 0 < each < math.inf]
     if not limits or len(limits) != len(given):
         raise ConfigError(
-            f"precision_recall(..., threshold={threshold!r})",
+            f"{name}(..., threshold={threshold!r})",
             got=repr(threshold),
             expected="a distance above zero, or several",
             fix="write for example threshold=0.1, in the unit of the coordinates.",

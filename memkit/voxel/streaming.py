@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from memkit._errors import ConfigError, FileFormatError, StateError
+from memkit._settings import Checker
 from memkit.voxel.clouds import Cloud, ConventionName, chamfer_distance, hausdorff_distance, paired
 from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
 from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
@@ -157,9 +158,12 @@ class PointCloudMetrics(_Sums):
         conventions: Sequence[ConventionName] = ("pytorch3d",),
         empty_distance: float = math.inf,
         backend: Backend = "auto",
-        memory_budget: int | str = "16MiB",
+        memory_budget: SupportsIndex | str = "16MiB",
     ) -> None:
-        self._thresholds, self._quantiles, self._conventions = tuple(thresholds), tuple(quantiles), tuple(conventions)
+        check = Checker("PointCloudMetrics(...)")
+        self._thresholds = check.items("thresholds", thresholds)
+        self._quantiles = check.items("quantiles", quantiles)
+        self._conventions = check.items("conventions", conventions)
         self._empty_distance, self._search = empty_distance, (backend, memory_budget)
         shares = [f"{kind}_{_short(each)}" for kind in ("precision", "recall", "f_score") for each in self._thresholds]
         farthest = [f"hausdorff_{_short(each)}" if each < 1 else "hausdorff" for each in self._quantiles]
@@ -167,7 +171,7 @@ class PointCloudMetrics(_Sums):
         names = [*(f"chamfer_{each}" for each in self._conventions), *farthest, *shares, *empties]
         if len(set(names)) < len(names):
             raise ConfigError(
-                "PointCloudMetrics(...)",
+                check.call,
                 got=f"metrics {', '.join(names)}",
                 expected="each threshold, quantile and convention once",
                 fix="leave the repeated ones out.",
@@ -179,8 +183,8 @@ class PointCloudMetrics(_Sums):
     def update(self, prediction: Cloud | NearestPoints, target: Cloud | None = None) -> None:
         """Add a pair of clouds (N, D), (M, D), or a batch, as for `chamfer_distance`."""
         with torch.no_grad():
-            rows = [self._row(pairs) for pairs in paired(prediction, target, *self._search)]
-            self._add(torch.stack(rows))
+            pairs = paired("PointCloudMetrics.update(prediction, target)", prediction, target, *self._search)
+            self._add(torch.stack([self._row(each) for each in pairs]))
 
     def _row(self, pairs: NearestPoints) -> Tensor:
         cap, are_empty = self._empty_distance, [not len(pairs.a), not len(pairs.b)]

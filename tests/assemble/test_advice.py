@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import memkit as mk
 from benchmarks.models import transformer
-from memkit.assemble.advice.advise import advise
+from memkit.assemble.advice.advise import _difference, advise
 from memkit.assemble.advice.remedies import nothing
 from memkit.assemble.advice.step import Training, observe
 from memkit.assemble.advice.submodules import held_by_modules
@@ -129,6 +130,37 @@ class TestOneTable:
         text = (tmp_path / "report.md").read_text("utf-8")
         advice = by_name(table)["2 micro-batches"]
         assert text.count(f"{advice.measured_saved_bytes:,} B") >= 2  # predicted and measured
+
+    def test_in_a_chinese_report_its_own_words_are_chinese(self, table):
+        section = table(None, "zh")
+        assert section.nodes[0].text.startswith("cpu 上未改动的训练步")
+        assert mk.format_bytes(table.peak_bytes) in section.nodes[0].text
+        assert "plain step" not in section.nodes[0].text
+
+
+def test_what_is_printed_has_the_precision_that_was_run(batch):
+    table = advise(mlp(64, 256, 10), batch, classify, precision="bf16-mixed")
+    advice = by_name(table)["2 micro-batches"]
+    assert advice.change == (
+        "mk.MemoryEfficientTrainingWrapper(model, optimizer, precision='bf16-mixed', accumulation_steps=2)"
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_is_a_difference(bad):
+    one = {"a": torch.ones(2), "b": torch.ones(2)}
+    other = {"a": torch.ones(2), "b": torch.tensor([1.0, bad])}
+    for ours, theirs in ((one, other), (other, one), (other, other)):
+        assert not _difference(ours, theirs) <= 1e-3
+    nothing = {"a": torch.zeros(2)}
+    assert _difference(nothing, nothing) == 0
+    assert _difference(one, nothing) == 1
+
+
+def test_a_model_of_complex_numbers():
+    model = nn.Sequential(nn.Linear(16, 64, dtype=torch.complex64), nn.Linear(64, 1, dtype=torch.complex64))
+    table = advise(model, torch.ones(256, 16, dtype=torch.complex64), lambda m, x: m(x).abs().square().mean())
+    assert by_name(table)["2 micro-batches"].is_verified
 
 
 def test_nothing_is_left_behind(batch):
@@ -321,6 +353,8 @@ def test_wrong_arguments(batch):
         advise(mlp(64, 10), batch, classify, precision="fp16")
     with pytest.raises(mk.InputTypeError, match="the mean loss as a tensor"):
         advise(mlp(64, 10), batch, lambda model, batch: 1.0)
+    with pytest.raises(mk.InputTypeError, match="the name of a card as text, or a GPU"):
+        advise(mlp(64, 10), batch, classify, target=None)
     with pytest.raises(mk.ConfigError, match="a class in torch"):
         advise(mlp(64, 10), batch, classify, optimizer="adamm")
     with pytest.raises(mk.InputError, match="8 bytez"):  # before any step: there may be no advice to ask it of

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import memkit as mk
 from memkit.assemble.enhanced import create_enhanced_train_loop
+from memkit.assemble.foreign import Counters
 from memkit.train.order import ResumableBatchSampler, ResumableLoader
 from memkit.train.state import TrainingStateManager
 from memkit.train.validation import ValidationMonitor
@@ -204,8 +205,19 @@ def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
         create_enhanced_train_loop(TrainLoop(2), state=state).run_loop()
         other = TrainLoop(2)
         other.ema_params = []
-        with pytest.raises(mk.FileFormatError, match="4 tensors beside the model; expected version 1, 0 tensors"):
+        with pytest.raises(
+            mk.FileFormatError, match=r"4 tensors of .* beside the model; expected version 1, 0 tensors"
+        ):
             create_enhanced_train_loop(other, state=state).run_loop()
+        other = TrainLoop(2)
+        other.ema_params[0][3] = nn.Parameter(torch.zeros(1))  # a copy of 64 numbers into it is no way
+        with pytest.raises(mk.FileFormatError, match=r"expected version 1, 4 tensors of shapes .*, \(1,\)\."):
+            create_enhanced_train_loop(other, state=state).run_loop()
+
+
+def test_a_state_of_something_else_is_refused():
+    with pytest.raises(mk.FileFormatError, match=r"version None, 0 tensors beside"):
+        Counters(TrainLoop(1)).load_state_dict({})
 
 
 def test_our_own_loop_and_its_validation(tmp_path):
@@ -219,7 +231,7 @@ def test_our_own_loop_and_its_validation(tmp_path):
     images, classes = digits(50)
     assert loop.num_steps == 26
     assert loop.figures["loss"] == pytest.approx(F.cross_entropy(model(images), classes).item(), rel=1e-6)
-    with TrainingStateManager(tmp_path) as state:
+    with TrainingStateManager(tmp_path, mode="max") as state:
         own, _ = make()
         monitor = ValidationMonitor(patience=1, mode="max")  # a loss that falls is never better
         stopped = create_enhanced_train_loop(
@@ -234,6 +246,34 @@ def test_our_own_loop_and_its_validation(tmp_path):
         )
         assert longer.run_loop() == "epochs"
     assert torch.equal(weights(model), weights(plain))
+
+
+def test_reducers_reach_the_validation_of_our_own_loop():
+    own, _ = make()
+    figures_of = lambda model, batch: {"accuracy": (model(batch[0]), batch[1])}  # noqa: E731
+    loop = create_enhanced_train_loop(
+        own, loader_of(50), val_interval=13, val_fn=figures_of, reducers={"accuracy": mk.Accuracy()}
+    )
+    loop.run_loop()
+    own.trainer.model.eval()
+    images, classes = digits(50)
+    assert loop.figures == {"accuracy": (own.trainer.model(images).argmax(1) == classes).double().mean().item()}
+
+
+def test_the_state_of_the_best_validation_can_be_restored(tmp_path):
+    base, values = TrainLoop(6), iter([3.0, 1.0, 2.0])
+    averages = nn.Linear(1, 1)
+    with TrainingStateManager(tmp_path) as state:
+        create_enhanced_train_loop(
+            base,
+            [VALIDATION[0]],
+            val_interval=2,
+            val_fn=lambda model, batch: {"loss": torch.full((len(batch[0]),), next(values))},
+            monitor=ValidationMonitor(),
+            state=state,
+            objects={"averages": averages},
+        ).run_loop()
+        assert state.restore("best", averages=averages) == 4
 
 
 def step_function(stop_at=None):
@@ -277,6 +317,12 @@ def test_more_than_the_fraction_is_given_back_and_said(caplog):
     assert "release" in [event.event for event in loop.memory.events]
 
 
+@pytest.mark.parametrize(("given", "share"), [("1GiB", None), (1, 1.0), (0.5, 0.5)])
+def test_what_the_process_may_use_is_a_share_or_a_size(given, share):
+    memory = create_enhanced_train_loop(TrainLoop(1), memory_fraction=given).memory
+    assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
+
+
 class Small(nn.Linear):
     def forward(self, rows):
         if len(rows) > 10:
@@ -295,6 +341,10 @@ def test_a_validation_that_does_not_fit_is_cut():
     assert loop.figures["loss"] == pytest.approx(expected, rel=1e-6)
 
 
+class Highest:
+    mode = "max"
+
+
 class Slotted:
     __slots__ = ("model",)
 
@@ -311,7 +361,18 @@ class Slotted:
         (lambda batch: None, {}, mk.ConfigError, "pass data="),
         (lambda batch: None, {"data": []}, mk.ConfigError, "pass model="),
         (TrainLoop(1), {"val_interval": 0}, mk.ConfigError, "val_interval=0"),
-        (TrainLoop(1), {"memory_fraction": 90}, mk.ConfigError, r"a share in \(0, 1\]"),
+        (TrainLoop(1), {"val_dataloader": VALIDATION, "num_val_batches": -1}, mk.ConfigError, "num_val_batches=-1"),
+        (TrainLoop(1), {"memory_fraction": 90}, mk.ConfigError, "memory_fraction=90"),
+        (TrainLoop(1), {"memory_fraction": "much"}, mk.InputError, "the text 'much'"),
+        (TrainLoop(1), {"objects": {"model": nn.Linear(1, 1)}}, mk.ConfigError, "rename 'model'"),
+        (TrainLoop(1), {"objects": {"counters": nn.Linear(1, 1)}}, mk.ConfigError, "rename 'counters'"),
+        (TrainLoop(1), {"objects": {"early_stopping": None}}, mk.ConfigError, "rename 'early_stopping'"),
+        (
+            TrainLoop(1),
+            {"val_dataloader": VALIDATION, "monitor": ValidationMonitor(), "state": Highest()},
+            mk.ConfigError,
+            "one mode, for one figure",
+        ),
         (TrainLoop(1), {"monitor": ValidationMonitor()}, mk.ConfigError, "pass val_dataloader"),
         (TrainLoop(1), {"val_dataloader": iter(VALIDATION)}, mk.ConfigError, "an iterator as val_dataloader"),
         (

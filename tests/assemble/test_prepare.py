@@ -1,6 +1,7 @@
 """Plans are held against real steps: what they take, which gradient they have, and what is refused."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit.assemble.prepare import plan_training, prepare
+from memkit.planning.gpus import find_gpu
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
 
@@ -169,10 +171,79 @@ def test_nothing_fits():
     assert plan_training(make_model(), digits(), loss_fn, budget=least, micro_batch_size=1)
 
 
-@pytest.mark.parametrize("size", [0, 7])
+@pytest.mark.parametrize("size", [0, 7, 1.5, "2"])
 def test_micro_batches_that_the_batch_does_not_have(size):
-    with pytest.raises(ConfigError, match="an int from 1 to 6, the rows of the batch"):
+    with pytest.raises(ConfigError, match=r"of a batch of 6 rows.*a whole number from 1 to 6"):
         plan_training(make_model(), digits(), loss_fn, budget="4MiB", micro_batch_size=size)
+
+
+def test_micro_batches_that_were_asked_for_are_judged_too():
+    plan = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
+    assert (plan.accumulation_steps, plan.is_split_exact) == (2, False)
+    assert plan.notes[0].startswith("Cut into 3 rows as asked, though parts have another gradient. In training mode 2 ")
+    whole = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=6)
+    assert (whole.notes, whole.is_split_exact) == ((), None)
+
+
+def test_what_the_plan_judged_the_first_step_does_not_judge_again(monkeypatch):
+    """A probe runs the loss in float64, beside the budget that was just planned."""
+    dtypes = []
+
+    def noting(model, batch):
+        dtypes.append(next(model.parameters()).dtype)
+        return loss_fn(model, batch)
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, digits(), noting, budget="2500KiB") as trainer:
+        assert trainer.plan.is_split_exact
+        assert torch.float64 in dtypes
+        dtypes.clear()
+        assert trainer.train_step(digits(), noting).num_microbatches > 1
+    assert set(dtypes) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"precisions": ()}, ConfigError, "a list of one or more of"),
+        ({"precisions": "bf16-mixed"}, ConfigError, "got precisions='bf16-mixed'; expected precisions: a list"),
+        ({"precisions": ("fp8",)}, ConfigError, "fp8"),
+        ({"model": make_model}, InputTypeError, r"plan_training\(function, \.\.\.\).*a torch\.nn\.Module"),
+        ({"sample_batch": torch.empty(0, 128, 64), "model": make_model().to("meta")}, InputError, "without rows"),
+        ({"sample_batch": {"x": torch.ones(7, 3), "y": torch.ones(5)}}, InputError, "cut a packed batch yourself"),
+        ({"budget": 1.5}, InputTypeError, "budget=1.5"),
+        ({"target": 4090}, InputTypeError, "the name of a card as text"),
+        ({"selected_fraction": 0}, ConfigError, "selected_fraction=0"),
+    ],
+)
+def test_wrong_arguments(changed, error, message):
+    given = {"model": make_model(), "sample_batch": digits(), "loss_fn": loss_fn, "budget": "4MiB"} | changed
+    with pytest.raises(error, match=message):
+        plan_training(**given)
+
+
+def test_a_card_as_a_record():
+    card = replace(find_gpu("RTX 4090"), name="mine")
+    plan = plan_training(make_model(), digits(), loss_fn, budget=card)
+    assert plan.budget_bytes == card.total_bytes
+    part = plan_training(make_model(), digits(), loss_fn, budget="8GiB", target=card)
+    assert part.estimate == plan.estimate
+    with pytest.raises(ConfigError, match=r"budget=mine, target='cpu'"):
+        plan_training(make_model(), digits(), loss_fn, budget=card, target="cpu")
+
+
+def test_what_was_answered_without_data_is_said():
+    def masked(model, batch):
+        losses = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction="none")
+        return losses[losses > 0].mean()
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, digits(), masked, budget="8MiB", selected_fraction=1.0) as trainer:
+        notes = trainer.plan.notes
+    assert any(each.startswith("Answered without data: ") and "test_prepare.py" in each for each in notes)
+    assert notes[-1] in trainer.plan.explain()
 
 
 def test_a_card_is_named_once():

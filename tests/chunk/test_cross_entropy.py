@@ -34,7 +34,7 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 40, None])
+@pytest.mark.parametrize("chunk_size", [1, 7, 40, None, "auto"])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_loss_and_gradients_are_torchs(chunk_size, label_smoothing, reduction):

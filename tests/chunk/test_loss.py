@@ -150,6 +150,33 @@ def test_other_arguments_reach_every_chunk(rows):
     same(loss, 6 * x.mean())
 
 
+def test_containers_are_cut_too_as_chunked_map_cuts_them(model, rows):
+    """Handed over whole they would fit every chunk of one row, by broadcasting, and the last chunk of none."""
+    x, y = rows
+    scale = torch.linspace(1, 2, 50, dtype=torch.float64, requires_grad=True)
+
+    def fn(batch, more):
+        return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * more[0]
+
+    whole = fn({"x": x, "y": y}, [scale]).mean()
+    expected = torch.autograd.grad(whole, (x, scale))
+    for chunk_size in (8, 1, "auto"):
+        loss = chunked_loss(fn, {"x": x, "y": y}, [scale], chunk_size=chunk_size, params=model.parameters())
+        same(loss, whole)
+        same(torch.autograd.grad(loss, (x, scale)), expected)
+    with pytest.raises(mk.InputError, match=r"tensors with \[3, 50\] rows.*functools.partial"):
+        chunked_loss(fn, {"x": x, "y": y}, [scale[:3]], chunk_size=8, params=model.parameters())
+
+
+def test_params_that_are_no_list_of_tensors_are_refused(model, rows):
+    for wrong in (model[0].weight, model, [model], [*model.named_parameters()], torch.zeros(())):
+        for call in (chunked_loss, mk.chunked_map):
+            with pytest.raises(mk.InputTypeError, match=r"got params of .*params=\[tensor\]"):
+                call(model, rows[0], chunk_size=8, params=wrong)
+        with pytest.raises(mk.InputTypeError, match="ChunkedProcessor"):
+            mk.ChunkedProcessor(model, params=wrong)
+
+
 def test_no_rows_are_a_mean_over_nothing(model):
     x = torch.empty(0, 6, dtype=torch.float64, requires_grad=True)
     assert chunked_loss(model, x, chunk_size=8).isnan()

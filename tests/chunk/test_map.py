@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._errors import InputError
+from memkit._errors import ConfigError, InputError
 from memkit.chunk.map import chunked_map
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
@@ -128,6 +128,20 @@ def test_output_device(strategy):
     assert out.device.type == "meta"
     assert out.shape == (10, 3)
     assert chunked_map(torch.sin, x, chunk_size=4, output_device="cpu", strategy=strategy).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"chunk_size": "auto"}, "num_kept=2 with chunk_size='auto', which chooses it"),
+        ({"chunk_size": 4, "strategy": "checkpoint"}, "num_kept=2 with strategy='checkpoint'"),
+        ({"chunk_size": 4, "num_kept": -1}, "num_kept=-1"),
+        ({"chunk_size": 4, "num_kept": 1.5}, "num_kept=1.5"),
+    ],
+)
+def test_kept_chunks_that_would_be_ignored_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        chunked_map(torch.sin, torch.ones(9, 2), **({"num_kept": 2} | settings))
 
 
 def test_wrong_rows_are_refused():

@@ -219,6 +219,15 @@ def test_a_given_size_is_measured_on_request(mlp, edges):
     assert proc.last_plan is None
 
 
+def test_refusals_name_the_processor(mlp, edges):
+    rows = edges[0]
+    proc = mk.ChunkedProcessor(mlp, chunk_size=4)
+    for call in (proc, proc.loss, lambda *given: proc.segment_reduce(*given, index=torch.zeros(len(rows)).long())):
+        with pytest.raises(mk.InputError) as refused:
+            call(rows, rows[:3])
+        assert refused.value.call.startswith("ChunkedProcessor(Sequential)")
+
+
 def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
     rows = edges[0]
     with pytest.raises(mk.InputError, match=r"depends on other rows, first in `1` \(BatchNorm1d\)"):

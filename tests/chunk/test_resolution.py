@@ -176,6 +176,28 @@ def test_there_and_back_for_a_net_with_a_stride(mode):
         torch.testing.assert_close(gradient, torch.ones_like(gradient))  # a mean, copied to all
 
 
+def test_a_result_comes_back_by_the_level_that_it_was_made_at():
+    """A loop may choose for the next volume before it restores the last one."""
+    processor = DynamicResolutionProcessor(1000)
+    volume = torch.randn(1, 1, 8, 8, 8)
+    processor.choose(torch.ones(8, 8, 8).nonzero())
+    pooled = processor.apply(volume)
+    assert processor.choose(torch.ones(16, 16, 16).nonzero()).level == 1
+    torch.testing.assert_close(processor.restore(pooled), volume, rtol=0, atol=0)
+
+
+def test_masks_have_a_channel_or_none_and_a_use():
+    volume, mask = torch.rand(2, 3, 8, 8, 8), torch.rand(2, 8, 8, 8) < 0.5
+    processor = chosen(1, downsample="masked_mean")
+    found = processor.apply(volume, mask=mask)
+    torch.testing.assert_close(found, processor.apply(volume, mask=mask[:, None]), rtol=0, atol=0)
+    for wrong in (mask[:1], mask[:, None].expand(2, 3, 8, 8, 8), mask.float(), mask[..., :4]):
+        with pytest.raises(InputError, match=r"expected with .* a bool mask of shape \(2, 8, 8, 8\)"):
+            processor.apply(volume, mask=wrong)
+    with pytest.raises(InputError, match="with downsample='area'"):
+        chosen(1).apply(volume, mask=mask)
+
+
 def test_labels_and_pictures():
     labels = torch.arange(64).view(1, 1, 8, 8)
     processor = chosen(2, downsample="nearest")
@@ -198,8 +220,12 @@ def test_what_is_refused():
         processor.choose(torch.tensor([[0, 0, 0], [2**22, 0, 0]]))
     with pytest.raises(InputError, match="an extent of 1048577 cells, for 2 samples"):
         processor.choose(torch.tensor([[0, 0, 0], [2**20, 0, 0]]), batch=torch.tensor([0, 1]))
+    for batch in (torch.tensor([0]), torch.tensor([0, -1]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(InputError, match=r"for 2 points; expected \(2,\) integers, 0 or more"):
+            processor.choose(torch.zeros(2, 3), batch=batch)
     for wrong in (
         {"max_active_voxels": 0},
+        {"max_active_voxels": "1000"},
         {"min_points_per_voxel": -1},
         {"levels": 21},
         {"hysteresis": 1.0},

@@ -280,7 +280,14 @@ def test_what_is_wrong_is_refused():
         "does not rise from 0": {"index": None, "ptr": ptr.flip(0)},
         "does not rise": {"index": None, "ptr": ptr[:0]},
         "a ptr of 4 numbers": {"index": None, "ptr": ptr, "num_segments": 9},
-        r"shapes \(6, 3\), \(5,\)": {"gather": {"x_j": (rows, index[:5])}},
+        r"gather\['x_j'\]: \(6, 3\) in torch.float32 and \(5,\) in torch.int64; .* int64 or int32 \(6,\)": {
+            "gather": {"x_j": (rows, index[:5])}
+        },
+        "gather.*: Tensor; expected a pair": {"gather": {"x_j": rows}},
+        "gather.* in torch.float32": {"gather": {"x_j": (rows, index.float())}},
+        r"gather.* and \(6, 1\)": {"gather": {"x_j": (rows, index[:, None])}},
+        "gather.* with rows from 0 to 2; expected rows from 0 to 1": {"gather": {"x_j": (rows[:2], index)}},
+        "gather.* with rows from -1 to 1": {"gather": {"x_j": (rows, index - 1)}},
         "returns torch.int64": {"fn": lambda rows: rows.long()},
         "returns tuple": {"fn": lambda rows: (rows, rows)},
         "one row for each row": {"fn": torch.sum},

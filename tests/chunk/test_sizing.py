@@ -1,6 +1,8 @@
 """Chunk sizes by trial: within the budget at every trial, and the budget used where that saves time."""
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -157,6 +159,20 @@ def test_a_budget_is_never_exceeded_and_used_where_time_can_be_bought(
 def test_chunk_sizes(chunk_size):
     with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows.*'auto'"):
         mk.ChunkedProcessor(abs, chunk_size=chunk_size)
+
+
+def test_sizes_of_numpy_are_sizes():
+    x = torch.ones(10, 3)
+    assert mk.chunked_map(torch.sin, x, chunk_size=np.int64(4)).shape == (10, 3)
+    assert mk.ChunkedProcessor(torch.sin, memory_budget=np.int64(2**20))(x).shape == (10, 3)
+
+
+@pytest.mark.parametrize(("budget", "error"), [(0.5, mk.InputTypeError), (0, mk.ConfigError), ("0B", mk.ConfigError)])
+def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
+    """There is no share of a device here."""
+    with pytest.raises(error, match=r"ChunkedProcessor\(abs\).*memory_budget=") as refused:
+        mk.ChunkedProcessor(abs, memory_budget=budget)
+    assert "device" not in str(refused.value)
 
 
 def test_a_budget_needs_a_size_to_choose():

@@ -1,5 +1,7 @@
 """Every mode but submanifold gives the whole network's result and gradients; what cannot is refused, or run whole."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -65,7 +67,7 @@ def errors(net, volume, **choices):
         (expected.detach(), *torch.autograd.grad(expected, params, upstream)),
         strict=True,
     )
-    return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs], processor.plan
+    return [float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs], processor.last_plan
 
 
 def test_pointwise_equals_the_whole():
@@ -151,7 +153,7 @@ def test_nothing_at_all(mode):
     assert processor(SparseVoxels.from_dense(volume)).features.shape == (0, 2)
     expected = torch.zeros_like(volume) if mode == "submanifold" else net(volume)
     torch.testing.assert_close(processor(volume), expected, rtol=1e-12, atol=1e-12)
-    assert processor.plan.occupancy == 0
+    assert processor.last_plan.occupancy == 0
     pointwise = SparsityAwareProcessor(pointwise_net().double())
     assert pointwise(SparseVoxels.from_dense(volume)).features.shape == (0, 3)
 
@@ -192,11 +194,11 @@ def test_submanifold_is_never_taken_by_itself():
     net, volume = NETS["stack"], brain()
     processor = SparsityAwareProcessor(net, mode="submanifold")
     assert (processor(volume) - net(volume)).abs().max() > 1e-2
-    assert processor.plan.why == "as asked: another model than the dense network"
+    assert processor.last_plan.why == "as asked: another model than the dense network"
     auto = SparsityAwareProcessor(net)
     auto(volume)
-    assert auto.plan.mode == "dense"
-    assert auto.plan.why == "bbox would run over 64% of the volume"
+    assert auto.last_plan.mode == "dense"
+    assert auto.last_plan.why == "bbox would run over 64% of the volume"
 
 
 @pytest.mark.parametrize(
@@ -235,12 +237,53 @@ def test_what_parts_cannot_give_runs_whole_or_is_refused(net, reason):
     processor = SparsityAwareProcessor(net)
     state = torch.get_rng_state()
     y = processor(volume)
-    assert processor.plan.mode == "dense"
-    assert reason.replace("\\", "") in processor.plan.why
+    assert processor.last_plan.mode == "dense"
+    assert reason.replace("\\", "") in processor.last_plan.why
     torch.set_rng_state(state)
     torch.testing.assert_close(y, net(volume), rtol=0, atol=0)
     with pytest.raises(InputError, match=reason):
         SparsityAwareProcessor(net, mode="blocks")(volume)
+
+
+class Choosy(nn.Module):
+    """Does not take what it is probed with, as layers do that check their input."""
+
+    def __init__(self, num_samples=1, refused=None):
+        super().__init__()
+        self.layer, self.num_samples, self.refused = same(2, 4), num_samples, refused
+
+    def forward(self, x):
+        assert len(x) >= self.num_samples
+        if x.shape[-1] == self.refused:
+            raise ValueError("not so")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "reason"),
+    [
+        (nn.Sequential(nn.Conv3d(2, 4, 16, stride=16), nn.InstanceNorm3d(4)).double(), "depends on the whole"),
+        (Choosy(num_samples=2).double(), "does not run on a small volume"),
+        (Choosy(refused=10).double(), r"does not run on a part \(10, 10, 10\) \(not so\)"),
+    ],
+    ids=["InstanceNorm", "an assertion", "a size"],
+)
+def test_a_net_that_takes_no_small_volume_runs_whole(net, reason):
+    volume = torch.zeros(2, 2, 32, 32, 32, dtype=torch.float64)
+    volume[:, :, :3, :3, :3] = 1
+    processor = SparsityAwareProcessor(net)
+    torch.testing.assert_close(processor(volume), net(volume), rtol=0, atol=0)
+    assert processor.last_plan.mode == "dense"
+    assert re.search(reason, processor.last_plan.why)
+
+
+def test_a_layer_that_is_put_in_later_is_looked_at():
+    net = nn.Sequential(conv(2, 2, 3)).double()
+    processor = SparsityAwareProcessor(net, mode="bbox")
+    volume = brain()
+    processor(volume)
+    net[0] = conv(2, 2, 7).double()
+    torch.testing.assert_close(processor(volume), net(volume))
 
 
 def test_a_volume_that_requires_a_gradient():
@@ -251,7 +294,7 @@ def test_a_volume_that_requires_a_gradient():
     (expected,) = torch.autograd.grad(net(volume).square().sum(), volume)
     torch.testing.assert_close(found, expected)
     assert found[volume == 0].any()
-    assert "requires a gradient" in processor.plan.why
+    assert "requires a gradient" in processor.last_plan.why
     with pytest.raises(InputError, match="which its empty voxels have too"):
         SparsityAwareProcessor(net, mode="bbox")(volume)
     with torch.no_grad():
@@ -264,15 +307,15 @@ def test_auto_goes_by_what_is_run():
     corners = torch.zeros(1, 2, 40, 40, 40, dtype=torch.float64)
     corners[0, :, :3, :3, :3] = corners[0, :, -3:, -3:, -3:] = 1
     processor(corners)
-    assert processor.plan.mode == "blocks"  # a box around both is the whole
-    assert processor.plan.computed < 0.2
+    assert processor.last_plan.mode == "blocks"  # a box around both is the whole
+    assert processor.last_plan.computed < 0.2
     one = corners.clone()
     one[0, :, -3:] = 0
     processor(one)
-    assert processor.plan.mode == "bbox"
+    assert processor.last_plan.mode == "bbox"
     processor(torch.ones_like(one))
-    assert processor.plan.mode == "dense"
-    assert "would run over" in processor.plan.why
+    assert processor.last_plan.mode == "dense"
+    assert "would run over" in processor.last_plan.why
 
 
 def test_other_refusals():
@@ -288,7 +331,7 @@ def test_other_refusals():
         SparsityAwareProcessor(net)(volume[0])
     with pytest.raises(InputTypeError, match=r"got a function; expected an nn\.Module"):
         SparsityAwareProcessor(lambda x: x)
-    for settings_ in ({"mode": "sparse"}, {"block_size": 0}, {"dense_threshold": 1.5}):
+    for settings_ in ({"mode": "sparse"}, {"block_size": 0}, {"block_size": "8"}, {"dense_threshold": 1.5}):
         with pytest.raises(ConfigError, match=rf"got {next(iter(settings_))}=.*; expected"):
             SparsityAwareProcessor(net, **settings_)
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import count_flops, trace_allocations
@@ -136,6 +136,8 @@ def test_what_is_refused():
     voxels = SparseVoxels.from_coords(torch.tensor([[0, 0, 0]]), torch.ones(1, 4), shape=(2, 2, 2))
     with pytest.raises(ConfigError, match=r"\(1, 4, 2, 2, 2\).*odd kernel sizes"):
         submanifold_conv3d(voxels, torch.ones(1, 4, 2, 2, 2))
+    with pytest.raises(InputTypeError, match=r"got a Tensor; expected SparseVoxels.*from_dense"):
+        submanifold_conv3d(torch.zeros(1, 4, 3, 3, 3), torch.zeros(1, 4, 3, 3, 3))
     with pytest.raises(ConfigError, match=r"dilation=0.*of 1 or more"):
         submanifold_conv3d(voxels, torch.ones(1, 4, 3, 3, 3), dilation=0)
     with pytest.raises(InputError, match=r"for features of 4 channels.*groups are not supported"):

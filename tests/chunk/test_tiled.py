@@ -1,5 +1,6 @@
 """Tiles equal the whole in float64, forward and backward; a halo one short does not."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -230,6 +231,19 @@ def test_blended_windows(mode):
     assert (y - net(x)).abs().max() > 1e-3  # an approximation, as documented
 
 
+def test_backward_does_not_count_windows_a_second_time():
+    """Statistics of a BatchNorm move once for each window, as in sliding windows with plain autograd."""
+    nets = [nn.Sequential(same(1, 4), nn.BatchNorm2d(4)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.randn(1, 1, 20, 12, dtype=torch.float64)
+    y = tiled_apply(nets[0], x, 8, mode="gaussian")
+    for a in (0, 6, 12):
+        for b in (0, 4):
+            nets[1](x[..., a : a + 8, b : b + 8])
+    y.sum().backward()
+    torch.testing.assert_close(dict(nets[0].named_buffers()), dict(nets[1].named_buffers()))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -239,7 +253,10 @@ def test_blended_windows(mode):
         ({"dims": (-1, 3)}, "different spatial dimensions"),
         ({"halo": (1, 2, 3)}, "one for each of the 2 dimensions"),
         ({"halo": -1}, "0 or more"),
+        ({"halo": 4, "mode": "gaussian"}, "halo with mode='exact' alone"),
         ({"tile_size": 0}, "1 or more"),
+        ({"tile_size": 8.5}, "1 or more"),
+        ({"tile_size": "8"}, "1 or more"),
         ({"online_reduce": lambda y: y}, "records gradients"),
         ({"online_reduce": lambda y: y, "mode": "gaussian"}, "mode='gaussian'"),
     ],
@@ -247,6 +264,11 @@ def test_blended_windows(mode):
 def test_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         tiled_apply(same(1, 2), torch.zeros(1, 1, 20, 20), **({"tile_size": 8} | settings))
+
+
+def test_sizes_of_numpy_are_sizes():
+    net, x = same(1, 2), torch.randn(1, 1, 20, 20)
+    torch.testing.assert_close(tiled_apply(net, x, np.int64(8), halo=np.int64(1)), net(x))
 
 
 def test_forms():

@@ -12,6 +12,7 @@ from memkit.check.check import RULES
 from memkit.cli import main
 
 CLEAN = "import torch\n"
+IDS = [*(rule.id for rule in RULES), "unknown-ignore"]
 HABIT = "import torch\ntorch.autograd.set_detect_anomaly(True)\n"
 
 
@@ -56,13 +57,17 @@ def test_select_and_ignore(capsys, script):
     assert main(["check", str(script), "--select", "graph-kept"]) == 0
     assert main(["check", str(script), "--select", "anomaly-on"]) == 2
     assert "Way out: write 'anomaly-left-on'" in capsys.readouterr().err
+    script.write_text("import torch  # memkit: ignore[nothing]\n")
+    assert main(["check", str(script), "--select", "unknown-ignore"]) == 1
+    assert main(["check", str(script), "--select", "graph-kept"]) == 0
+    assert main(["check", str(script), "--ignore", "unknown-ignore"]) == 0
 
 
 def test_the_list_of_rules(capsys):
     assert main(["check", "--list-rules"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [rule.id for rule in RULES]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == IDS
     assert main(["check", "--list-rules", "--json"]) == 0
-    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == [rule.id for rule in RULES]
+    assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == IDS
 
 
 def test_without_torch_and_without_running_the_script(script):

@@ -6,11 +6,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from memkit._units import format_bytes
 from memkit.cli import main
+from memkit.cli.dryrun import render
+from memkit.planning.gpus import find_gpu, write_gpus
+from memkit.planning.predict import estimate_memory_usage
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 2**20
@@ -23,6 +29,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "project" / "kept").mkdir()
     (tmp_path / "project" / "kept" / "old.txt").write_text("old\n")
     (tmp_path / "project" / "kept" / "other.txt").write_text("other\n")
+    (tmp_path / "project" / "runs" / "old").mkdir(parents=True)
+    (tmp_path / "project" / "runs" / "old" / "first.txt").write_text("first\n")
     temporary = tempfile.mkdtemp(prefix="t")  # not in tmp_path: sockets' paths are short
     monkeypatch.setattr("tempfile.tempdir", temporary)
     monkeypatch.chdir(tmp_path / "project")
@@ -78,6 +86,8 @@ def test_the_line_that_does_not_fit(capfd):
     assert "at too_large.py:14 in <module>: hidden = model[:2]" in out
     assert "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 14.56 GiB" in out
     assert "out of memory in forward, 1, made by too_large.py:14" in out
+    lines = [line for line in out.splitlines() if line[28:29] == " " and line.endswith("iB")]
+    assert {"memory of the card", "parameters", "total"} < {line[:28].rstrip() for line in lines}
 
 
 @pytest.mark.usefixtures("folder")
@@ -94,10 +104,12 @@ def test_a_script_that_recovers_fits_and_its_resets_hide_no_peak(capfd):
 
 
 @pytest.mark.usefixtures("folder")
-def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd):
-    code, out, err = dryrun(capfd, "writes.py", "--gpu", "T4")
+def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factory):
+    cards = tmp_path_factory.mktemp("cards") / "own.json"
+    write_gpus(cards, [replace(find_gpu("T4"), name="own card")])
+    code, out, err = dryrun(capfd, "writes.py", "--gpu", "own card", "--calibrated", str(cards))
     assert code == 0, err
-    assert "fits T4, but no training step was seen" in out
+    assert "fits own card, but no training step was seen" in out
     assert "/copied/deep/x.txt" in out
 
 
@@ -145,7 +157,15 @@ def test_wrong_use_is_one_line(capfd, arguments, text):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["ends.py"], ["ends.py", "--gpu", "T4", "--steps", "0"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ends.py"],
+        ["ends.py", "--gpu", "T4", "--steps", "0"],
+        ["ends.py", "--gpu", "T4", "--selected-fraction", "50"],
+        [],
+    ],
+)
 @pytest.mark.usefixtures("folder")
 def test_missing_options_are_wrong_usage(arguments):
     with pytest.raises(SystemExit) as caught:
@@ -163,3 +183,26 @@ def test_a_process_that_dies_is_said_so(capfd):
 def test_the_command_itself_does_not_import_torch():
     script = "import sys, memkit.cli.dryrun; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parents[2])})
+
+
+def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
+    model, image = torch.nn.Conv2d(16, 16, 3), torch.ones(4, 16, 64, 64)
+    estimate = estimate_memory_usage(model, image, lambda model, x: model(x).sum(), target="T4")
+    assert estimate.workspace_bytes
+    report = {
+        "script": "train.py",
+        "gpu": "T4",
+        "capacity_bytes": find_gpu("T4").total_bytes,
+        "fits": True,
+        "ended": "by itself",
+        "num_steps": 1,
+        "seconds": 1.0,
+        "problem": None,
+        "out_of_memory": [],
+        "written": [],
+        "is_compiled": False,
+        "estimate": json.loads(json.dumps(replace(estimate, guesses=tuple("abcdefg")).as_dict())),
+    }
+    text = render(report)
+    assert f"inside kernels, at most {format_bytes(estimate.workspace_bytes):>17}" in text
+    assert text.endswith("answered without data\n  a\n  b\n  c\n  d\n  e\n  and 2 more")

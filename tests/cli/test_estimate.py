@@ -2,12 +2,14 @@
 
 import json
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from memkit.cli import main
+from memkit.planning.gpus import find_gpu, write_gpus
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.presets import get_preset_config
 
@@ -40,6 +42,18 @@ def as_dict():
 
 def nothing():
     pass
+
+
+def too_few():
+    return build()[:2]
+
+
+def too_many():
+    return *build(), "fp16-mixed"
+
+
+def misspelt():
+    return {**as_dict(), "optimiser": "sgd"}
 
 
 if __name__ == "__main__":
@@ -98,12 +112,33 @@ def test_a_preset(capsys):
 
 
 @pytest.mark.parametrize(
+    "option", [["--precision", "fp16-mixed"], ["--accumulation-steps", "2"], ["--selected-fraction", "1"]]
+)
+def test_a_preset_says_its_options_itself(capsys, option):
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "medium", *option])
+    assert f"{option[0]}: of your own step" in capsys.readouterr().err
+
+
+def test_a_calibrated_card(script, tmp_path, capsys):
+    own = replace(find_gpu("RTX 4090"), name="own card", total_interval=(2**30, 2**30), context_interval=(2**29, 2**29))
+    write_gpus(tmp_path / "own.json", [own])
+    options = ["--gpu", "own card", "--calibrated", str(tmp_path / "own.json"), "--json"]
+    assert main(["estimate", f"{script}:build", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["context_bytes"] == 2**29
+    assert main(["estimate", "medium", *options]) == 1  # a preset is held against it
+
+
+@pytest.mark.parametrize(
     ("step", "message"),
     [
         ("huge", "neither a preset nor FILE.py:FUNCTION"),
         ("train.py:build", "no Python file"),
         ("{script}:no_such", "no such function"),
         ("{script}:nothing", "a function that returned NoneType"),
+        ("{script}:too_few", "a function that returned tuple of 2"),
+        ("{script}:too_many", "a function that returned tuple of 5"),
+        ("{script}:misspelt", "a function that returned dict of 'model', 'sample_batch', 'loss_fn', 'optimiser'"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(script, capsys, step, message):

@@ -60,6 +60,13 @@ def test_an_error_is_one_line_and_exit_code_2(capsys, arguments):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--need", "--calibrated"])
+def test_calibration_takes_no_other_options(capsys, tmp_path, option):
+    with pytest.raises(SystemExit, match="2"):
+        main(["gpus", "--calibrate", str(tmp_path / "own.json"), option, "14GiB"])
+    assert "leave --need and --calibrated out" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
 def test_calibration_without_a_card(capsys, tmp_path):
     assert main(["gpus", "--calibrate", str(tmp_path / "own.json")]) == 2

@@ -126,6 +126,20 @@ def test_a_step_and_sizes_go_together(script, capsys):
         assert "--sizes go together" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory-limit", "nonsense"], "--memory-limit: of a measured run"),
+        (["--device", "cpu"], "--device: of a measured run"),
+        (["{script}", "--sizes", "5", "--max-edges", "3"], "--max-edges: of the memory test"),
+    ],
+)
+def test_options_without_effect_are_refused(script, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", *(each.format(script=script) for each in arguments)])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_measured_sweep_goes_on_where_it_was_interrupted(script, tmp_path, capsys, monkeypatch):
     """The first sweep is stopped after its first point, by an interrupt; the second has one point to measure."""

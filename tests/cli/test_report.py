@@ -20,6 +20,26 @@ def test_the_report_goes_where_it_always_went(capsys, tmp_path, monkeypatch):
     assert (tmp_path / path).read_text("utf-8").startswith("<!-- memkit.report/1 -->\n# Memory report\n")
 
 
+def test_the_log_may_stand_alone(capsys, tmp_path):
+    assert main(["report", str(S1), "--output", str(tmp_path / "r.md")]) == 0
+    assert capsys.readouterr().out.startswith("Peak 23.15 GiB")
+    for arguments in ([], [str(S1), "--log", str(S1)]):
+        with pytest.raises(SystemExit):
+            main(["report", *arguments])
+
+
+def test_a_directory_is_converted_into_a_file_beside_it(capsys, tmp_path, monkeypatch):
+    run = tmp_path / "runs.v1"
+    run.mkdir()
+    assert main(["convert", str(S1), str(run / "memory_events.jsonl")]) == 0
+    assert main(["convert", str(run), "--to", "csv"]) == 0
+    assert main(["convert", str(run), str(tmp_path / "EVENTS.CSV")]) == 0
+    monkeypatch.chdir(run)
+    assert main(["convert", ".", "--to", "jsonl"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["EVENTS.CSV", "runs.v1", "runs.v1.csv", "runs.v1.jsonl"]
+    capsys.readouterr()
+
+
 def test_baseline_card_and_language(capsys, tmp_path):
     arguments = ["--baseline", str(S1), "--gpu", "5090", "--language", "zh", "--output", str(tmp_path / "r.json")]
     assert main(["report", "--log", str(S1), *arguments]) == 0
@@ -51,6 +71,7 @@ def test_compare_says_what_changed_and_fails_where_asked(capsys, tmp_path):
         (["report", "--log", str(S1), "--language", "de"], "expected one of en, zh"),
         (["report", "--log", str(S1), "--gpu", "none"], "a name of no card"),
         (["compare", str(S1), "none.json"], "no file there"),
+        (["compare", str(S1), str(S1), "--output", "x.pdf"], "the report 'x.pdf': got the suffix"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, text):

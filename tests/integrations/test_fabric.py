@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 import memkit as mk  # noqa: E402
 from memkit.integrations.fabric import FabricSplitLoss  # noqa: E402
 from memkit.integrations.lightning import MemoryEfficientModule  # noqa: E402
+from tests.integrations.scripts import changed  # noqa: E402
 from tests.integrations.test_lightning_strategies import ranks  # noqa: E402, F401 - a fixture
 from tests.train.faults import FailingOperator  # noqa: E402
 
@@ -68,11 +69,7 @@ CHANGES = [
 
 
 def memkit_script():
-    script = PLAIN
-    for before, after in CHANGES:
-        assert script.count(before) == 1
-        script = script.replace(before, after)
-    return script
+    return changed(PLAIN, CHANGES)
 
 
 def train(fabric, script, faults=()):

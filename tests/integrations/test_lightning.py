@@ -1,7 +1,6 @@
 """Lightning's Trainer: a script of its own style, plain and with memkit, must train and log the same."""
 
 import difflib
-import gc
 import logging
 import warnings
 
@@ -13,6 +12,7 @@ L = pytest.importorskip("lightning")
 
 import memkit as mk  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
+from tests.integrations.scripts import changed  # noqa: E402
 from tests.train.faults import FailingOperator  # noqa: E402
 
 pytestmark = [
@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
 ]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-gc.freeze()  # as in conftest.py: Lightning's own objects need not be looked at by every recovery
 
 PLAIN = """
 import lightning as L
@@ -124,11 +123,7 @@ def values(metrics):
 
 
 def memkit_script():
-    script = PLAIN
-    for before, after in CHANGES:
-        assert script.count(before) == 1
-        script = script.replace(before, after)
-    return script
+    return changed(PLAIN, CHANGES)
 
 
 def run(script, recorder, **options):

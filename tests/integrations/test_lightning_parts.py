@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 
 import pytest
 import torch
@@ -83,8 +84,23 @@ def test_outputs_beside_the_loss_are_put_together():
     assert outputs.last["rows"].shape == (8, 1)
     assert not outputs.last["rows"].requires_grad
     torch.testing.assert_close(outputs.last["more"], {"mean": X.mean(), "number": 0.5})
-    with pytest.raises(mk.InputError, match=r"got a str in 'ids'.*self\.log"):
-        fit(Linear(lambda module, x: {"loss": mean_square(module, x), "ids": ["a"]}))
+
+
+@pytest.mark.parametrize(
+    ("beside", "got"),
+    [
+        (lambda x: {"ids": ["a"]}, "got str in 'ids'"),
+        (lambda x: {"ids": ["a"] * len(x)}, "got list in 'ids'"),
+        (lambda x: {"more": {"first": x} if x[0, 0] == 0 else {"second": x}}, "got dict in 'more'"),
+        (lambda x: {"first": x} if x[0, 0] == 0 else {}, "got Tensor (3, 2), NoneType in 'first'"),
+        (lambda x: {} if x[0, 0] == 0 else {"last": x}, "got NoneType, Tensor (2, 2) in 'last'"),
+        (lambda x: {"pairs": x @ x.T}, "got Tensor (3, 3), Tensor (2, 2) in 'pairs'"),
+    ],
+)
+def test_outputs_that_do_not_go_together_are_refused(beside, got):
+    module = Linear(lambda module, x: {"loss": mean_square(module, x), **beside(x)})
+    with pytest.raises(mk.InputError, match=re.escape(got) + r".*self\.log"):
+        fit(module)
 
 
 def test_a_count_weighs_the_loss_and_none_skips_the_batch():
@@ -165,6 +181,6 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
         fit(module, MemoryCallback(memory, post_mortem=tmp_path))
     memory.close()
     events = mk.read_memory_events(tmp_path / "log.jsonl").events
-    assert [event.event for event in events] == ["microbatches", "step_1", "step_2", "out_of_memory"]
-    assert events[0].note == {"sizes": [1, 1, 1, 1, 1], "num_ooms": 1}
+    assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory"]
+    assert events[1].note == {"num_ooms": 1, "sizes": [1, 1, 1, 1, 1]}
     assert "planted" in json.loads((tmp_path / "out-of-memory.json").read_text())["error"]

@@ -1,7 +1,5 @@
 """Lightning's ways of running a module: several processes, mixed precision, torch.compile, manual steps, its tuner."""
 
-import logging
-
 import pytest
 import torch
 
@@ -15,17 +13,10 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
 
 import memkit as mk  # noqa: E402
-from memkit.integrations.lightning import MemoryEfficientModule  # noqa: E402
+from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
 from memkit.train.models import count_compilations  # noqa: E402
-from tests.integrations.test_lightning import QUIET  # noqa: E402
+from tests.integrations.test_lightning import QUIET, pytestmark  # noqa: E402, F401 - the same of Lightning's words
 from tests.train.faults import FailingOperator  # noqa: E402
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:The number of training batches"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net:
@@ -218,6 +209,40 @@ def test_a_rank_recovers_alone_under_ddp(ranks):
     strategy = DDPStrategy(start_method="spawn", process_group_backend="gloo")
     parts = fit(InParts((5, 300)), accumulate_grad_batches=2, devices=2, strategy=strategy)
     torch.testing.assert_close(parts, fit(Plain(batch_size=16), accumulate_grad_batches=2))
+
+
+class Uneven(Plain):
+    """Two ranks whose batches have different numbers of rows; groups of two batches and of one."""
+
+    ROWS = (((0, 1, 2, 3), (4, 5, 6, 7), (8,)), ((9, 10), (11, 12, 13), (14, 15, 16)))
+
+    def train_dataloader(self):
+        return DataLoader(super().train_dataloader().dataset, batch_sampler=self.ROWS[self.global_rank])
+
+    def on_train_end(self):
+        both = self.all_gather(torch.cat([each.detach().flatten() for each in self.parameters()]))
+        assert torch.equal(both[0], both[1]), "replicas that differ"
+
+
+@pytest.mark.slow
+def test_exact_accumulation_weighs_the_rows_of_all_ranks_alike(ranks):
+    found, _ = fit(
+        Uneven(),
+        accumulate_grad_batches=2,
+        devices=2,
+        strategy=DDPStrategy(start_method="spawn", process_group_backend="gloo"),
+        use_distributed_sampler=False,
+        callbacks=[MemoryCallback(exact_accumulation=True)],
+    )
+    twin = Uneven()
+    optimizer = twin.configure_optimizers()
+    for group in (slice(0, 2), slice(2, 3)):
+        rows = [row for rank in twin.ROWS for batch in rank[group] for row in batch]
+        x, y = (tensor[rows] for tensor in Plain.train_dataloader(twin).dataset.tensors)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(twin.net(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(found, dict(twin.net.named_parameters()))
 
 
 @pytest.mark.slow

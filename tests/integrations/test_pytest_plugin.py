@@ -47,8 +47,6 @@ def everything_is_loaded():
         watch.table()
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -356,6 +357,32 @@ def test_settings_that_spread_a_model_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(Trainer, "_wrap_model", lambda self, model, *_, **__: model)
     with pytest.raises(mk.ConfigError, match=r"DataParallel over 2 GPUs.*torchrun"):
         one_step(MemoryEfficientTrainer, own, tmp_path)
+
+
+class Reporter(TrainerCallback):
+    def __init__(self):
+        self.logged = []
+
+    def on_log(self, *_, logs, **__):
+        self.logged.append(dict(logs))
+
+
+def test_a_callback_of_the_users_own_reaches_those_that_report(tmp_path):
+    reporter, memory = Reporter(), mk.MemoryManager("cpu")
+    callbacks = [reporter, MemoryCallback(memory)]
+    one_step(MemoryEfficientTrainer, own, tmp_path, {"logging_steps": 1}, callbacks=callbacks)
+    assert reporter.logged[0]["memkit/num_microbatches"] == 1
+    assert memory.num_steps == 2
+
+
+def test_the_callback_can_be_removed(tmp_path):
+    class Without(MemoryEfficientTrainer):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.remove_callback(MemoryCallback)
+
+    trainer = one_step(Without, own, tmp_path, num_microbatches=2)
+    assert len(trainer.split_loss.sizes) == 2
 
 
 def test_the_callback_alone_watches_any_trainer(tmp_path):

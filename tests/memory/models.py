@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.zoo import Case, Mark, adamw, foreach_adamw, fused_adamw, momentum, no_mark, supervised
+from tests.zoo import Case, Mark, adamw, by_name, foreach_adamw, fused_adamw, momentum, no_mark, supervised
 
 # ---------------------------------------------------------------------------------------------------- sequences
 
@@ -390,11 +390,8 @@ def meta_learning() -> Case:
     return Case(model, step)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    build.__name__: build
-    for build in (
-        byte_model, recomputed_dropout, packed_gru, speech_cells, bags, grouped_dilated, fourier,
-        complex_numbers, in_place, voxels, sparse_graph, contrastive, gaussian_process, least_squares, adafactor,
-        per_sample_gradients, meta_learning,
-    )
-}  # fmt: skip
+CASES = by_name(
+    byte_model, recomputed_dropout, packed_gru, speech_cells, bags, grouped_dilated, fourier,
+    complex_numbers, in_place, voxels, sparse_graph, contrastive, gaussian_process, least_squares, adafactor,
+    per_sample_gradients, meta_learning,
+)  # fmt: skip

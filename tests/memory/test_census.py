@@ -12,7 +12,6 @@ from memkit.memory.census import take_census
 
 SIZE = 512 * 512 * 4
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.usefixtures("few_objects")
 
 
 @pytest.fixture(autouse=True)

@@ -68,13 +68,11 @@ def test_objects_that_misbehave_do_not_stop_the_watch():
     assert found == [(4, 4000), (4, 2000)]
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_list_whose_own_methods_fail():
     kept = HostileList()
     assert [leak.num_tensors for leak in watch_a_leak(lambda step, tensor: list.append(kept, tensor))] == [4]
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_tensors_of_other_kinds_are_among_the_living():
     with FakeTensorMode():
         fake = torch.ones(10, requires_grad=True) * 2
@@ -174,7 +172,6 @@ def test_dict_that_a_function_got_from_locals_stays_as_it_is():
     assert configure(1, 2) == ([], True)
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_array_of_objects_inside_an_object():
     class Store:
         def __init__(self):
@@ -189,7 +186,6 @@ def test_array_of_objects_inside_an_object():
     assert leak.holder.startswith("attribute `results` of test_array_of_objects_inside_an_object.<locals>.Store")
 
 
-@pytest.mark.usefixtures("few_objects")
 def test_many_threads():
     done = threading.Event()
     threads = [threading.Thread(target=done.wait) for _ in range(200)]

@@ -16,8 +16,6 @@ from memkit.memory.leaks import LeakWatch
 from tests.memory.leak_clean import CLEAN
 from tests.memory.leak_scripts import HEADER, PLANTED, run_script
 
-pytestmark = pytest.mark.usefixtures("few_objects")
-
 # Close relatives of others run with `pytest -m slow`, and all of them in the benchmark.
 RELATIVES = {
     "running = running + loss", "dict keyed by step", "records in a nested list", "backward hook", "class attribute",

@@ -15,7 +15,6 @@ from memkit._units import MIB
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.memory.oom_child"
-pytestmark = pytest.mark.usefixtures("few_objects")
 
 
 def run_child(directory, where, **environment):

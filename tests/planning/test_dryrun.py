@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import json
 import re
+from collections import UserDict, namedtuple
 
 import numpy as np
 import pytest
@@ -12,7 +14,10 @@ from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit.planning.dryrun import StepRecorder
+from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.gpus import find_gpu
 from memkit.planning.predict import estimate_memory_usage
+from memkit.planning.presets import get_preset_config
 from tests.allocations import trace_allocations
 from tests.planning.steps import STEPS, Step, classify, labels
 from tests.planning.truth import NUMBERS, assert_equals_the_real_step, dry_run, real_step
@@ -265,7 +270,10 @@ def test_sizes_that_depend_on_data_need_a_bound():
         ({"target": "RTX 4090", "precision": "fp8"}, "precision='fp8'"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"accumulation_steps": 0}, "accumulation_steps=0"),
+        ({"accumulation_steps": 1.5}, "accumulation_steps=1.5"),
+        ({"accumulation_steps": "4"}, "accumulation_steps='4'"),
         ({"selected_fraction": 1.5}, "selected_fraction=1.5"),
+        ({"selected_fraction": "0.5", "target": "RTX 4090"}, "selected_fraction='0.5'"),
     ],
 )
 def test_wrong_options(options, message):
@@ -280,6 +288,54 @@ def test_wrong_arguments():
         estimate_memory_usage(lambda x: x, torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum())
     with pytest.raises(InputTypeError, match="got a float"):
         estimate_memory_usage(nn.Linear(2, 2), torch.ones(1, 2), loss_fn=lambda m, x: m(x).sum().item())
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"precision": "fp16-mixed"},
+        {"target": "RTX 4090"},
+        {"accumulation_steps": 2},
+        {"optimizer": torch.optim.SGD},
+        {"sample_batch": torch.ones(1)},
+        {"selected_fraction": 1.0},
+    ],
+)
+def test_a_config_stands_alone(beside):
+    with pytest.raises(ConfigError, match=f"got {next(iter(beside))} beside a config"):
+        estimate_memory_usage(get_preset_config("medium"), **beside)
+
+
+def test_a_card_as_a_record_and_the_loss_by_position():
+    model, batch = nn.Linear(64, 64), torch.ones(8, 64)
+
+    def loss_fn(model, x):
+        return model(x).sum()
+
+    by_name = estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090")
+    assert estimate_memory_usage(model, batch, loss_fn, target=find_gpu("RTX 4090")) == by_name
+    with pytest.raises(InputTypeError, match="the name of a card as text, or a GPU"):
+        estimate_memory_usage(model, batch, loss_fn, target=None)
+
+
+Triple = namedtuple("Triple", ["x", "y", "unused"])
+
+
+@pytest.mark.parametrize("target", ["cpu", "RTX 4090"])
+@pytest.mark.parametrize("make", [UserDict, lambda items: Triple(**items)], ids=["UserDict", "named tuple"])
+def test_batches_of_other_kinds(make, target):
+    def loss_fn(model, batch):
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, UserDict) else (batch.x, batch.y)
+        return F.mse_loss(model(x), y)
+
+    model, items = nn.Linear(64, 8), {"x": torch.randn(32, 64), "y": torch.randn(32, 8), "unused": torch.ones(999)}
+    batch, before = make(items), dict(items)
+    estimate = estimate_memory_usage(model, batch, loss_fn, target=target)
+    plain = estimate_memory_usage(model, tuple(items.values()), lambda m, b: F.mse_loss(m(b[0]), b[1]), target=target)
+    assert estimate.peak_bytes == plain.peak_bytes
+    assert estimate.other_bytes == plain.other_bytes
+    left = dict(batch) if isinstance(batch, UserDict) else batch._asdict()
+    assert all(left[name] is before[name] for name in before)
 
 
 def test_a_model_without_sizes_is_refused():
@@ -330,3 +386,4 @@ def test_the_answer():
     sizes = [holder.nbytes for holder in estimate.holders]
     assert sizes == sorted(sizes, reverse=True)
     assert copy.deepcopy(estimate) == estimate
+    assert MemoryEstimate.from_dict(json.loads(json.dumps(estimate.as_dict()))) == estimate

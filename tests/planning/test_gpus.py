@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -17,11 +18,13 @@ from hypothesis import strategies as st
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._records import DeviceMemory
 from memkit._units import GIB, MIB
+from memkit.planning import calibration
 from memkit.planning.calibration import calibrate_gpu
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
 
 GPUS = all_gpus()
+SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
 
 
 def test_the_table_is_large_and_its_names_differ():
@@ -100,6 +103,8 @@ def test_capacity_is_a_size_or_a_card():
     assert capacity_bytes(7) == 7
     assert capacity_bytes("RTX 4090") == card.total_bytes - card.context_bytes
     assert capacity_bytes("RTX 4090", context_counted=True) == card.total_bytes
+    assert capacity_bytes(card) == card.usable_bytes
+    assert capacity_bytes(card, context_counted=True) == card.total_bytes
     with pytest.raises(InputError, match=re.escape("expected a number and a unit")) as caught:
         capacity_bytes("RTX 4091")
     assert "RTX 4090" in caught.value.expected
@@ -155,7 +160,15 @@ def test_a_file_of_own_cards_comes_before_the_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"gpus": [{}]}', '{"gpus": [{"total": ["1 GiB"], "context": [0, 0]}]}', "\0"]
+    "text",
+    [
+        "",
+        "[]",
+        '{"gpus": [{}]}',
+        '{"gpus": [{"total": ["1 GiB"], "context": [0, 0]}]}',
+        SHORT,
+        "\0",
+    ],
 )
 def test_a_file_that_is_no_file_of_cards(tmp_path, text):
     path = tmp_path / "cards.json"
@@ -164,6 +177,25 @@ def test_a_file_that_is_no_file_of_cards(tmp_path, text):
         all_gpus(path)
     with pytest.raises(FileNotFoundError):
         all_gpus(tmp_path / "none")
+
+
+def test_a_record_is_its_own_card_and_other_things_are_none():
+    own = replace(find_gpu("RTX 4090"), name="mine")
+    assert find_gpu(own) is own
+    for name in (None, 4090, torch.device("cuda")):
+        with pytest.raises(InputTypeError, match="the name of a card as text, or a GPU"):
+            find_gpu(name)
+
+
+@pytest.mark.slow  # it starts a process, which imports torch
+def test_calibration_that_fails_lets_its_second_process_go(monkeypatch):
+    readings = iter([DeviceMemory(free_bytes=GIB)])  # there is no second one
+    monkeypatch.setattr(calibration, "find_gpu", lambda _: find_gpu("RTX 4090"))
+    monkeypatch.setattr(calibration, "resolve_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(calibration, "device_memory", lambda _: next(readings))
+    with pytest.raises(StopIteration):
+        calibrate_gpu("cuda")
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")

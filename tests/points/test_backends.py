@@ -58,6 +58,13 @@ def test_samples_of_the_kernels_are_those_of_numpy():
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
 
 
+@needs_triton
+def test_the_kernels_need_an_accelerator_or_the_interpreter():
+    code = "import memkit; memkit.GridAwareSampler(backend='triton')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "backend='triton' on the CPU" in run.stderr
+
+
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -196,12 +196,17 @@ def test_ranks_that_cannot_get_equally_many():
         (([1.5], 5), InputError, "float64"),
         ((["a"], 5), InputTypeError, "dtype"),
         (([0], 0), ConfigError, "max_points=0"),
-        (([0], 1e6), ConfigError, "expected a whole number above 0"),
+        (([0], 1e6), ConfigError, "max_points: a whole number from 1"),
     ],
 )
 def test_refuses(arguments, error, text):
     with pytest.raises(error, match=text):
         BudgetBatchSampler(*arguments)
+
+
+def test_a_budget_may_be_one_of_numpy():
+    plain, given = BudgetBatchSampler([1, 2, 3], 4), BudgetBatchSampler([1, 2, 3], np.int64(4))
+    assert given.state_dict() == plain.state_dict()
 
 
 @pytest.mark.parametrize("setting", [{"rank": 1}, {"num_replicas": 0}, {"seed": -1}])

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
 
 from memkit.points.cache import IndexCache, fingerprint
@@ -76,9 +77,18 @@ def test_the_least_recently_used_goes_when_bytes_run_out():
 
 
 def test_an_index_that_is_too_large_is_made_and_not_kept():
+    small = np.zeros((3, 3))
     sampler = GridAwareSampler(cache_bytes="1KiB")
+    kept = sampler.index(small)
     assert is_of(sampler.index(in_cube(1000), 10.0), in_cube(1000), 10.0)
-    assert sampler.cache.nbytes == 0
+    assert sampler.index(small) is kept  # it was not driven out
+    assert len(sampler.cache) == 1
+
+
+def test_offsets_are_not_taken_for_a_key():
+    """`GridIndex.from_coords` has them in this place."""
+    with pytest.raises(TypeError):
+        GridAwareSampler().index(in_cube(10), 5.0, torch.tensor([4, 10]))
 
 
 def test_threads_that_ask_at_once_get_one_index():

@@ -106,6 +106,23 @@ def test_scene_numbers_do_for_offsets_also_with_scenes_that_are_empty(dtype):
     assert torch.cat([part["pos"] for part in parts]).flatten().tolist() == list(range(6))
 
 
+def test_more_offsets_are_known_beside_scene_numbers():
+    batch = {
+        "pos": torch.arange(5.0),
+        "batch": torch.tensor([0, 0, 0, 1, 1]),
+        "origin_pos": torch.arange(9.0),
+        "origin_offset": torch.tensor([4, 9]),
+    }
+    parts = split_packed(batch, 2)
+    assert [part["origin_offset"].tolist() for part in parts] == [[4], [5]]
+    assert [part["origin_pos"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
+    shifts = batch | {"time_offset": torch.rand(5)}  # no offset, in spite of its name
+    with pytest.raises(mk.InputError, match=r"time_offset, .*belongs_to"):
+        split_packed(shifts, 2)
+    parts = split_packed(shifts, 2, belongs_to={"time_offset": "points"})
+    assert [len(part["time_offset"]) for part in parts] == [3, 2]
+
+
 def test_an_own_kind_of_mapping_stays_one():
     class Point(dict):
         pass

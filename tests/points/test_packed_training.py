@@ -82,6 +82,7 @@ class Trainer:
         self.losses.append(loss.item())
 
 
+# In full, as a user would change the class above: the two are compared line by line.
 class MemkitTrainer:
     def __init__(self, cfg):
         self.cfg = cfg

@@ -27,6 +27,15 @@ def test_means_of_cells_and_their_gradient():
         voxel_mean(torch.zeros(3), INDEX)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_adds_up(dtype):
+    """In bfloat16 itself a sum of ones stops at 256, in float16 at 2048."""
+    index = GridIndex.from_cells(np.zeros(3000, np.int64))
+    means = voxel_mean(torch.ones(3000, dtype=dtype), index)
+    assert means.dtype == dtype
+    assert means.tolist() == [1.0]
+
+
 def test_first_points_are_in_their_cells():
     rows, cell = first_points(INDEX), INDEX.cell_of_point()
     assert cell[rows].tolist() == list(range(INDEX.num_cells))

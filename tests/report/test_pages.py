@@ -78,6 +78,22 @@ def test_sizes(size, text):
     assert Words("en").size(size) == text
 
 
+def test_a_curve_below_zero_stays_in_its_chart():
+    sizes = (-3, 5, 1, -1)
+    curve = Line("a", (1.0, 2.0, 3.0, 4.0), tuple(size * 2**29 for size in sizes), ("",) * 4)
+    own = Section("Own", (Lines((curve,), "step", "changes"),))
+    page = render(make_report(log_of(Event("a")), sections=[lambda log, language: own]), ".html")
+    points, _ = re.findall(r'<polyline class="l0" points="([^"]*)"', page)
+    assert [float(point.split(",")[1]) for point in points.split()] == [300 * (3 - size / 2) / 5 for size in sizes]
+    assert re.findall(r"<span>([-\d.]+) GiB</span>", page) == ["3", "2", "1", "0", "-1", "-2"]
+
+
+def test_survived_errors_are_counted():
+    marks = [Event("oom", note={"num_ooms": number, "sizes": [2, 2]}) for number in (2, 1)]
+    log = log_of(*marks, Event("oom", note={"num_ooms": "many"}), Event("mark", note={"num_ooms": 5}))
+    assert "Out-of-memory errors survived: 3;" in render(make_report(log), ".txt")
+
+
 # ---- names that come from a file
 
 

@@ -576,6 +576,44 @@ class TestState:
         assert state["count"] == 2.0
         assert state["num_microbatches"] == 1
 
+    def test_a_state_mends_a_torn_group(self):
+        model = nn.Linear(3, 2)
+        accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1))
+        state = accumulator.state_dict()
+        broken = model(torch.ones(2, 3))
+        broken.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            accumulator.backward(broken.sum())
+        assert accumulator.is_torn
+        accumulator.load_state_dict(state)
+        accumulator.backward(model(torch.ones(2, 3)).sum())
+        assert accumulator.step() is True
+
+    @pytest.mark.parametrize("stop_after", [1, 2])
+    def test_float32_gradients_of_a_bfloat16_model_go_on(self, stop_after):
+        """In the middle of a group they are wider than what backward would give."""
+
+        def run(stop_after):
+            torch.manual_seed(0)
+            model = nn.Linear(3, 2).bfloat16()
+            make = lambda: mk.GradientAccumulator(  # noqa: E731
+                torch.optim.SGD(model.parameters(), lr=0.1), steps=3, accumulate_dtype=torch.float32
+            )
+            accumulator = make()
+            for i, row in enumerate(torch.randn(3, 1, 3).bfloat16()):
+                if i == stop_after:
+                    saved = copy.deepcopy(accumulator.state_dict())
+                    accumulator.discard()
+                    accumulator.close()
+                    accumulator = make()
+                    accumulator.load_state_dict(saved)
+                accumulator.backward(model(row).pow(2).mean())
+            assert model.weight.grad.dtype == torch.float32
+            assert accumulator.step()
+            return model.weight
+
+        torch.testing.assert_close(run(stop_after), run(None), rtol=0, atol=0)
+
     def test_state_of_another_model_is_refused(self):
         model = nn.Linear(3, 2)
         accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
@@ -599,6 +637,37 @@ class TestMisuse:
         accumulator._optimizers[0].zero_grad()
         with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
             accumulator.backward(model(torch.ones(1, 2)).sum())
+
+    def test_a_zero_grad_before_the_step_is_found(self):
+        """Else the step would step nothing, and say no more than False."""
+        model, accumulator = self.make()
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+        accumulator._optimizers[0].zero_grad()
+        with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
+            accumulator.step()
+
+    def test_a_loss_of_other_parameters_is_no_lost_gradient(self):
+        """A step whose branch this optimiser has no part in, before one that it has."""
+        model, accumulator = self.make(steps=2)
+        accumulator.backward(nn.Linear(2, 1)(torch.ones(1, 2)).sum())
+        accumulator.backward(model(torch.ones(1, 2)).sum())
+        torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 0.5))
+        assert accumulator.step() is True
+
+    @pytest.mark.parametrize("count", [float("nan"), -1.0, float("inf")])
+    def test_a_count_that_stays_on_its_device_is_checked_at_the_step(self, count):
+        model, accumulator = self.make(steps=3)
+        for each in (2.0, count, 2.0):
+            accumulator.backward(model(torch.ones(1, 2)).sum(), torch.tensor(each), reduction="sum")
+        with pytest.raises(mk.InputError, match="expected a finite weight of zero or more"):
+            accumulator.step()
+        assert accumulator.num_microbatches == 0  # the next group starts clean
+
+    def test_a_count_of_several_numbers(self):
+        model, accumulator = self.make(steps=3)
+        accumulator.backward(model(torch.ones(1, 2)).sum(), 2, reduction="sum")
+        with pytest.raises(mk.InputError, match="expected a finite weight"):
+            accumulator.backward(model(torch.ones(1, 2)).sum(), torch.ones(2), reduction="sum")
 
     def test_gradients_from_elsewhere_are_dropped_with_a_warning(self):
         model, accumulator = self.make()

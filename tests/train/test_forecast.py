@@ -2,14 +2,17 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import memkit as mk
 from memkit._recorder import Recorder
-from memkit.train.forecast import Forecast, _added
+from memkit.train.forecast import Forecast, _added, _upper_envelope
 
 MIB = 2**20
 
@@ -84,6 +87,41 @@ def test_runs_that_do_not_correspond_give_the_line_through_their_peaks():
         torch.ones(200) + torch.ones(200)
     forecast = Forecast.between(few.recording(), more.recording(), (2, 4))
     assert [forecast.peak_bytes(rows) for rows in (2, 4, 6)] == [400, 2400, 4400]
+
+
+@given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 20)), max_size=60), st.integers(1, 10**6))
+def test_lines_that_are_nowhere_the_highest_are_left_out(lines, num_rows):
+    heights = np.array([float(height) for height, _ in lines])
+    slopes = np.array([float(slope) for _, slope in lines])
+    kept = _upper_envelope(heights, slopes)
+    assert len(kept) <= 21  # one for each slope at most
+    whole, short = Forecast(2, heights, slopes), Forecast(2, heights[kept], slopes[kept])
+    assert short.peak_bytes(num_rows) == whole.peak_bytes(num_rows)
+
+
+def test_a_forecast_keeps_a_few_lines():
+    """One timeline for each shape, of a run with many shapes, would fill the host."""
+    model = convolutions()
+    runs = [record(model, torch.randn(rows, 512)) for rows in (2, 4)]
+    assert len(_added(runs[0])) > 50
+    assert len(Forecast.between(*runs, (2, 4)).slopes) < 10
+
+
+def test_a_budget_that_cannot_be_used_is_said_once():
+    """The rehearsal has few rows, which this loss does not take; the step itself has enough."""
+    model = mlp()
+
+    def picky(model, x):
+        if len(x) < 8:
+            raise ValueError("too few rows")
+        return loss_fn(model, x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB") as trainer:
+        trainer.train_step(torch.randn(16, 512), picky)
+        with pytest.warns(mk.MemkitWarning, match=r"memory=\.\.\. is not used.*ValueError: too few rows"):
+            trainer.train_step(torch.randn(16, 512), picky)
+        trainer.train_step(torch.randn(18, 512), picky)
 
 
 def test_rows_that_fit():
@@ -165,7 +203,7 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
 
 @pytest.mark.parametrize(
     ("memory", "match"),
-    [(object(), "a MemoryManager, or a budget"), (True, "a MemoryManager"), (1.5, r"fraction in \(0, 1\]"),
+    [(object(), "a MemoryManager, or a budget"), (True, "a MemoryManager"), (1.5, r"memory=1.5.*fraction in \(0, 1\]"),
      (0.0, "fraction"), ("much", "a number and a unit"), (-1, "zero bytes or more")],
 )  # fmt: skip
 def test_what_is_no_budget_is_refused(memory, match):

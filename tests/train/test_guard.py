@@ -62,6 +62,30 @@ def test_state_in_unusual_places(num_failures):
     Foreign.failures = 0
 
 
+class Decaying(Foreign):
+    """Adds weight decay to the gradients in place, as older optimisers do, and gives one a new gradient."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.add_(parameter.detach(), alpha=0.5)
+        self.param_groups[0]["params"][0].grad = self.param_groups[0]["params"][0].grad * 2
+        super().step()
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_the_second_try_starts_from_the_gradients_of_the_first(is_sparse):
+    def stepped(num_failures):
+        torch.manual_seed(0)
+        model = nn.Embedding(200, 200, sparse=is_sparse)
+        model(torch.tensor([3, 5])).sum().backward()
+        kind = Foreign if is_sparse else Decaying
+        Foreign.failures = num_failures
+        assert StepGuard([optimizer := kind(model.parameters(), lr=0.1)]).run(lambda: step(optimizer))
+        return model.weight.detach()
+
+    torch.testing.assert_close(stepped(1), stepped(0), rtol=0, atol=0)
+
+
 def test_without_a_folder_the_step_runs_unguarded(monkeypatch, tmp_path):
     import tempfile
 

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import memkit as mk
+from memkit._device import resolve_device
 from memkit.train.loader import Machine, make_dataloader, plan_loader, to_device
 
 GIB = 2**30
@@ -134,6 +135,7 @@ def test_containers_keep_their_types():
         "pair": Pair(x, [x, "text", 3]),
         "scene": Scene(x, "room", [x]),
         "ordered": collections.OrderedDict(a=x),
+        "tokens": collections.UserDict(ids=[x]),  # as a tokenizer's BatchEncoding is one
         "own": Own(x),
         "packed": pack_sequence([torch.ones(3), torch.ones(2)]),
     }
@@ -141,12 +143,20 @@ def test_containers_keep_their_types():
     assert type(moved["pair"]) is Pair
     assert type(moved["scene"]) is Scene
     assert type(moved["ordered"]) is collections.OrderedDict
+    assert type(moved["tokens"]) is collections.UserDict
     assert moved["pair"].right[1:] == ["text", 3]
     assert moved["scene"].name == "room"
     tensors = [moved["pair"].left, moved["pair"].right[0], moved["scene"].points, moved["scene"].parts[0]]
+    tensors += moved["tokens"]["ids"]
     tensors += [moved["ordered"]["a"], moved["own"].value, moved["packed"].data]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
-    assert batch["scene"].points.device.type == "cpu"
+    assert batch["scene"].points.device.type == batch["tokens"]["ids"][0].device.type == "cpu"
+
+
+def test_the_device_is_named_as_elsewhere():
+    assert to_device(torch.ones(2), "auto").device == resolve_device("auto")
+    with pytest.raises(mk.ConfigError, match="expected 'auto' or a device of this machine"):
+        to_device(torch.ones(2), "gpu")
 
 
 def test_what_is_there_already_is_not_copied():

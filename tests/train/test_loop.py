@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 import memkit as mk
 from memkit import _device
@@ -25,7 +25,9 @@ from memkit.train.order import ResumableBatchSampler, ResumableLoader
 from memkit.train.reducers import Accuracy
 from memkit.train.schedules import make_schedule
 from memkit.train.state import TrainingStateManager
+from memkit.train.statefiles import list_states
 from memkit.train.validation import ValidationMonitor
+from memkit.voxel.dataset import VoxelDataset
 from tests.train.loop_parts import StopAfter, digits, loader_of, loss_fn, make, train_in_child, weights
 
 
@@ -153,6 +155,39 @@ def test_epochs_of_a_distributed_sampler_differ():
     loop._loss_fn = lambda model, batch: (seen.append(batch[0].sum().item()), loss_fn(model, batch))[1]
     loop.run(num_epochs=2)
     assert sorted(seen[: len(seen) // 2]) != sorted(seen[len(seen) // 2 :])
+
+
+def test_a_memory_manager_learns_of_the_steps():
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryManager("cpu") as memory:
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory)
+        loop = MemoryEfficientTrainLoop(trainer, loader_of(48), loss_fn, progress=False)
+        loop.run(num_epochs=2)
+        assert memory.num_steps == loop.num_steps > 2
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "resumable"])
+def test_a_data_set_that_draws_by_the_epoch_is_told_it(kind):
+    volumes = [{"x": torch.arange(64.0).reshape(1, 4, 4, 4)}] * 4
+    dataset = VoxelDataset(volumes, augmentation_config={"flip_prob": 0.5, "rotate_prob": 0.0, "noise_std": 0.1})
+    subset, generator = Subset(dataset, range(4)), torch.Generator()
+    if kind == "shuffled":
+        loader = DataLoader(subset, batch_size=4, shuffle=True, generator=generator)
+    else:
+        order = ResumableBatchSampler(4, 4, seed=0)
+        loader = ResumableLoader(DataLoader(subset, batch_sampler=order, generator=generator))
+    loop, _ = make(loader)
+    seen = []
+    loop._loss_fn = lambda model, batch: (
+        seen.append(batch["x"].sum().item()),
+        next(model.parameters()).square().mean(),
+    )[1]
+    loop.run(num_epochs=2)
+    dataset.set_epoch(0)
+    assert sum(seen[:2]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
+    dataset.set_epoch(1)
+    assert sum(seen[-2:]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
 
 
 def test_a_sigterm_inside_a_validation_is_obeyed_and_the_validation_made_up_for(tmp_path):
@@ -301,13 +336,49 @@ def test_10_000_steps_leave_no_tensor_and_no_mebibyte():
     assert resident < 2**20
 
 
-def test_settings_are_checked():
+def test_settings_are_checked(tmp_path):
     with pytest.raises(ValueError, match="pass val_loader"):
         make(monitor=ValidationMonitor())
-    with pytest.raises(ValueError, match=r"report_every=0.*1 or more"):
+    with pytest.raises(mk.ConfigError, match=r"report_every=0.*from 1"):
         make(report_every=0)
+    with pytest.raises(mk.ConfigError, match=r"ValidationMonitor\(mode='max'\) and TrainingStateManager\(mode='min'\)"):
+        make(val_loader=loader_of(16), monitor=ValidationMonitor(mode="max"), state=TrainingStateManager(tmp_path))
     loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou"))
     with pytest.raises(ValueError, match=r"a validation of loss; expected one with 'iou'"):
         loop.run()
     with pytest.raises(mk.FileFormatError, match=r"version 9; expected version 2"):
         loop.load_state_dict(loop.state_dict() | {"position": {"version": 9}})
+
+
+def test_an_iterator_is_not_taken_for_many_epochs():
+    """It would train once, and call two epochs of nothing done."""
+    loop, _ = make(iter(list(loader_of(40))))
+    with pytest.raises(mk.InputError, match=r"epoch 2: got no batch"):
+        loop.run(num_epochs=3)
+    assert loop.num_steps == 3
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ({"validate_every": 2, "save_every": 2}, [(2, 2), (4, 4), (6, 0), (8, 2), (10, 4)]),
+        ({"save_every": 5}, [(5, None), (5, 5), (10, None), (10, 4)]),  # at the epochs' ends: first without a figure
+        ({"validate_every": 4}, [(5, None), (10, None)]),
+    ],
+)
+def test_a_state_has_the_figure_of_its_own_step(every, expected, tmp_path):
+    """So that the best one can be restored. The figure of step 5 is the best; 5 steps an epoch."""
+    with TrainingStateManager(tmp_path, keep=10, mode="max") as manager:
+        loop, _ = make(
+            loader_of(80),
+            val_loader=[torch.zeros(1)],
+            val_fn=lambda model, batch: {"score": torch.tensor([loop.num_steps % 6.0])},
+            monitor=ValidationMonitor(mode="max", metric="score", patience=None),
+            state=manager,
+            **every,
+        )
+        loop.run(num_epochs=2)
+        saved = [(each.step, each.read_manifest()["metric"]) for each in reversed(list_states(tmp_path))]
+        best = manager.best_step
+    assert saved == expected
+    assert best == {2: 4, 5: 5}.get(every.get("save_every"))

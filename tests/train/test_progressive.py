@@ -1,5 +1,7 @@
 """Stages of growing resolution: each row once an epoch, checked before the first step, own batch statistics."""
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,16 @@ def test_regrouping_keeps_every_row_in_order(batch_size):
     assert torch.equal(torch.cat([batch["x"] for batch in batches]), images)
     np.testing.assert_array_equal(np.concatenate([batch["y"] for batch in batches]), classes.numpy())
     assert {batch["name"] for batch in batches} == {"digits"}
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_regrouping_keeps_texts_and_the_kind_of_batch(kind):
+    """As a DataLoader collates texts, and as a tokenizer gives its batches."""
+    loader = [kind(x=torch.arange(i, i + 3), names=tuple("abcdefghi"[i : i + 3])) for i in (0, 3, 6)]
+    batches = list(_regroup(loader, 4))
+    assert [type(batch) for batch in batches] == [kind] * 3
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
+    assert ["".join(batch["names"]) for batch in batches] == ["abcd", "efgh", "i"]
 
 
 def test_a_last_stage_that_does_not_fit_is_refused_before_the_first_step():

@@ -1,6 +1,6 @@
 """Cutting batches: every row once, in order, whatever the containers."""
 
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memkit as mk
-from memkit.train.split import count_elements, count_rows, measure_batch, shape_key, split_batch, take_rows
+from memkit.train.split import count_elements, count_rows, join_rows, measure_batch, shape_key, split_batch, take_rows
 
 Pair = namedtuple("Pair", "x y")
 
@@ -41,6 +41,33 @@ def test_parts_hold_every_row_once_and_are_nearly_equal(rows, num_parts):
     assert [name for part in parts for name in part["names"]] == whole["names"]
     assert all(part["scale"] == 3 and part["mode"] == "train" for part in parts)
     assert all(type(part["nested"][1]) is Pair and part["nested"][1].y is None for part in parts)
+
+
+@given(rows=st.integers(1, 40), num_parts=st.integers(1, 50), kind=st.sampled_from([dict, UserDict]))
+def test_joining_undoes_a_split(rows, num_parts, kind):
+    whole = kind(batch_of(rows), texts=tuple(f"row {i}" for i in range(rows)), size=(8, 8.5), waiting=deque([None]))
+    joined = join_rows([part for part, _ in split_batch(whole, num_parts)])
+    assert type(joined) is kind
+    assert type(joined["nested"][1]) is Pair
+    assert [str(value) for value in joined.values()] == [str(value) for value in whole.values()]
+    assert list(joined) == list(whole)
+
+
+@pytest.mark.parametrize(
+    ("other", "got"),
+    [
+        ({"mode": "test"}, "'train', 'test'"),
+        ({"scale": torch.tensor(4.0)}, r"tensor\(3.\), tensor\(4.\)"),
+        ({"names": ["row 0"]}, r"\['row 0', 'row 1'\], \['row 0'\]"),
+        ({"x": np.zeros((2, 2))}, "(?s)tensor.*, array.*"),
+        ({"nested": {"x": 1}}, r"(?s)\[\(tensor.*, \['x'\]"),
+        ({"nested": [(1, 2), Pair(1, None)]}, "(?s)tensor.*, 1"),
+    ],
+)
+def test_batches_that_are_not_alike_are_not_joined(other, got):
+    """Taking the first one's value would lose rows or mix up what belongs to them."""
+    with pytest.raises(mk.InputError, match=f"{got}; expected batches that are built alike"):
+        join_rows([batch_of(2), batch_of(2) | other])
 
 
 @pytest.mark.parametrize("mapping", [dict, OrderedDict, UserDict])
@@ -97,7 +124,7 @@ def test_packed_batches_are_measured_by_what_their_objects_hold():
     class Hidden:
         __slots__ = ("x",)
 
-    assert measure_batch(Graphs(), lambda batch, n: [batch]) == 17
-    assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch]) == 0
+    assert measure_batch(Graphs(), lambda batch, n: [batch], may_cut=True) == 17
+    assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch], may_cut=True) == 0
     with pytest.raises(mk.InputError, match="a Hidden in which memkit finds no tensor"):
-        measure_batch(Hidden(), lambda batch, n: [batch])
+        measure_batch(Hidden(), lambda batch, n: [batch], may_cut=True)

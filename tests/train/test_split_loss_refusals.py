@@ -1,5 +1,7 @@
 """SplitLoss refuses whatever would lose or misweigh a gradient, at any batch, and arguments that mean nothing."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
 def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbatches):
     split = mk.SplitLoss(model, num_microbatches=num_microbatches)
     x = X.clone().requires_grad_()
-    with pytest.raises(mk.InputError, match=r"shape \(8, 3\) in the batch.*detach\(\)"):
+    with pytest.raises(mk.InputError, match=r"a tensor of the batch, of shape \(8, 3\).*detach\(\)"):
         split((x, Y), loss_fn)
     split((x, Y), lambda model, batch: loss_fn(model, (batch[0].detach(), batch[1]))).backward()
 
@@ -40,6 +42,29 @@ def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbat
         return slope.square().mean()
 
     split((X.clone(), Y), forces).backward()
+
+
+class Sac:
+    def __init__(self):
+        self.log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+    def loss(self, model, batch):
+        return loss_fn(model, batch) * self.log_alpha.exp()
+
+
+def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(model):
+    log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+
+    def loss(model, batch, alpha=None):
+        return loss_fn(model, batch) * (log_alpha if alpha is None else alpha).exp()
+
+    split = mk.SplitLoss(model, num_microbatches=2, probe=False)
+    for fn, name in ((loss, "log_alpha"), (functools.partial(loss), "log_alpha"), (Sac().loss, "self.log_alpha")):
+        with pytest.raises(mk.InputError, match=rf"`{name}` in loss_fn, of shape \(1,\).*nn.Parameter of a module"):
+            split((X, Y), fn)
+    split((X, Y), functools.partial(loss, alpha=log_alpha.detach())).backward()
+    assert model.weight.grad is not None
+    assert log_alpha.grad is None
 
 
 def test_parts_of_which_some_have_a_count_are_refused(model):
@@ -75,3 +100,45 @@ def test_nothing_to_count_is_a_loss_of_zero(model):
     loss.backward()
     assert loss.item() == 0
     assert model.weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("scale", [0, 0.0, -2.0, float("nan")])
+def test_a_scale_that_is_no_factor_is_refused(model, scale):
+    with pytest.raises(mk.ConfigError, match=r"scale=.*above 0"):
+        mk.SplitLoss(model)((X, Y), loss_fn, scale=scale)
+
+
+def test_what_is_no_function_is_refused_before_anything_runs(model):
+    with pytest.raises(mk.InputTypeError, match=r"loss_fn=.*got a Tensor; expected a function"):
+        mk.SplitLoss(model)((X, Y), loss_fn(model, (X, Y)))
+    with pytest.raises(mk.InputTypeError, match=r"SplitLoss\(split_fn=.*got a str"):
+        mk.SplitLoss(model, split_fn="rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(mk.InputTypeError, match=r"split_fn=.*got a str"):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, split_fn="rows")
+    with pytest.raises(mk.InputTypeError, match=r"train_step\(loss_fn=.*got a NoneType"):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step((X, Y), None)
+
+
+def test_a_batch_without_common_rows_is_taken_whole_where_it_is_never_cut(model):
+    ragged = {"x": X, "y": Y, "lengths": torch.tensor([3, 5])}
+
+    def loss(model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"])
+
+    loss(model, ragged).backward()
+    expected, model.weight.grad = model.weight.grad, None
+    with pytest.raises(mk.InputError, match=r"rows.*split_fn=.*on_oom='raise'"):
+        mk.SplitLoss(model)(ragged, loss)
+    mk.SplitLoss(model, on_oom="raise")(ragged, loss).backward()
+    torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=0)
+    with pytest.raises(mk.InputError, match="split_fn"):
+        mk.SplitLoss(model, num_microbatches=2, on_oom="raise")(ragged, loss)
+    weight = model.weight.detach() - 0.1 * expected
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.zero_grad()
+    with pytest.raises(mk.InputError, match=r"on_oom='raise'"):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step(ragged, loss)
+    result = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="raise").train_step(ragged, loss)
+    assert result.num_microbatches == 1
+    torch.testing.assert_close(model.weight.detach(), weight)

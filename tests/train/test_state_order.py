@@ -114,8 +114,19 @@ def test_the_position_alone_takes_the_place(tmp_path):
 
 
 def test_errors():
-    with pytest.raises(ConfigError, match=r"ResumableBatchSampler\(batch_size=0\)"):
-        ResumableBatchSampler(10, 0)
+    for setting in (
+        {"batch_size": 0},
+        {"batch_size": "4"},
+        {"seed": "a"},
+        {"num_replicas": 0},
+        {"rank": 1},
+        {"num_samples": -1},
+    ):
+        ((name, value),) = setting.items()
+        with pytest.raises(
+            ConfigError, match=rf"ResumableBatchSampler.*got {name}={value!r}; expected {name}: a whole"
+        ):
+            ResumableBatchSampler(**{"num_samples": 10, "batch_size": 4} | setting)
     with pytest.raises(ConfigError, match="got 2 samples for the last batches of 4 ranks"):
         ResumableBatchSampler(18, 4, num_replicas=4)
     with pytest.raises(FileFormatError, match=r"made of '10 samples, batches of 4 shuffled, .*made of '11 samples"):

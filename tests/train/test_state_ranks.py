@@ -73,6 +73,24 @@ def stop_and_go_on(rank, folder, kind):
     assert manager.restore(**vars(resumed)) == STOP  # into tensors that are there
 
 
+def go_on_without_an_accumulator(rank, folder):
+    """A group by hand: the first micro-batch of each rank waits for the step, in gradients of this rank alone."""
+    model, manager = DistributedDataParallel(make()), TrainingStateManager(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with model.no_sync():
+        (model(torch.ones(3, 8)).sum() * (1 + rank)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    manager.save(1, optimizer=optimizer, model=model)
+    optimizer.zero_grad()
+    assert manager.restore(optimizer=optimizer, model=model) == 1
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected, rtol=0, atol=0)
+    if rank == 1:  # a rank that ran out of data has no gradients, whatever rank 0 has
+        optimizer.zero_grad()
+    manager.save(2, optimizer=optimizer, model=model)
+    assert manager.restore(optimizer=optimizer, model=model) == 2
+    assert all((parameter.grad is None) == (rank == 1) for parameter in model.parameters())
+
+
 def fail_on_one_rank(rank, folder):
     model, manager = nn.Linear(4, 4), TrainingStateManager(folder)
     with pytest.raises(ConfigError, match="got 2 ranks"):
@@ -102,6 +120,7 @@ def worker(rank, folder):
     join(rank, folder)
     stop_and_go_on(rank, f"{folder}/replicated", Replicated)
     stop_and_go_on(rank, f"{folder}/sharded", Sharded)
+    go_on_without_an_accumulator(rank, f"{folder}/by_hand")
     fail_on_one_rank(rank, f"{folder}/failing")
     leave()
 
@@ -111,7 +130,8 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path):
     (saved,) = list_states(tmp_path / "replicated")
     states = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True)["objects"] for rank in range(2)]
     assert set(states[0]) == {"model", "optimizer", "accumulator"}
-    assert set(states[1]) == {"accumulator"}  # the others are the same on all ranks
+    assert set(states[1]) == {"accumulator", "optimizer"}  # the model is the same on all ranks
+    assert list(states[1]["optimizer"]) == ["memkit gradients"]  # in the middle of a group they are a rank's own
     assert list(states[0]["model"]) == list(make().state_dict())  # without DDP's prefix
     (saved,) = list_states(tmp_path / "sharded")
     files = saved.read_manifest()["files"]

@@ -1,6 +1,5 @@
 """Steps that are whole: bit-identical to torch's, also after faults at every operator and inside real limits."""
 
-import gc
 import itertools
 import os
 import subprocess
@@ -38,15 +37,6 @@ KINDS = {
     "muon": lambda p, **_: optim.Muon([each for each in p if each.dim() == 2]),
 }
 MUST = ("adamw", "momentum", "amsgrad")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects_to_collect():
-    """Each survived fault collects cycles, also among all that the tests before have loaded."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make(kind, foreach):

@@ -131,6 +131,12 @@ def test_weighted_losses_and_a_batch_that_weighs_nothing():
     assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
 
 
+def test_figures_have_names():
+    """A loss function in the place of val_fn: what it gives says nothing about single rows."""
+    with pytest.raises(mk.InputTypeError, match=r"val_fn\(model, batch\): got a Tensor; expected a mapping of figures"):
+        run(make(nn.Linear(3, 1)), [torch.ones(2, 3)], lambda model, rows: model(rows).mean())
+
+
 def test_the_random_state_is_left_alone_and_no_batch_is_an_error():
     trainer = make(nn.Linear(3, 1))
     state = torch.get_rng_state()

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import UserDict
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
+from memkit.train.validation import rows_of_loss
 
 
 def make(width=16, **keywords):
@@ -178,6 +180,56 @@ class TestPrecision:
         assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
         assert model(torch.ones(1, 4)).dtype == torch.float32
 
+    @pytest.mark.parametrize("way", ["out of memory", "a budget", "accumulation_steps"])
+    def test_true_adds_up_in_float32_however_the_parts_came(self, way):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 8)
+        x = torch.randn(96, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        budget = sum(2 * p.numel() for p in model.parameters()) * 2 + 1500 if way == "a budget" else None
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model,
+            optimizer,
+            precision="bf16-true",
+            accumulation_steps=96 if way == "accumulation_steps" else 1,
+            memory=budget,
+        )
+        reference = copy.deepcopy(model).double()
+        reference(x.bfloat16().double()).pow(2).mean().backward()
+        seen = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
+
+        def loss_fn(model, rows):
+            if way == "out of memory" and len(rows) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return model(rows).pow(2).mean()
+
+        result = trainer.train_step(x, loss_fn)
+        assert result.num_microbatches > 10
+        assert seen[0].dtype == torch.bfloat16
+        error = (seen[0] - reference.weight.grad).norm() / reference.weight.grad.norm()
+        assert error < 3.5e-3  # where they add up in bfloat16: 4.7e-3 to 9.2e-3
+
+    def test_true_can_be_probed(self):
+        """The probe's twin is in float64: its inputs must be too, or nobody sees that the loss compares rows."""
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", accumulation_steps=2)
+        with pytest.raises(mk.ConfigError, match="expected a loss that adds up over the rows"):
+            trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
+
+    def test_true_converts_inputs_in_any_mapping(self):
+        class Model(nn.Linear):
+            def forward(self, batch):
+                return super().forward(batch["x"])
+
+        model = Model(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true")
+        batch = UserDict(x=torch.ones(3, 4))  # as a tokenizer's BatchEncoding is one
+        assert trainer.train_step(batch, lambda model, batch: model(batch).sum()).stepped
+        assert batch["x"].dtype == torch.float32
+
     def test_auto_and_none(self):
         trainer = make(precision="auto")[2]
         assert trainer._precision.name in (None, "bf16-mixed")
@@ -186,6 +238,34 @@ class TestPrecision:
     def test_unknown(self):
         with pytest.raises(mk.ConfigError, match=r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"):
             make(precision="fp16")
+
+
+class TestSettings:
+    def test_a_message_names_the_call_that_was_made(self):
+        with pytest.raises(mk.ConfigError, match=r"MemoryEfficientTrainingWrapper\(max_grad_norm=-1\)"):
+            make(max_grad_norm=-1)
+
+    @pytest.mark.parametrize(
+        ("result", "error", "text"),
+        [
+            (lambda loss: (loss, 2, {"accuracy": 1}), mk.InputError, r"got a tuple of 3; expected the loss, or"),
+            (lambda loss: (loss,), mk.InputError, "got a tuple of 1;"),
+            (lambda loss: (loss, None), mk.InputError, "with a count of None"),
+            (lambda loss: loss.item(), mk.InputTypeError, "got a float"),
+            (lambda loss: {"loss": loss}, mk.InputTypeError, "got a dict"),
+        ],
+    )
+    def test_what_a_loss_function_may_return(self, result, error, text):
+        """The same in a step, in a loss that is split, and in a validation without figures of its own."""
+        model, _, trainer = make()
+        x = next(batches())[0]
+        loss_fn = lambda model, x: result(model(x).pow(2).mean())  # noqa: E731
+        with pytest.raises(error, match=f"loss_fn of trainer.train_step.*{text}"):
+            trainer.train_step(x, loss_fn)
+        with pytest.raises(error, match=f"SplitLoss.*{text}"):
+            mk.SplitLoss(model)(x, loss_fn)
+        with pytest.raises(error, match=f"loss_fn of a validation.*{text}"):
+            rows_of_loss(loss_fn)(model, x)
 
 
 class TestEvaluation:

@@ -44,6 +44,8 @@ def ddp_worker(rank, folder):
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
     trainer.close()
     check_uneven_batches(rank)
+    check_a_budget_is_refused_where_ranks_exchange_statistics()
+    check_a_bfloat16_model()
     check_nothing_fits_on_one_rank(rank, Path(folder))
     leave()
 
@@ -116,6 +118,33 @@ def check_uneven_batches(rank):
         optimizer.step()
         schedule.step()
     torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
+
+
+def check_a_budget_is_refused_where_ranks_exchange_statistics():
+    """One rank would run ahead of the others to foresee what a micro-batch takes, and wait for them for ever."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
+    model.module.append(nn.SyncBatchNorm(8))  # now: DistributedDataParallel wants a GPU for it
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(mk.MemkitWarning, match="batch statistics"), pytest.raises(mk.ConfigError, match="SyncBatchNorm"):
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB")
+
+
+def check_a_bfloat16_model():
+    """One rank adds up two micro-batches in float32, the other has one in bfloat16: they must exchange one dtype."""
+    plain, data = make()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = DistributedDataParallel(plain.bfloat16())
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in plain.parameters()))
+    with mk.GradientAccumulator(optimizer, 2, model=model, accumulate_dtype=torch.float32) as accumulator:
+        for rows in data[0].bfloat16().split(4)[: 1 if dist.get_rank() else 2]:
+            accumulator.backward(model(rows).pow(2).mean(), count=len(rows))
+        assert accumulator.finish()
+    expected = make()[0].double()
+    rows = data[0].bfloat16().double()
+    expected(torch.cat([rows[:8], rows[:4]])).pow(2).mean().backward()
+    for got, parameter in zip(seen, expected.parameters(), strict=True):
+        torch.testing.assert_close(got.double(), parameter.grad, rtol=0.1, atol=0.02)
 
 
 def check_nothing_fits_on_one_rank(rank, folder):

@@ -73,6 +73,8 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
         evaluate(batches[0], lambda model, micro: model(micro[0]))
     trainer.load_state_dict(trainer.state_dict())
     trainer.close()
+    with mk.Checkpointing(model, {"encoder.*": "selective"}) as blocks:
+        print(blocks.treatments)
     return float(result.loss) + result.num_ooms + (result.peak_bytes or 0)
 
 

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -222,6 +223,11 @@ def test_tuples_and_bare_volumes_are_samples_too():
     x, y, label = VoxelDataset(pairs, augmentation_config={"noise_std": 0.0, "flip_prob": 1.0})[0]
     assert torch.equal(x[0], y[0].float())
     assert label == 5
+    pair = namedtuple("pair", ("x", "label"))
+    for sample in (pair(cortex(), 5), [cortex(), 5]):
+        augmented = VoxelDataset([sample])[0]
+        assert type(augmented) is type(sample)
+        assert augmented[1] == 5
     bare = VoxelDataset([cortex()], augmentation=ComposedAugmentation([CutoutAugmentation(prob=1.0, size=0.5)]))
     assert (bare[0][0].sum() < cortex()[0].sum()).item()
     with pytest.raises(InputTypeError, match="dimension of channels"):

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from memkit.voxel.clouds import (
 )
 from memkit.voxel.nearest import nearest_points
 from memkit.voxel.recall import f_score, precision_recall
+from memkit.voxel.streaming import PointCloudMetrics
 from tests.allocations import trace_allocations
 from tests.voxel.clouds import all_distances, two_clouds
 
@@ -165,5 +168,15 @@ def test_a_threshold_that_is_no_distance_is_refused(threshold):
     ],
 )
 def test_what_is_neither_a_cloud_nor_a_batch_is_refused(a, b):
-    with pytest.raises(InputError, match="or one NearestPoints"):
-        chamfer_distance(a, b)
+    calls = {
+        "chamfer_distance": chamfer_distance,
+        "hausdorff_distance": hausdorff_distance,
+        "density_aware_chamfer": density_aware_chamfer,
+        "precision_recall": partial(precision_recall, threshold=1.0),
+        "f_score": partial(f_score, threshold=1.0),
+        "PointCloudMetrics.update": PointCloudMetrics().update,
+    }
+    for name, call in calls.items():
+        with pytest.raises(InputError, match="or one NearestPoints") as refused:
+            call(a, b)
+        assert refused.value.call.startswith(f"{name}(")

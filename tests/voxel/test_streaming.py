@@ -134,6 +134,8 @@ def test_thresholds_that_lie_close_together_stay_apart():
     [
         ({"thresholds": [0.1, 0.1]}, "each threshold, quantile and convention once"),
         ({"thresholds": [-1.0]}, "a distance above zero"),
+        ({"thresholds": 0.1}, "got thresholds=0.1; expected thresholds: a list"),
+        ({"conventions": "pytorch3d"}, "got conventions='pytorch3d'; expected conventions: a list"),
         ({"quantiles": [1.5]}, r"a share in \[0, 1\]"),
         ({"conventions": ["pytorch"]}, "'pytorch3d'"),
     ],

@@ -13,7 +13,7 @@ RADAR = ("occupancy", "intensity", "doppler", "vector:x", "vector:y", "vector:z"
 
 @functools.cache
 def brain():
-    """(1, 49, 58, 47) float32: the MNI152 template at 4 mm; X, Y, Z along D, H, W; zero outside of the brain."""
+    """(1, 50, 59, 48) float32: the MNI152 template at 4 mm; X, Y, Z along D, H, W; zero outside of the brain."""
     return torch.from_numpy(load_mni152_template(resolution=4).get_fdata()).float()[None]
 
 

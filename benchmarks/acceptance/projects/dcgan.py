@@ -26,7 +26,7 @@ PROJECT = Project(
     loss=r"Loss_D: (\S+) Loss_G: (\S+)",
     prepare=prepare,
     data="scikit-learn's digits, 64 by 64",
-    failed="blocks as small as `checkpoint=['main.*']`: an activation in place that is a block ends in torch's error",
+    failed="blocks as small as `checkpoint=['main.*']`: a block that changes its input in place is refused by name",
     shows="the wrapper's `checkpoint={...: \"offload\"}` lets the generator's activations wait on the disk while the "
     "discriminator trains; `GradientAccumulator` leaves the discriminator's gradients alone in the generator's step",
 )

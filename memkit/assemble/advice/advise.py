@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memkit._device import host_memory
-from memkit._errors import ConfigError, InputTypeError, MemkitError
+from memkit._errors import ConfigError, MemkitError
 from memkit._oom import is_out_of_memory
 from memkit._units import format_bytes
 from memkit.assemble.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.assemble.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
 from memkit.assemble.advice.step import Change, MakeStage, Observation, Precision, Training, for_real, observe
 from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, on_cpu
-from memkit.planning.gpus import capacity_bytes, find_gpu
+from memkit.planning.dryrun import LossFn, check_model, on_cpu
+from memkit.planning.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.planning.optimizers import MakeOptimizer
 
 _WORTH_TELLING = 0.01  # of the peak
@@ -39,8 +40,8 @@ def advise(
     *,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
     precision: Precision = None,
-    target: str = "cpu",
-    budget: int | str | None = None,
+    target: str | GPU = "cpu",
+    budget: CapacityLike | None = None,
     changes_model: bool = False,
     fewer_edges: Callable[[Any], Any] | None = None,
     selected_fraction: float | None = None,
@@ -57,12 +58,13 @@ def advise(
 
     Args:
         model: The model.
-        sample_batch: The batch of one optimizer step: tensors in any nesting of tuples, lists and dicts.
+        sample_batch: The batch of one optimizer step, as for `estimate_memory_usage`.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or ``(loss_sum, count)``.
         optimizer: As for `estimate_memory_usage`.
         precision: What the plain step uses already.
-        target: ``"cpu"``, or the name of a card, for which figures are then predicted; measured is on the CPU.
-        budget: Bytes, text such as ``"8GiB"``, or the name of a card; None for the target's own memory, on a card.
+        target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measured is on
+            the CPU.
+        budget: Bytes, text such as ``"8GiB"``, or a card; None for the target's own memory, on a card.
         changes_model: Whether to look for a smaller model too, which must be trained anew.
         fewer_edges: Takes edges away from a batch, for example with `sample_edges`, and returns the new batch.
         selected_fraction: As for `estimate_memory_usage`.
@@ -71,7 +73,7 @@ def advise(
         The advice, what saves most for its operations first, failed and not run last.
 
     Raises:
-        InputTypeError: ``model`` is no module, or the loss no tensor.
+        InputTypeError: ``model`` is no module, the loss no tensor, or ``target`` or ``budget`` no card.
         InputError: A size depends on data; no card has the name ``target``; ``budget`` is no size and no card.
         ConfigError: An option is not one of those above.
 
@@ -89,13 +91,7 @@ def advise(
         >>> best.name, best.status, best.predicted_saved_bytes == best.measured_saved_bytes
         ('4 micro-batches', 'verified', True)
     """
-    if not isinstance(model, nn.Module):
-        raise InputTypeError(
-            f"advise({type(model).__name__}, ...)",
-            got=f"a {type(model).__name__}",
-            expected="a torch.nn.Module",
-            fix="pass the model that is trained.",
-        )
+    check_model("advise", model)
     if precision not in (None, "bf16-mixed"):
         raise ConfigError(
             f"advise(..., precision={precision!r})",
@@ -109,7 +105,7 @@ def advise(
     told = {remedy: advice for remedy in find_remedies(case) if (advice := trial.judge(remedy)) is not None}
     told |= trial.best_pair(told)
     return AdviceTable(
-        target=target,
+        target=target.name if isinstance(target, GPU) else target,
         peak_bytes=trial.plain.peak_bytes,
         peak_where=trial.peak_where,
         measured_peak_bytes=trial.real_plain.peak_bytes if trial.real_plain else None,
@@ -125,7 +121,7 @@ class _Trial:
         real_plain: The same on the CPU, with data; None where it cannot run here.
     """
 
-    def __init__(self, training: Training, target: str, budget: int | str | None) -> None:
+    def __init__(self, training: Training, target: str | GPU, budget: CapacityLike | None) -> None:
         self._training, self.on_card = training, target != "cpu"
         self._budget = target if self.on_card and budget is None else budget
         if self._budget is not None:
@@ -148,7 +144,11 @@ class _Trial:
     def judge(self, remedy: Remedy) -> Advice | None:
         """Predict and measure what a remedy does; None where it saves nothing worth telling."""
         advice = Advice(
-            name=remedy.name, change=remedy.code, effect=remedy.effect, exact=remedy.exact, status="verified"
+            name=remedy.name,
+            change=remedy.code(self._training.precision),
+            effect=remedy.effect,
+            exact=remedy.exact,
+            status="verified",
         )
         if remedy.obstacle:
             return replace(advice, status=f"not run: {remedy.obstacle}")
@@ -231,8 +231,8 @@ class _Trial:
             elif remedy.compares is not None:
                 ours, theirs = (getattr(each, remedy.compares) for each in (measured, plain))
                 advice = replace(advice, difference=_difference(ours, theirs))
-        dtypes = [each.dtype for each in self._training.model.parameters() if each.is_floating_point()]
-        tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+        dtypes = {each.dtype for each in self._training.model.parameters()}
+        tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
         if not advice.meets_expectations:
             return replace(advice, status="failed: measured is more than 2% away from what was expected")
         highest = (1 + TOLERANCE) * estimate.peak_interval[1] if estimate else 0
@@ -251,14 +251,16 @@ def _ratio(changed: Observation, plain: Observation) -> float:
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
     """Largest difference over the largest value of the plain step; what is missing is zero."""
-    largest = max((float(each.abs().max()) for each in theirs.values() if each.numel()), default=0.0)
     zero = torch.zeros(())
-    differences = [
-        float((ours.get(name, zero) - theirs.get(name, zero)).abs().max())
-        for name in {**ours, **theirs}
-        if ours.get(name, theirs.get(name, zero)).numel()
-    ]
-    return max(differences, default=0.0) / largest if largest else 0.0
+    largest = _largest(theirs.values())
+    difference = _largest(ours.get(name, zero) - theirs.get(name, zero) for name in {**ours, **theirs})
+    return difference / largest if largest else difference
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest value: NaN where there is one, which Python's `max` would drop."""
+    values = [float(each.abs().max()) for each in tensors if each.numel()]
+    return float(np.max(values, initial=0.0))
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,10 @@ _HEADINGS = {
     "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "what to write"),
     "zh": ("经验证的建议", "改动", "预测节省", "实测节省", "FLOPs", "状态", "写法"),
 }
+_SUMMARIES = {
+    "en": ("plain step on {target}: peak {peak}, in {where}", ", measured {} on the CPU"),
+    "zh": ("{target} 上未改动的训练步：峰值 {peak}，位于 {where}", "；CPU 实测 {}"),  # noqa: RUF001 - Chinese punctuation
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +160,7 @@ class AdviceTable(Sequence[Advice]):
 
     def explain(self) -> str:
         """Return all of it as text for people."""
-        return "\n".join([self._summary(), *map(str, self.items)])
+        return "\n".join([self._summary("en"), *map(str, self.items)])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON; sizes in bytes."""
@@ -176,13 +180,12 @@ class AdviceTable(Sequence[Advice]):
             )
             for each in self.items
         ]
-        return Section(title, (Paragraph(self._summary()), Table(tuple(columns), tuple(rows))))
+        return Section(title, (Paragraph(self._summary(language)), Table(tuple(columns), tuple(rows))))
 
-    def _summary(self) -> str:
-        measured = (
-            "" if self.measured_peak_bytes is None else f", measured {_size(self.measured_peak_bytes)} on the CPU"
-        )
-        return f"plain step on {self.target}: peak {_size(self.peak_bytes)}, in {self.peak_where}{measured}"
+    def _summary(self, language: str) -> str:
+        plain, measured = _SUMMARIES[language]
+        text = plain.format(target=self.target, peak=_size(self.peak_bytes), where=self.peak_where)
+        return text if self.measured_peak_bytes is None else text + measured.format(_size(self.measured_peak_bytes))
 
 
 def _size(num_bytes: int | None) -> str:

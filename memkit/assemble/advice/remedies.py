@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from memkit._errors import ConfigError, InputError
-from memkit.assemble.advice.step import Change, Observation, Step, Training
+from memkit.assemble.advice.step import Change, Observation, Precision, Step, Training
 from memkit.assemble.advice.submodules import (
     chunkable,
     find_mlps,
@@ -81,10 +81,10 @@ class Remedy:
     batch: Any = None
     obstacle: str = ""
 
-    @property
-    def code(self) -> str:
-        """What to write, all of it."""
-        settings = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+    def code(self, precision: Precision) -> str:
+        """What to write, all of it; ``precision`` is that of the plain step."""
+        given = {**({"precision": precision} if self.settings and precision else {}), **self.settings}
+        settings = "".join(f", {name}={value!r}" for name, value in given.items())
         wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{settings})" if settings else ""
         return "\n".join(filter(None, (wrapper, self.change)))
 

@@ -28,11 +28,11 @@ class CachingAllocator:
     Args:
         capacity_bytes: The memory of the card, as ``torch.cuda.mem_get_info`` gives it; also as text, ``"24GiB"``.
         other_bytes: What this process takes outside of this allocator: the CUDA context, libraries.
-        settings: As in ``PYTORCH_ALLOC_CONF``; None for torch's defaults.
+        settings: An `AllocatorSettings`, or the text of ``PYTORCH_ALLOC_CONF``; None for torch's defaults.
         device_index: The card's number, for the error message.
 
     Raises:
-        ConfigError: ``other_bytes`` is above the capacity.
+        ConfigError: ``other_bytes`` is above the capacity, or a setting is none of torch's.
         InputError: A size is negative, or text without a known unit.
 
     Attributes:
@@ -69,13 +69,13 @@ class CachingAllocator:
         capacity_bytes: SupportsIndex | str,
         *,
         other_bytes: SupportsIndex | str = 0,
-        settings: AllocatorSettings | None = None,
+        settings: AllocatorSettings | str | None = None,
         device_index: int = 0,
     ) -> None:
         self.driver = Driver(
             parse_bytes(capacity_bytes, name="capacity_bytes"), parse_bytes(other_bytes, name="other_bytes")
         )
-        self.settings = settings or AllocatorSettings()
+        self.settings = AllocatorSettings.of(settings)
         self.device_index = device_index
         self.allocated_bytes = self.requested_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -106,11 +106,11 @@ class CachingAllocator:
             raise InputError("set_memory_fraction(fraction)", got=got, expected=rule, fix="pass for example 0.5.")
         self._limit_bytes = int(fraction * self.driver.capacity_bytes) if fraction < 1 else None
 
-    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+    def allocate(self, num_bytes: SupportsIndex | str, stream: int = 0) -> Block:
         """Take a block of at least this size.
 
         Args:
-            num_bytes: What is asked for, above zero: torch takes no memory for an empty tensor.
+            num_bytes: What is asked for, also as text. Above zero: torch takes no memory for an empty tensor.
             stream: Number of the CUDA stream that asks. Streams do not share free blocks.
 
         Returns:
@@ -120,9 +120,9 @@ class CachingAllocator:
             torch.OutOfMemoryError: There is no room, with torch's own message and figures.
             InputError: ``num_bytes`` is not above zero.
         """
-        if num_bytes < 1:
-            got, rule = f"num_bytes={num_bytes}", "at least one byte"
-            raise InputError("allocate(num_bytes)", got=got, expected=rule, fix="leave out empty tensors.")
+        num_bytes = parse_bytes(num_bytes, name="num_bytes")
+        if not num_bytes:
+            raise InputError("num_bytes=0", got="0", expected="at least one byte", fix="leave out empty tensors.")
         size = self.settings.round_up(num_bytes)
         pool = self._pool(stream, is_small=size <= _LARGEST_SMALL)
         block = self._take_cached(pool, size) or self._take_new(pool, size)

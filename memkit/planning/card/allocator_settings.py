@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memkit._errors import ConfigError
+from memkit._settings import Checker
 from memkit._units import MIB
 
+_LEAST_SEGMENT_MB = 11  # above what one request takes for itself: 10 MiB and more
 _SMALLEST_INTERVAL_BITS = 20  # roundup_power2_divisions has one number for each power of two from 1 MiB to 32 GiB
 _NUM_INTERVALS = 16
 _OPTION = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
@@ -34,6 +36,9 @@ class AllocatorSettings:
         roundup_power2_divisions: For requests from 1 MiB, 2 MiB, ... 32 GiB on: into how many steps the way to the
             next power of two is divided. 0: round to 512 bytes.
 
+    Raises:
+        ConfigError: A value is not one that torch would take.
+
     Example:
         >>> import memkit as mk
         >>> mk.AllocatorSettings.parse("expandable_segments:True").expandable_segments
@@ -47,6 +52,31 @@ class AllocatorSettings:
     garbage_collection_threshold: float | None = None
     memory_fraction: float = 1.0
     roundup_power2_divisions: tuple[int, ...] = (0,) * _NUM_INTERVALS
+
+    def __post_init__(self) -> None:
+        """Refuse what torch would: as `parse` does of the text."""
+        check = Checker("AllocatorSettings(...)")
+        check.flag("expandable_segments", self.expandable_segments)
+        segment_bytes = check.whole("large_segment_bytes", self.large_segment_bytes, _LEAST_SEGMENT_MB * MIB)
+        check.whole("max_non_split_rounding_bytes", self.max_non_split_rounding_bytes, segment_bytes)
+        if self.max_split_bytes is not None:
+            check.whole("max_split_bytes", self.max_split_bytes, segment_bytes)
+        check.number("memory_fraction", self.memory_fraction, 0, 1)
+        threshold = self.garbage_collection_threshold
+        if threshold is not None and not 0 < check.number("garbage_collection_threshold", threshold) < 1:
+            raise check.refuse("garbage_collection_threshold", threshold, "a number between 0 and 1, without the ends")
+        for each in check.items("roundup_power2_divisions", self.roundup_power2_divisions, _NUM_INTERVALS):
+            if check.whole("roundup_power2_divisions", each) & (each - 1):
+                raise check.refuse("roundup_power2_divisions", each, "0 or a power of two for each size")
+
+    @classmethod
+    def of(cls, settings: AllocatorSettings | str | None) -> AllocatorSettings:
+        """Settings as they come from a user: as they are, as text for `parse`, or None for torch's defaults."""
+        if isinstance(settings, AllocatorSettings):
+            return settings
+        if settings is not None and not isinstance(settings, str):
+            raise Checker("CachingAllocator(...)").refuse("settings", settings, "an AllocatorSettings, text, or None")
+        return cls.parse(settings or "")
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
@@ -208,7 +238,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "expandable_segments": _boolean,
     "max_split_size_mb": _whole,
     "max_non_split_rounding_mb": _whole,
-    "large_segment_size_mb": _whole_from(11),
+    "large_segment_size_mb": _whole_from(_LEAST_SEGMENT_MB),
     "garbage_collection_threshold": _threshold,
     "roundup_power2_divisions": _divisions,
     "per_process_memory_fraction": _fraction,

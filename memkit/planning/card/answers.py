@@ -125,6 +125,10 @@ def _memory(gpu: GPU, allocator: CachingAllocator) -> dict[str, Any]:
             "reserved_bytes.all.current": allocator.reserved_bytes,
             "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
             "requested_bytes.all.current": allocator.requested_bytes,
+            # No block waits for another stream here: what is not allocated is not active.
+            "active_bytes.all.current": allocator.allocated_bytes,
+            "active_bytes.all.peak": allocator.peak_allocated_bytes,
+            "inactive_split_bytes.all.current": allocator.memory().inactive_split_bytes or 0,
             "num_alloc_retries": allocator.num_retries,
             "num_ooms": allocator.num_ooms,
         }

@@ -56,11 +56,11 @@ class History:
         self._askers[address] = asker
         self._note("alloc", address, num_bytes, asker)
 
-    def note_free(self, address: int, num_bytes: int) -> None:
-        """A block was given back."""
+    def note_free(self, address: int, num_bytes: int, stream: int) -> None:
+        """A block was given back; it is one of ``stream``, whichever the current one is."""
         asker = self._askers.pop(address, None)
-        self._note("free_requested", address, num_bytes, asker)
-        self._note("free_completed", address, num_bytes, asker)
+        for kind in ("free_requested", "free_completed"):
+            self._actions.append(_Action(kind, address, num_bytes, stream, asker))
 
     def note_shortage(self, num_bytes: int, asker: Asker) -> None:
         """There was no room."""

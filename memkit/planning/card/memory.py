@@ -124,7 +124,7 @@ class CardMemory:
 
     def _give_back(self, block: Block) -> None:
         if self.history is not None:
-            self.history.note_free(block.address, block.requested_bytes)
+            self.history.note_free(block.address, block.requested_bytes, block.pool.stream)
         self.allocator.free(block)
         self.timeline.append(self.allocator.allocated_bytes)
 

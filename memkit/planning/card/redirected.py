@@ -221,10 +221,13 @@ class Redirection:
         _refuse(target, dst_dir_fd)
         real, mirrored = self._both(source)
         place, new = self.to_read(source), self.to_write(target)
-        if mirrored is None or place == mirrored:
+        has_old = self._is_there(real) and not self._is_removed(real)
+        if mirrored is not None and has_old and os.path.isdir(place):
+            shutil.copytree(source, new)  # by the functions above: with what was written into it
+            if place == mirrored:
+                shutil.rmtree(mirrored)
+        elif mirrored is None or place == mirrored:
             self._real["replace"](place, new)
-        elif os.path.isdir(place):
-            shutil.copytree(place, new)
         else:
             self._copy(place, new)
         if mirrored is not None and self._is_there(real):

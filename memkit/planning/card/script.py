@@ -1,7 +1,7 @@
 """The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
 
 `memkit.cli.dryrun` starts it as ``python -m memkit.planning.card.script ORDER``, where ORDER is a JSON object: folder
-(of this run alone), cwd, script, arguments, gpu, steps, selected_fraction. What is found goes to
+(of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction. What is found goes to
 ``folder/report.json``; the script's own output goes where this process's goes.
 """
 
@@ -33,6 +33,7 @@ from memkit.planning.card.redirected import Redirection
 from memkit.planning.card.tensors import patched
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.gpus import GPU, find_gpu
 
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
 # Code in these folders is nobody's own.
@@ -66,7 +67,7 @@ class ScriptGPU(VirtualGPU):
         places: Where memory ran out, each time.
     """
 
-    def __init__(self, gpu: str, **options: Any) -> None:
+    def __init__(self, gpu: GPU, **options: Any) -> None:
         super().__init__(gpu, **options)
         self._recorder = ScriptRecorder(self._memory)
         self.places = self._recorder.places = []
@@ -155,7 +156,8 @@ def main() -> None:
     redirection.install()
     sys.meta_path.insert(0, AtImport(redirection.to_read))
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")  # noqa: TID251
-    gpu = ScriptGPU(order["gpu"], selected_fraction=order["selected_fraction"], allocator_settings=settings)
+    card = find_gpu(order["gpu"], calibrated=order["calibrated"])
+    gpu = ScriptGPU(card, selected_fraction=order["selected_fraction"], allocator_settings=settings)
     steps = Steps(order["steps"])
     start = time.perf_counter()
     ended, problem, is_compiled = _run(script, gpu, steps)

@@ -46,12 +46,14 @@ class VirtualGPU:
     Args:
         gpu: The name of a card as for `memkit.find_gpu`, or a `GPU`. ``"cuda"`` is the card of this machine.
         selected_fraction: As for `memkit.estimate_memory_usage`.
-        allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``.
+        allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``, or an
+            `AllocatorSettings`.
 
     Raises:
         InputError: No card has this name.
-        ConfigError: What operators take on this card is not known: it is not one of NVIDIA; or
-            ``allocator_settings`` holds an unknown option.
+        InputTypeError: ``gpu`` is neither text nor a `GPU`.
+        ConfigError: What operators take on this card is not known: it is not one of NVIDIA; ``allocator_settings``
+            holds an unknown option; or ``selected_fraction`` is no share.
 
     Attributes:
         gpu: The card.
@@ -77,15 +79,21 @@ class VirtualGPU:
         (338, 348)
     """
 
-    def __init__(self, gpu: str | GPU, *, selected_fraction: float | None = None, allocator_settings: str = "") -> None:
-        self.gpu = gpu if isinstance(gpu, GPU) else find_gpu(gpu)
+    def __init__(
+        self,
+        gpu: str | GPU,
+        *,
+        selected_fraction: float | None = None,
+        allocator_settings: AllocatorSettings | str = "",
+    ) -> None:
+        self.gpu = find_gpu(gpu)
         capability_of(self.gpu)
         self._mode = CardMode(selected_fraction)
         self.guesses = self._mode.guesses
         allocator = CachingAllocator(
             self.gpu.total_bytes,
             other_bytes=self.gpu.context_bytes,
-            settings=AllocatorSettings.parse(allocator_settings),
+            settings=allocator_settings,
         )
         self._history = History(allocator, f"{self.gpu.vendor} {self.gpu.name}")
         self._memory = CardMemory(self.gpu, allocator, self._history)

@@ -37,7 +37,7 @@ class BlockForward:
     input_bytes: int = 0
 
 
-class StepTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """Adds up what the operators of a step take, one part of it after the other. Enter it beneath the recorder.
 
     Args:

@@ -88,7 +88,8 @@ class TrainingPlan:
         estimate: The planned step's memory, taken apart.
         candidates: All that was tried, in that order.
         speeds: Where the times come from.
-        notes: What the plan could not look at, and why.
+        notes: What the plan could not look at, and why; what was answered without data.
+        is_split_exact: Whether parts of the batch were found to have its gradient; None where that was not looked at.
 
     Example:
         >>> import torch
@@ -115,6 +116,7 @@ class TrainingPlan:
     candidates: tuple[PlanCandidate, ...]
     speeds: str
     notes: tuple[str, ...] = ()
+    is_split_exact: bool | None = None
 
     @classmethod
     def of(
@@ -126,6 +128,7 @@ class TrainingPlan:
         measured: Mapping[Arrangement, float],
         speeds: str,
         notes: Sequence[str],
+        is_split_exact: bool | None,
     ) -> TrainingPlan:
         """The plan that a search came to; its first trial is the step as it would be without a plan."""
         arrangement = best.arrangement
@@ -142,7 +145,8 @@ class TrainingPlan:
             estimate=best.estimate,
             candidates=tuple(PlanCandidate.of(each, budget_bytes, measured.get(each.arrangement)) for each in trials),
             speeds=speeds,
-            notes=tuple(notes),
+            notes=(*notes, *(f"Answered without data: {each}." for each in best.estimate.guesses)),
+            is_split_exact=is_split_exact,
         )
 
     def wrapper_settings(self) -> dict[str, Any]:

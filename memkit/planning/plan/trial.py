@@ -16,7 +16,7 @@ from memkit._recording import Recording
 from memkit.planning.dryrun import LossFn, Stage, as_by_itself, summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
-from memkit.planning.plan.operations import StepTrace
+from memkit.planning.plan.operations import StepTimes
 from memkit.planning.plan.speeds import Speeds
 
 Treatment = Literal["selective", "full", "offload"]
@@ -128,7 +128,7 @@ class Rehearsal:
             optimizer = optimizer_maker(given)(model.parameters())
             with self.arrange(model, optimizer, arrangement) as train_step:
                 for is_recorded in (has_past, True):
-                    trace, recorder = StepTrace(self.speeds, names, self.kept_operators), make_recorder()
+                    trace, recorder = StepTimes(self.speeds, names, self.kept_operators), make_recorder()
                     with contextlib.ExitStack() as stack:
                         if is_recorded:
                             stack.enter_context(trace)
@@ -154,7 +154,7 @@ class Rehearsal:
         return before + after + share * (micro_batches[0] + (num_steps - 1) * micro_batches[-1])
 
     def _block_costs(
-        self, trace: StepTrace, recording: Recording, arrangement: Arrangement
+        self, trace: StepTimes, recording: Recording, arrangement: Arrangement
     ) -> dict[str, dict[Treatment, BlockCost]]:
         costs: dict[str, dict[Treatment, BlockCost]] = {}
         num_run = min(2, arrangement.accumulation_steps)
@@ -192,7 +192,7 @@ class Rehearsal:
         return saved
 
 
-def _announced(loss_fn: LossFn, trace: StepTrace) -> LossFn:
+def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:
     """A loss that says when a micro-batch begins."""
 
     def announced(model: Any, micro_batch: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from memkit._errors import InputError
 from memkit._units import GIB
-from memkit.planning.gpus import GPU, all_gpus, find_gpu
+from memkit.planning.gpus import GPU, CapacityLike, all_gpus, find_gpu
 from memkit.planning.scaling.law import Law
 from memkit.planning.scaling.points import Mode
 from memkit.planning.scaling.reference import EdgeCase
@@ -50,7 +50,7 @@ class Curve:
         """What as many edges again would add, by the law: what the edges take, without the constant part."""
         return self._ask(mode, lambda law: law.predict(2 * size) - law.predict(size))
 
-    def largest(self, mode: Mode, budget: int | str) -> int | None:
+    def largest(self, mode: Mode, budget: CapacityLike) -> int | None:
         """The largest size whose predicted peak fits; None where no law says so, or where every size does."""
         return self._ask(mode, lambda law: law.max_n(budget))
 

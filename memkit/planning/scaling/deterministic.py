@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, SupportsIndex
+from typing import ClassVar
 
 from memkit._errors import InputError
-from memkit.planning.gpus import capacity_bytes
+from memkit.planning.gpus import CapacityLike, capacity_bytes
 from memkit.planning.scaling.law import FARTHEST, Tier, checked_size, too_far
 
 
@@ -50,22 +50,28 @@ class DeterministicLaw:
 
     def predict(self, n: int) -> int:
         """Peak in bytes: an upper bound between known sizes, a lower bound beyond the largest; see the class."""
-        self._check(n, f"law.predict({n!r})")
+        n = self._checked(n, f"law.predict({n!r})")
         if n == self.sizes[-1]:
             return self.peaks[-1]
         return self._line(min(bisect_right(self.sizes, n), len(self.sizes) - 1) - 1, n)
 
     def interval(self, n: int) -> tuple[int, int | None]:
-        """Lower and upper bound, as far as the peaks bend upwards; beyond the largest size there is no upper one."""
-        self._check(n, f"law.interval({n!r})")
-        if n in self.sizes:
-            return self.predict(n), self.predict(n)
-        above = bisect_left(self.sizes, n)
-        neighbours = [k for k in (above - 2, above) if 0 <= k < len(self.sizes) - 1]
-        lower = max((self._line(k, n) for k in neighbours), default=0)
-        return (lower, self.predict(n)) if n < self.sizes[-1] else (self.predict(n), None)
+        """Lower and upper bound, as far as the peaks bend upwards; beyond the largest size there is no upper one.
 
-    def max_n(self, budget: SupportsIndex | str) -> int | None:
+        Where they bend downwards, the lines on both sides lie above the one between: then all of them are within.
+        """
+        n = self._checked(n, f"law.interval({n!r})")
+        between = self.predict(n)
+        if n in self.sizes:
+            return between, between
+        if n > self.sizes[-1]:
+            return between, None
+        above = bisect_left(self.sizes, n)
+        beside = [self._line(k, n) for k in (above - 2, above) if 0 <= k < len(self.sizes) - 1]
+        lower = max(beside, default=0)
+        return (lower, between) if lower <= between else (min(between, *beside), lower)
+
+    def max_n(self, budget: CapacityLike) -> int | None:
         """The largest size that fits by the lines: one above it does not fit. Sizes below the smallest count as 0."""
         call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
         if most < self.peaks[0]:
@@ -85,11 +91,12 @@ class DeterministicLaw:
 
     def peak_where(self, n: int) -> str:
         """The place of the peak at the known size next below ``n``."""
-        self._check(n, f"law.peak_where({n!r})")
+        n = self._checked(n, f"law.peak_where({n!r})")
         return self.places[bisect_right(self.sizes, n) - 1]
 
-    def _check(self, n: int, call: str) -> None:
-        if checked_size(n, call) < self.sizes[0]:
+    def _checked(self, n: int, call: str) -> int:
+        n = checked_size(n, call)
+        if n < self.sizes[0]:
             raise InputError(
                 call,
                 got=f"{n}",
@@ -105,6 +112,7 @@ class DeterministicLaw:
                 expected="two known sizes or more, the last three of which bend upwards",
                 fix="add larger sizes; what grows slower and slower works in chunks, or changes its kernel.",
             )
+        return n
 
     def _bends_upwards(self) -> bool:
         """Whether the last two slopes do not fall; compared as integers."""

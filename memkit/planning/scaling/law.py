@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, SupportsIndex, TypeAlias
+import numbers
+from typing import Any, Literal, Protocol, TypeAlias
 
 from memkit._errors import InputError, InputTypeError
+from memkit.planning.gpus import CapacityLike
 
 Tier: TypeAlias = Literal["structural", "deterministic", "noisy"]
 
@@ -49,11 +51,11 @@ class Law(Protocol):
     def interval(self, n: int) -> tuple[int, int | None]:
         """Lower and upper bound in bytes at size ``n``; None where there is no upper bound. Errors as `predict`."""
 
-    def max_n(self, budget: SupportsIndex | str) -> int | None:
+    def max_n(self, budget: CapacityLike) -> int | None:
         """The largest size whose predicted peak fits into a budget.
 
         Args:
-            budget: Bytes as an int, text such as ``"24GiB"``, or the name of a card.
+            budget: Bytes as an int, text such as ``"24GiB"``, the name of a card, or a `GPU`.
 
         Returns:
             The size; 0 where not even the smallest fits, None where the peak does not grow: every size fits.
@@ -67,15 +69,16 @@ class Law(Protocol):
         """Module, operator, phase and source line of the peak at size ``n``; empty text where it is not known."""
 
 
-def checked_size(n: int, call: str) -> int:
-    """Return ``n`` if it is a size."""
-    if isinstance(n, bool) or not isinstance(n, int):
+def checked_size(n: Any, call: str) -> int:
+    """Return ``n`` as Python's int if it is a size; NumPy's would overflow."""
+    if isinstance(n, bool) or not isinstance(n, numbers.Integral):
         raise InputTypeError(
             call, got=f"a {type(n).__name__}", expected="a size as an int", fix="pass a whole number such as 1000."
         )
-    if n < 1:
+    size = int(n)
+    if size < 1:
         raise InputError(call, got=f"{n}", expected="a size of 1 or more", fix="pass a positive whole number.")
-    return n
+    return size
 
 
 def too_far(call: str, n: str, largest: int) -> InputError:

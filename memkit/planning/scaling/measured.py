@@ -24,7 +24,7 @@ from memkit._units import parse_bytes
 from memkit.planning.scaling.fit import fit_points
 from memkit.planning.scaling.law import Law
 from memkit.planning.scaling.points import Mode, ScalingPoint, Status
-from memkit.planning.scaling.profile import check_request, profile_scaling
+from memkit.planning.scaling.profile import checked_sizes, profile_scaling
 from memkit.planning.scaling.result import ScalingResult
 from memkit.planning.scaling.traces import BuildStep, forward_alone, takes_mode
 
@@ -57,7 +57,7 @@ def measure_scaling(
         memory_limit: What each process may take on the device beyond what it has after a step of the smallest size,
             such as ``"4GiB"``: a real limit, of the kernel's on the CPU, of the allocator's on CUDA. None: none. Where
             there is no such limit (other systems, other devices), each point is an error that says so.
-        known: Points of an earlier, interrupted run: those that are ``"ok"`` are not measured again.
+        known: Points of an earlier, interrupted run: those that are ``"ok"`` and were measured are not measured again.
         on_point: Called with each point as it is there.
 
     Returns:
@@ -78,36 +78,41 @@ def measure_scaling(
         >>> result.peaks("train")[10_000] == result.law["train"].predict(10_000)  # doctest: +SKIP
         True
     """
-    check_request(f"measure_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
+    ascending = checked_sizes(f"measure_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
     _check_sendable(build_step)
     where = str(resolve_device(device))
     limit_bytes = None if memory_limit is None else parse_bytes(memory_limit, name="memory_limit")
-    there = {(point.mode, point.size): point for point in known if point.status == "ok"}
+    there = {(each.mode, each.size): each for each in known if each.status == "ok" and each.source == "measured"}
     points = []
     for mode in modes:
         is_full = False
-        for size in sorted(set(sizes)):
+        for size in ascending:
             if is_full:
                 point = ScalingPoint(size, mode, "skipped", None, "", "measured")
             else:
-                order = _Order(build_step, size, mode, where, limit_bytes, min(sizes))
+                order = _Order(build_step, size, mode, where, limit_bytes, ascending[0])
                 point = there.get((mode, size)) or _in_own_process(order)
             is_full = is_full or point.status == "oom"
             points.append(point)
             on_point(point)
     measured = ScalingResult(tuple(points), {})
-    laws = {mode: law for mode in modes if (law := _law(build_step, measured, mode)) is not None}
-    return ScalingResult(measured.points, laws)
+    laws: dict[Mode, Law] = {}
+    guesses: dict[str, None] = {}
+    for mode in modes:
+        by_mode = _laws(build_step, measured, mode)
+        laws |= by_mode.law
+        guesses |= dict.fromkeys(by_mode.guesses)
+    return ScalingResult(measured.points, laws, tuple(guesses))
 
 
-def _law(build_step: BuildStep, measured: ScalingResult, mode: Mode) -> Law | None:
-    """The law of a mode: traced, or else through the measured peaks; None where there is not even one."""
+def _laws(build_step: BuildStep, measured: ScalingResult, mode: Mode) -> ScalingResult:
+    """The law of a mode: traced, or else through the measured peaks; none where there is not even one."""
     sizes = [point.size for point in measured.points if point.mode == mode and point.status in ("ok", "oom")]
     peaks = measured.peaks(mode)
     try:
-        return profile_scaling(build_step, sizes, [mode]).law[mode]
+        return profile_scaling(build_step, sizes, [mode])
     except Exception:  # noqa: BLE001 - whatever the step raises where there is no data; with data it ran
-        return fit_points(list(peaks), list(peaks.values())) if peaks else None
+        return ScalingResult((), {mode: fit_points(list(peaks), list(peaks.values()))} if peaks else {})
 
 
 def _check_sendable(build_step: BuildStep) -> None:

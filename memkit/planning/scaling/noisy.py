@@ -7,13 +7,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, NamedTuple, SupportsIndex, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from memkit._errors import InputError
-from memkit.planning.gpus import capacity_bytes
+from memkit.planning.gpus import CapacityLike, capacity_bytes
 from memkit.planning.scaling.law import FARTHEST, Tier, checked_size, too_far
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -127,7 +127,7 @@ class NoisyLaw:
         lowest, highest = (curves - margins)[mask].min(), (curves + margins)[mask].max()
         return max(0, math.floor(lowest)), math.ceil(highest)
 
-    def max_n(self, budget: SupportsIndex | str) -> int | None:
+    def max_n(self, budget: CapacityLike) -> int | None:
         """The largest size whose predicted peak fits, up to four times the largest known size."""
         call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
         self._check(self.sizes[0], call)

@@ -83,7 +83,13 @@ class MemoryTestResult:
                 for mode, law in curve.result.law.items()
             ],
             "points": self.rows(),
+            "guesses": list(self.guesses),
         }
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What the laws' traces answered without data, each once."""
+        return tuple(dict.fromkeys(guess for curve in self.curves for guess in curve.result.guesses))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each point: the columns of the CSV file."""
@@ -112,8 +118,8 @@ class MemoryTestResult:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows, figure = self.rows(), self.figure()
-        table = io.StringIO(newline="")
-        writer = csv.DictWriter(table, fieldnames=list(rows[0]))
+        table = io.StringIO()
+        writer = csv.DictWriter(table, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         texts = {
@@ -133,6 +139,8 @@ class MemoryTestResult:
     def explain(self) -> str:
         """A summary for people: laws, ratios, theory against actual, and what fits which cards."""
         parts = [[f"{_TITLES[self.analysis]}. {self.how}"], self._laws(), self._advice()]
+        if self.guesses:
+            parts.append(["Answered without data:", *self.guesses])
         return "\n\n".join("\n".join(part) for part in parts)
 
     @property

@@ -24,7 +24,7 @@ class ScalingPoint:
             means "not recorded".
         source: ``"fake"`` (a dry run without data) or ``"measured"``.
         requested_bytes: Size of the request that could not be met, where memory ran out.
-        seconds: How long a measured step took.
+        seconds: How long a measured step took on a CPU; None of a dry run, and on accelerators.
 
     Example:
         >>> import memkit as mk

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, partial
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._errors import ConfigError
 from memkit.planning.scaling.deterministic import DeterministicLaw
-from memkit.planning.scaling.law import Law
+from memkit.planning.scaling.law import Law, checked_size
 from memkit.planning.scaling.points import Mode, ScalingPoint
 from memkit.planning.scaling.result import ScalingResult
 from memkit.planning.scaling.structural import structural_law
@@ -35,13 +35,14 @@ def profile_scaling(
             arguments that runs one step of training. For inference the same function runs without a graph, and
             `Tensor.backward` does nothing. To decide yourself, give it a parameter named ``mode``:
             ``build_step(n, mode)`` returns the step of that mode, and then inference still runs without a graph.
-        sizes: One or more distinct sizes of 1 or more. The law is traced at the first multiples of the smallest and
-            compared at all others.
+        sizes: One or more distinct sizes of 1 or more, as a list or a NumPy array. The law is traced at the first
+            multiples of the smallest and compared at all others.
         modes: ``"train"``, ``"inference"``, or both.
         selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
 
     Returns:
-        A point per size and mode, and ``result.law[mode]`` with `predict`, `max_n`, `peak_where` and `breakpoints`.
+        A point per size and mode, and ``result.law[mode]`` with `predict`, `max_n`, `peak_where` and `breakpoints`;
+        ``result.guesses`` says what was answered without data.
 
     Raises:
         ConfigError: No sizes or modes, or unknown modes.
@@ -67,17 +68,18 @@ def profile_scaling(
         >>> law.tier, law.order, law.predict(100_000_000), law.max_n("24GiB")
         ('structural', 1, 83200014120, 30973304)
     """
-    check_request(f"profile_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
-    ascending = sorted(set(sizes))
+    ascending = checked_sizes(f"profile_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
     points: list[ScalingPoint] = []
     laws: dict[Mode, Law] = {}
+    guesses: dict[str, None] = {}
     for mode in dict.fromkeys(modes):
         trace = cache(partial(trace_step, build_step, mode=mode, selected_fraction=selected_fraction))
         traces = [trace(size) for size in ascending]
         law = structural_law(trace, ascending)
         laws[mode] = _through(traces, law) if isinstance(law, str) else law
         points += [each.point() for each in traces]
-    return ScalingResult(tuple(points), laws)
+        guesses |= dict.fromkeys(guess for each in traces for guess in each.guesses)
+    return ScalingResult(tuple(points), laws, tuple(guesses))
 
 
 def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
@@ -89,8 +91,8 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
     )
 
 
-def check_request(call: str, sizes: Sequence[int], modes: Sequence[Mode]) -> None:
-    """Raise where sizes or modes are none; ``call`` is what the user wrote."""
+def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[Mode]) -> list[int]:
+    """The distinct sizes, ascending; raises where sizes or modes are none. ``call`` is what the user wrote."""
     if not len(sizes) or not modes or not set(modes) <= {"train", "inference"}:
         raise ConfigError(
             call,
@@ -98,9 +100,4 @@ def check_request(call: str, sizes: Sequence[int], modes: Sequence[Mode]) -> Non
             expected="one size or more, and modes among 'train' and 'inference'",
             fix="write for example sizes=[1000, 10_000], modes=('train',).",
         )
-    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-        raise InputTypeError(
-            call, got="a size that is no int", expected="whole numbers", fix="convert them with int(...)."
-        )
-    if min(sizes) < 1:
-        raise InputError(call, got=f"{min(sizes)}", expected="sizes of 1 or more", fix="leave the others out.")
+    return sorted({checked_size(size, call) for size in sizes})

@@ -29,6 +29,8 @@ class ScalingResult:
     Attributes:
         points: By mode and size.
         law: The law of each mode that has one.
+        guesses: Each ``"operator at line"`` that the laws were traced with an answer without data to: 1 for a number,
+            False for a truth value, a share of a mask.
 
     Example:
         >>> import torch
@@ -43,6 +45,7 @@ class ScalingResult:
 
     points: tuple[ScalingPoint, ...]
     law: Mapping[Mode, Law]
+    guesses: tuple[str, ...] = ()
 
     def peaks(self, mode: Mode) -> dict[int, int]:
         """Peak in bytes by size, of the points that have one."""
@@ -78,7 +81,14 @@ class ScalingResult:
             ratio = self.ratio(size)
             cells = "".join(self._cell(mode, size).rjust(14) for mode in modes)
             lines.append(f"{size:12}{cells}" + ("-" if ratio is None else f"{ratio:.2f}").rjust(20))
+        if self.guesses:
+            lines += ["", "answered without data", *(f"  {guess}" for guess in self.guesses)]
         return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return points, laws and guesses as plain types, ready for JSON; None is what is not known."""
+        laws = {mode: self._describe(mode, law) for mode, law in self.law.items()}
+        return {"points": [asdict(point) for point in self.points], "law": laws, "guesses": list(self.guesses)}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per point; empty fields are what is not known. Atomic.
@@ -93,14 +103,12 @@ class ScalingResult:
         write_text(path, text.getvalue())
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write points and laws as one JSON object; null is what is not known. Atomic.
+        """Write `as_dict` as one JSON object; null is what is not known. Atomic.
 
         Raises:
             OSError: The file cannot be written.
         """
-        laws = {mode: self._describe(mode, law) for mode, law in self.law.items()}
-        content = {"points": [asdict(point) for point in self.points], "law": laws}
-        write_text(path, json.dumps(content, indent=2) + "\n")
+        write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> str:
         """Draw points and laws on logarithmic axes.

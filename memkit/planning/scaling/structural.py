@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, SupportsIndex
+from typing import ClassVar
 
 import numpy as np
 
 from memkit._errors import InputError
 from memkit._recording import IntArray
-from memkit.planning.gpus import capacity_bytes
+from memkit.planning.gpus import CapacityLike, capacity_bytes
 from memkit.planning.scaling.law import Tier, checked_size
 from memkit.planning.scaling.polynomials import (
     Polynomial,
@@ -99,7 +99,7 @@ class StructuralLaw:
         """Module, operator, phase and source line of the peak at size ``n``."""
         return _at(self.stretches, self._grains(n, "peak_where")).where
 
-    def max_n(self, budget: SupportsIndex | str) -> int | None:
+    def max_n(self, budget: CapacityLike) -> int | None:
         """The largest size that fits, exact; 0 where size 1 does not, None where every size does."""
         most: Polynomial = (capacity_bytes(budget) * self.scale,)
         end: int | None = None

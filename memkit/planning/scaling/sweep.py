@@ -8,7 +8,8 @@ from functools import partial
 from typing import Literal, SupportsIndex, TypeAlias
 
 from memkit._device import resolve_device
-from memkit._errors import ConfigError, MemkitWarning
+from memkit._errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._units import parse_bytes
 from memkit.planning.scaling.config import MemoryTestConfig
 from memkit.planning.scaling.curves import Curve, capacities
 from memkit.planning.scaling.measured import measure_scaling
@@ -38,7 +39,7 @@ def run_memory_test(
         config: What to sweep over, and whether to predict or to measure; None for the defaults.
         analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edges' MLP alone, in all its settings.
         gpus: Names of cards to compare with; none: one of each class that the source speaks of.
-        memory_limit: Measured runs: as for `measure_scaling`.
+        memory_limit: Measured runs alone: as for `measure_scaling`.
         known: Measured points of an interrupted run, by the name of their curve: these are not measured again.
         on_point: Called with the curve's name and each point as it is there.
 
@@ -46,8 +47,10 @@ def run_memory_test(
         Curves with points and laws; `MemoryTestResult.write` makes the files, `MemoryTestResult.explain` the text.
 
     Raises:
-        ConfigError: Nothing is switched on, or ``analysis`` is another word.
-        InputError: A name in ``gpus`` is not that of one card.
+        ConfigError: Nothing is switched on, ``analysis`` is another word, or there is a ``memory_limit`` where the
+            config asks for a prediction.
+        InputError: A name in ``gpus`` is not that of one card, or ``memory_limit`` is no size.
+        InputTypeError: ``config`` is no `MemoryTestConfig`.
 
     Warns:
         MemkitWarning: A measured run was asked for on a device that is not here; the figures are predicted.
@@ -66,7 +69,14 @@ def run_memory_test(
         >>> encoder.name, encoder.result.law["train"].tier, encoder.result.peaks("train")[500_000] > 2**30
         ('encoder', 'structural', True)
     """
-    config = config or MemoryTestConfig()
+    config = MemoryTestConfig() if config is None else config
+    if not isinstance(config, MemoryTestConfig):
+        raise InputTypeError(
+            f"run_memory_test({config!r})",
+            got=f"a {type(config).__name__}",
+            expected="a MemoryTestConfig, or None for its defaults",
+            fix="pass run_memory_test(analysis='core') for the other analysis.",
+        )
     makers = {"full": full_cases, "core": core_cases}
     cases = makers[analysis](config) if analysis in makers else ()
     if not cases or not config.modes:
@@ -118,6 +128,15 @@ def _swept(
     known: Known | None,
     on_point: OnPoint,
 ) -> MemoryTestResult:
+    if memory_limit is not None:
+        parse_bytes(memory_limit, name="memory_limit")
+        if config.source == "fake":
+            raise ConfigError(
+                f"a memory test with memory_limit={memory_limit!r}",
+                got="a config with source='fake': no process runs that could be limited",
+                expected="a limit for measured runs alone",
+                fix="leave the limit out, or set source='measured'.",
+            )
     cards, device, curves = capacities(gpus), _device_of(config), []
     for name, case, build_step in steps:
         if device is None:

@@ -21,7 +21,7 @@ from memkit._errors import InputError, InputTypeError, MemkitError
 from memkit._recording import IntArray
 from memkit._whereabouts import Place
 from memkit.planning.dryrun import StepRecorder, as_by_itself
-from memkit.planning.fakes import DryMode
+from memkit.planning.fakes import CALL, DryMode
 from memkit.planning.scaling.points import Mode, ScalingPoint
 
 Step: TypeAlias = Callable[[], object]
@@ -103,7 +103,7 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
                 step()
             return trace.since(start, size, mode, tuple(fake.guesses))
     except MemkitError as error:
-        if error.call.startswith("estimate_memory_usage"):  # what it says is true of any dry run, but not who called
+        if error.call == CALL:  # here it is known who calls
             raise InputError(call, got=error.got, expected=error.expected, fix=error.fix) from error
         raise
     except RuntimeError as error:

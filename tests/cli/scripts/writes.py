@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-# What there was: kept/old.txt ("old\n"), kept/data.npy, kept/other.txt
+# What there was: kept/old.txt ("old\n"), kept/other.txt, runs/old/first.txt
 assert Path("kept/old.txt").read_text() == "old\n"
 with open("kept/old.txt", "a") as file:
     file.write("new\n")
@@ -49,6 +49,11 @@ assert np.fromfile("kept/map.bin", np.int32).tolist() == [7] * 4
 os.rename("kept/other.txt", "made/moved.txt")
 assert not os.path.exists("kept/other.txt")
 assert Path("made/moved.txt").read_text() == "other\n"
+Path("runs/second.txt").write_text("second\n")
+os.rename("runs", "earlier")  # with what was there before
+assert not os.path.exists("runs")
+assert sorted(os.listdir("earlier")) == ["old", "second.txt"]
+assert Path("earlier/old/first.txt").read_text() == "first\n"
 os.remove("kept/old.txt")
 assert sorted(os.listdir("kept")) == ["data.npy", "map.bin"]
 assert not Path("kept/old.txt").exists()

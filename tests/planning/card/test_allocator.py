@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._oom import is_out_of_memory
 from memkit._units import GIB, MIB
 from memkit.planning.card import allocator
@@ -233,6 +233,12 @@ def test_wrong_calls():
         gpu.complete_free(gpu.allocate(1))
     with pytest.raises(InputError, match="num_bytes=0"):
         gpu.allocate(0)
+    assert gpu.allocate("3MiB").requested_bytes == 3 * MIB
+    with pytest.raises(InputTypeError, match=r"num_bytes=1\.5"):
+        gpu.allocate(1.5)
+    assert CachingAllocator("1GiB", settings="expandable_segments:True").settings.expandable_segments
+    with pytest.raises(ConfigError, match="an AllocatorSettings, text, or None"):
+        CachingAllocator("1GiB", settings={"expandable_segments": True})
     with pytest.raises(ConfigError, match="other_bytes"):
         CachingAllocator("1GiB", other_bytes="2GiB")
     with pytest.raises(InputError, match="capacity_bytes"):

@@ -127,3 +127,22 @@ def test_a_wrong_option_is_named(text, named):
 )
 def test_rounding(text, requested, size):
     assert parse(text).round_up(requested) == size
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"expandable_segments": "False"},
+        {"large_segment_bytes": 0},
+        {"max_split_bytes": MIB},
+        {"max_split_bytes": 64.5 * MIB},
+        {"large_segment_bytes": 40 * MIB},  # what it is compared with is smaller: max_non_split_rounding_bytes
+        {"garbage_collection_threshold": 1},
+        {"memory_fraction": 90},
+        {"roundup_power2_divisions": (4,)},
+        {"roundup_power2_divisions": (3,) * 16},
+    ],
+)
+def test_the_constructor_refuses_what_the_text_may_not_say(settings):
+    with pytest.raises(ConfigError, match=r"AllocatorSettings\(\.\.\.\): got"):
+        AllocatorSettings(**settings)

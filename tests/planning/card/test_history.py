@@ -48,6 +48,23 @@ def test_the_snapshot_has_the_form_of_real_ones_and_torchs_viewer_opens_it(run):
         assert "snapshot.pickle" in plot(data)
 
 
+def test_a_block_is_given_back_on_its_own_stream():
+    with VirtualGPU("RTX 4090") as gpu:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            beside = torch.ones(1000, device="cuda")
+        address = beside.untyped_storage()
+        torch.ones(1000, device="cuda")
+        del address, beside
+        snapshot = torch.cuda.memory._snapshot()
+    (first, *_, requested, completed) = [
+        each for each in snapshot["device_traces"][0] if "segment" not in each["action"]
+    ]
+    assert [each["action"] for each in (first, requested, completed)] == ["alloc", "free_requested", "free_completed"]
+    assert first["stream"] == requested["stream"] == completed["stream"] == side.cuda_stream
+    assert gpu.allocated_bytes == 0
+
+
 def test_torchs_own_call_inside_the_block_writes_the_same(run):
     _, folder, _ = run
     assert load(folder / "inside.pickle") == load(folder / "before.pickle")

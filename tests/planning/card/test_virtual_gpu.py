@@ -10,8 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._device import allocator_counters
+from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._oom import is_out_of_memory, recover_from_oom
+from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.predict import estimate_memory_usage
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -165,6 +167,18 @@ def test_allocated_bytes_are_rounded_storages_and_workspaces(card):
     assert card.timeline.max() == card.peak_bytes
     torch.cuda.reset_peak_memory_stats()
     assert card.peak_bytes == card.allocated_bytes
+
+
+def test_the_counters_that_scripts_read(card):
+    half, other = (torch.empty(12 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2))
+    blocks = [torch.empty(3 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    del half, other, blocks[1]
+    stats = torch.cuda.memory_stats()
+    assert stats["active_bytes.all.current"] == torch.cuda.memory_allocated() == 9 * MIB
+    assert stats["active_bytes.all.peak"] == torch.cuda.max_memory_allocated() == 36 * MIB
+    # Of the segment of 20 MiB, two blocks of 3 MiB are free on one side, and what was never used on the other.
+    assert stats["inactive_split_bytes.all.current"] == 11 * MIB
+    assert allocator_counters(torch.device("cuda")).inactive_split_bytes == 11 * MIB
 
 
 def test_the_estimate_is_the_second_step(card):
@@ -348,9 +362,19 @@ def test_settings_of_the_allocator_count():
             del blocks, large
             return card.reserved_peak_bytes
 
-    assert reserved("expandable_segments:True") != reserved("")
+    expandable = "expandable_segments:True"
+    assert reserved(expandable) == reserved(AllocatorSettings.parse(expandable)) != reserved("")
     with pytest.raises(ConfigError):
         VirtualGPU("RTX 4090", allocator_settings="no_such_option:1")
+
+
+def test_wrong_arguments():
+    with pytest.raises(ConfigError, match="selected_fraction=50"):
+        VirtualGPU("RTX 4090", selected_fraction=50)
+    with pytest.raises(InputTypeError, match="the name of a card as text"):
+        VirtualGPU(None)
+    with pytest.raises(ConfigError, match="a dry run on 'Instinct MI300X': got a card of AMD"):
+        VirtualGPU("MI300X")
 
 
 # ---------------------------------------------------------------------------------------------- errors and ends

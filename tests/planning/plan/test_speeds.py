@@ -5,7 +5,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memkit.planning.gpus import all_gpus, find_gpu
-from memkit.planning.plan.operations import StepTrace
+from memkit.planning.plan.operations import StepTimes
 from memkit.planning.plan.speeds import Speeds, card_speeds, host_speeds
 
 SPEEDS = Speeds({torch.float32: 1e9, torch.bfloat16: 4e9}, 1e8, 1e7, 1e-6, 0.0, "made up")
@@ -46,7 +46,7 @@ def test_this_machines_speeds_are_of_a_cpu():
 
 def test_a_trace_adds_up_products_parts_and_blocks():
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 4, bias=False))
-    trace = StepTrace(SPEEDS, {model[1]: "second"}, frozenset({torch.ops.aten.mm.default}))
+    trace = StepTimes(SPEEDS, {model[1]: "second"}, frozenset({torch.ops.aten.mm.default}))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         x = mode.from_tensor(torch.ones(8, 16))
         with trace:

@@ -63,6 +63,18 @@ def test_what_bends_downwards_is_not_drawn_on():
     assert law.max_n(999) == 0
 
 
+@pytest.mark.parametrize(
+    ("peaks", "bounds"),
+    [
+        ([100, 180, 200], (140, 170)),  # downwards: the line on from the right lies above the one between
+        ([100, 180, 400], (70, 140)),  # upwards: below
+        ([100, 200, 300], (150, 150)),
+    ],
+)
+def test_the_lower_bound_comes_first_whichever_way_the_peaks_bend(peaks, bounds):
+    assert fit_points([100, 200, 300], peaks).interval(150) == bounds
+
+
 def test_one_point_is_known_only_there():
     law = fit_points([100], [1000])
     assert (law.predict(100), law.interval(100), law.held_out_error) == (1000, (1000, 1000), None)
@@ -81,6 +93,9 @@ def test_what_is_no_table_is_refused(sizes, peaks):
 def test_numpy_numbers_do_not_overflow():
     sizes, peaks = np.array([1, 2**40, 2**41]), np.array([1, 2**40, 2**41])
     assert fit_points(sizes, peaks).predict(2**43) == 2**43
+    law = fit_points([1, 2**62], [1, 2**62])
+    assert law.predict(np.int64(2**62 - 1)) == 2**62 - 1
+    assert type(law.interval(np.int64(3))[0]) is int
 
 
 @pytest.mark.parametrize(

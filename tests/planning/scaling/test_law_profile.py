@@ -169,12 +169,40 @@ def test_a_step_that_cannot_do_without_gradients():
         ([100], ("training",), mk.ConfigError),
         ([100.0], ("train",), mk.InputTypeError),
         ([0], ("train",), mk.InputError),
-        (np.array([100, 200]), ("train",), mk.InputTypeError),
+        (np.array([100.0, 200.0]), ("train",), mk.InputTypeError),
     ],
 )
 def test_what_is_refused(sizes, modes, error):
     with pytest.raises(error, match=r"profile_scaling\(build_step, sizes=.* got .* expected .* Way out: "):
         profile_scaling(build_step, sizes, modes)
+
+
+def test_sizes_as_numpy_has_them(result):
+    again = profile_scaling(build_step, np.array([point.size for point in result.points]))
+    assert again == result
+    assert result.law["train"].predict(np.int64(8000)) == result.law["train"].predict(8000)
+
+
+def test_what_was_answered_without_data_is_said(result):
+    def stops(n):
+        x, weight = torch.randn(n, 4), torch.randn(4, requires_grad=True)
+
+        def step():
+            loss = (x @ weight).square().mean()
+            loss.backward()
+            return loss.item()
+
+        return step
+
+    guessed = profile_scaling(stops, sizes=[100])
+    (guess,) = guessed.guesses
+    assert "test_law_profile.py" in guess
+    assert guessed.explain().endswith(f"answered without data\n  {guess}")
+    assert guessed.as_dict()["guesses"] == [guess]
+    assert result.guesses == ()
+    assert "answered" not in result.explain()
+    with pytest.raises(mk.ConfigError, match="selected_fraction=50"):
+        profile_scaling(stops, sizes=[100], selected_fraction=50)
 
 
 def test_a_build_step_that_returns_no_step():
@@ -201,6 +229,7 @@ def test_tables(result, tmp_path):
     assert rows[0]["requested_bytes"] == ""  # not known, not zero
     result.to_json(tmp_path / "points.json")
     read = json.loads((tmp_path / "points.json").read_text())
+    assert read == result.as_dict()
     assert [ScalingPoint(**row) for row in read["points"]] == list(result.points)
     assert read["law"]["train"]["order"] == 1
     assert read["law"]["train"]["scaling_factor"] == result.scaling_factor("train")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 import pytest
 import torch
 
-from memkit._errors import ConfigError, InputError, MemkitWarning
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
 from memkit.planning.gpus import all_gpus
 from memkit.planning.scaling.config import MemoryTestConfig
 from memkit.planning.scaling.curves import capacities
@@ -192,6 +192,7 @@ def test_without_matplotlib_all_but_the_png_is_written(core, tmp_path, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     paths = core.write(tmp_path)
     assert [path.suffix for path in paths] == [".csv", ".json", ".svg"]
+    assert b"\r" not in (tmp_path / "edge_memory_results.csv").read_bytes()  # as the other tables end their lines
     with (tmp_path / "edge_memory_results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2 * 2
@@ -234,3 +235,16 @@ def test_a_device_that_is_not_there_is_predicted_for_and_said():
 def test_nothing_to_do_is_an_error(changes, analysis):
     with pytest.raises(ConfigError, match="switched on"):
         run_memory_test(SMALL.replace(**changes), analysis)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (["core"], {}, InputTypeError, r"analysis='core'"),
+        ([SMALL], {"memory_limit": "junk"}, InputError, "memory_limit='junk'"),
+        ([SMALL], {"memory_limit": "1GiB"}, ConfigError, "a limit for measured runs alone"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        run_memory_test(*arguments, **options)

@@ -96,6 +96,7 @@ def test_known_points_are_not_measured_again(monkeypatch):
 
     monkeypatch.setattr(measured, "_in_own_process", measure)
     known = [ScalingPoint(10, "train", "ok", 5, "", "measured"), ScalingPoint(20, "train", "oom", None, "", "measured")]
+    known.append(ScalingPoint(20, "train", "ok", 7, "", "fake"))  # a prediction is no measurement
     result = measure_scaling(CASE.build_step, [30, 20, 10], ["train"], device="cpu", known=known)
     assert asked == [20]  # what ran out of memory is tried again: the machine may have more now
     assert [point.status for point in result.points] == ["ok", "oom", "skipped"]

@@ -1,0 +1,105 @@
+"""What `SplitLoss` asks of its model and of a loss before it takes a gradient in parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
+
+CALL = "SplitLoss"
+CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
+
+
+def list_modules(model: object) -> list[nn.Module]:
+    """List the modules that were passed, one or several."""
+    modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if modules and all(isinstance(each, nn.Module) for each in modules):
+        return modules
+    raise InputTypeError(
+        f"{CALL}(model)",
+        got=f"a {type(model).__name__}" + (f" of {[type(each).__name__ for each in modules]}" if modules else ""),
+        expected="a torch.nn.Module, or a list of one or more",
+        fix="pass the module whose parameters train, not its parameters or a function.",
+    )
+
+
+def list_trained(model: nn.Module) -> list[nn.Parameter]:
+    """List the parameters that train now: they may be frozen between two batches."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained:
+        return trained
+    raise InputError(
+        CALL_LOSS,
+        got="a model of which no parameter requires a gradient",
+        expected="a parameter to train",
+        fix="unfreeze what trains, or pass the module that holds it; run without training under torch.no_grad().",
+    )
+
+
+def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
+    """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
+    is_compiled = "_orig_mod" in model._modules  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
+    replica = model.get_submodule("_orig_mod") if is_compiled else model
+    if not isinstance(replica, nn.parallel.DistributedDataParallel):
+        return model, None
+    if is_compiled:
+        warnings.warn(
+            f"{CALL}: torch.compile around DistributedDataParallel has no effect here: the parts run the module "
+            "within. Compile first, then wrap.",
+            MemkitWarning,
+            stacklevel=4,
+        )
+    return replica.module, replica
+
+
+def check_ranks(model: nn.Module) -> None:
+    """Refuse what exchanges something between ranks inside a forward: the parts of one rank are not another's."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    is_sharded = "FullyShardedDataParallel" in kinds or any(hasattr(each, "to_local") for each in model.parameters())
+    if not is_sharded and "DistributedDataParallel" not in kinds:
+        return
+    raise ConfigError(
+        f"{CALL}(model)",
+        got="parameters that are sharded over ranks" if is_sharded else "DistributedDataParallel around a part of it",
+        expected="a whole model, or one in DistributedDataParallel",
+        fix="use MemoryEfficientTrainingWrapper, whose ranks split fully_shard models in step."
+        if is_sharded
+        else "wrap the whole model, or pass several wrapped ones: SplitLoss([encoder, head]).",
+    )
+
+
+def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict[int, str]) -> None:
+    """Refuse what would lose a gradient: of what is not the model's, or by a checkpoint that must not be stopped."""
+    if has_reentrant_checkpoint(loss):
+        raise InputError(
+            CALL_LOSS,
+            got="a loss through checkpoint(use_reentrant=True), which only backward() can go through",
+            expected="a graph that torch.autograd.grad can go through",
+            fix="pass use_reentrant=False to the checkpoint; a trainer has a setting for it, such as "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}.",
+        )
+    known = set(map(id, parameters))
+    for node in graph_nodes(loss):
+        leaf = getattr(node, "variable", None)
+        if leaf is None or id(leaf) in known:
+            continue
+        if isinstance(leaf, nn.Parameter):
+            raise InputError(
+                CALL_LOSS,
+                got=f"a loss that trains a parameter of shape {tuple(leaf.shape)} which is not the model's",
+                expected="a loss over the parameters of the model",
+                fix="pass all modules that are trained: SplitLoss([model, criterion]).",
+            )
+        if id(leaf) in leaves:
+            raise InputError(
+                CALL_LOSS,
+                got=f"{leaves[id(leaf)]}, of shape {tuple(leaf.shape)}, that requires a gradient",
+                expected="gradients of the model's parameters only: this one would silently get none",
+                fix="make it an nn.Parameter of a module that you pass, if it trains; else detach() it; where loss_fn "
+                "itself asks for its gradient, let it call requires_grad_().",
+            )
