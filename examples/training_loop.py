@@ -61,7 +61,7 @@ def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk
             os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does before it takes the machine
         return loss_fn(model, batch)
 
-    with mk.TrainingStateManager(folder, keep=2, mode="max") as state:
+    with mk.TrainingStateManager(folder, keep=2) as state:
         loop = mk.MemoryEfficientTrainLoop(
             trainer,
             train_loader,

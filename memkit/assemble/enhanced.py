@@ -298,13 +298,9 @@ def _check_saving(
     for name, each in objects.items():
         if name in _OWN_NAMES or parts.get(name, each) is not each:
             _refuse(f"objects={{{name!r}: ...}}", "names that the loop does not use itself", f"rename {name!r}.")
-    mode = getattr(state, "mode", None)
-    if monitor is not None and mode not in {None, monitor.mode}:
-        _refuse(
-            f"a monitor of mode {monitor.mode!r} and a state manager of mode {mode!r}",
-            "one mode, for one figure",
-            f"pass TrainingStateManager(..., mode={monitor.mode!r}).",
-        )
+    use_mode = getattr(state, "use_mode", None)
+    if monitor is not None and use_mode is not None:
+        use_mode(monitor.mode)
 
 
 def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:

@@ -94,7 +94,7 @@ class MemoryEfficientTrainLoop:
         validate_every: Steps; None validates at the end of each epoch.
         monitor: Early stopping, by its ``metric``.
         state: A `TrainingStateManager`, or what has its ``save`` and ``restore``. Model, optimisers, wrapper,
-            scheduler, average, monitor, and the place in the data are saved. Its ``mode`` must be the monitor's.
+            scheduler, average, monitor, and the place in the data are saved.
         save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. A state of a step that
             was validated has the monitor's figure as its metric; where both fall due the validation comes first.
         report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of
@@ -150,14 +150,9 @@ class MemoryEfficientTrainLoop:
                 expected="something to validate on",
                 fix="pass val_loader=...",
             )
-        kept = getattr(state, "mode", None)
-        if monitor is not None and kept in {"min", "max"} - {monitor.mode}:
-            raise ConfigError(
-                f"{_CALL}(monitor=..., state=...)",
-                got=f"ValidationMonitor(mode={monitor.mode!r}) and {type(state).__name__}(mode={kept!r})",
-                expected="one idea of the best: the state manager would keep the worst state",
-                fix=f"pass mode={monitor.mode!r} to both.",
-            )
+        use_mode = getattr(state, "use_mode", None)
+        if monitor is not None and use_mode is not None:
+            use_mode(monitor.mode)
         self.trainer = trainer
         self.num_steps = 0
         self._device = device_of(trainer.model)

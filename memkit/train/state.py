@@ -61,7 +61,8 @@ class TrainingStateManager(Closing):
     Args:
         directory: Where the states are; made when the first one is saved. One training uses it at a time.
         keep: How many of the newest states stay. The one with the best metric stays as well.
-        mode: Whether the best metric is the least (``"min"``) or the greatest (``"max"``).
+        mode: Whether the best metric is the least (``"min"``) or the greatest (``"max"``). None: as the monitor of the
+            loop says that saves here, else the least.
         background: Write in a thread: `save` copies the state into host memory and returns. It first waits for the
             state before, so there is one copy and one writer. An error comes out of the next call.
 
@@ -85,10 +86,10 @@ class TrainingStateManager(Closing):
         directory: str | os.PathLike[str],
         keep: int = 3,
         *,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         background: bool = False,
     ) -> None:
-        if keep < 1 or mode not in {"min", "max"}:
+        if keep < 1 or mode not in {None, "min", "max"}:
             raise ConfigError(
                 f"TrainingStateManager(directory, keep={keep!r}, mode={mode!r})",
                 got=f"keep={keep!r}, mode={mode!r}",
@@ -271,13 +272,28 @@ class TrainingStateManager(Closing):
         best = self._find_best(states)
         remove_states(state for state in states[self._keep :] if state != best)
 
+    def use_mode(self, mode: Literal["min", "max"]) -> None:
+        """Let a monitor say which metric is the best, where ``mode`` was left out.
+
+        Raises:
+            ConfigError: Another one was chosen: the worst state would be kept.
+        """
+        if self.mode not in {None, mode}:
+            raise ConfigError(
+                f"TrainingStateManager(mode={self.mode!r})",
+                got=f"a monitor with mode={mode!r}",
+                expected="one idea of the best metric",
+                fix="leave mode out here, and the monitor's counts.",
+            )
+        self.mode = mode
+
     def _find_best(self, states: list[SavedState]) -> SavedState | None:
         metrics = {}
         for state in reversed(states):  # of equal ones the first that was saved
             with contextlib.suppress(OSError, ValueError):
                 metrics[state] = state.read_manifest()["metric"]
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
-        sign = 1 if self.mode == "min" else -1
+        sign = -1 if self.mode == "max" else 1
         return min(known, key=lambda state: sign * known[state], default=None)
 
     def _choose(self, which: str | int) -> list[SavedState]:

@@ -231,7 +231,7 @@ def test_our_own_loop_and_its_validation(tmp_path):
     images, classes = digits(50)
     assert loop.num_steps == 26
     assert loop.figures["loss"] == pytest.approx(F.cross_entropy(model(images), classes).item(), rel=1e-6)
-    with TrainingStateManager(tmp_path, mode="max") as state:
+    with TrainingStateManager(tmp_path) as state:
         own, _ = make()
         monitor = ValidationMonitor(patience=1, mode="max")  # a loss that falls is never better
         stopped = create_enhanced_train_loop(
@@ -341,10 +341,6 @@ def test_a_validation_that_does_not_fit_is_cut():
     assert loop.figures["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-class Highest:
-    mode = "max"
-
-
 class Slotted:
     __slots__ = ("model",)
 
@@ -369,9 +365,13 @@ class Slotted:
         (TrainLoop(1), {"objects": {"early_stopping": None}}, mk.ConfigError, "rename 'early_stopping'"),
         (
             TrainLoop(1),
-            {"val_dataloader": VALIDATION, "monitor": ValidationMonitor(), "state": Highest()},
+            {
+                "val_dataloader": VALIDATION,
+                "monitor": ValidationMonitor(),
+                "state": TrainingStateManager("none", mode="max"),
+            },
             mk.ConfigError,
-            "one mode, for one figure",
+            "one idea of the best metric",
         ),
         (TrainLoop(1), {"monitor": ValidationMonitor()}, mk.ConfigError, "pass val_dataloader"),
         (TrainLoop(1), {"val_dataloader": iter(VALIDATION)}, mk.ConfigError, "an iterator as val_dataloader"),

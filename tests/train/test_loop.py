@@ -341,8 +341,9 @@ def test_settings_are_checked(tmp_path):
         make(monitor=ValidationMonitor())
     with pytest.raises(mk.ConfigError, match=r"report_every=0.*from 1"):
         make(report_every=0)
-    with pytest.raises(mk.ConfigError, match=r"ValidationMonitor\(mode='max'\) and TrainingStateManager\(mode='min'\)"):
-        make(val_loader=loader_of(16), monitor=ValidationMonitor(mode="max"), state=TrainingStateManager(tmp_path))
+    state, monitor = TrainingStateManager(tmp_path, mode="min"), ValidationMonitor(mode="max")
+    with pytest.raises(mk.ConfigError, match=r"TrainingStateManager\(mode='min'\): got a monitor with mode='max'"):
+        make(val_loader=loader_of(16), monitor=monitor, state=state)
     loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou"))
     with pytest.raises(ValueError, match=r"a validation of loss; expected one with 'iou'"):
         loop.run()
@@ -368,7 +369,7 @@ def test_an_iterator_is_not_taken_for_many_epochs():
 )
 def test_a_state_has_the_figure_of_its_own_step(every, expected, tmp_path):
     """So that the best one can be restored. The figure of step 5 is the best; 5 steps an epoch."""
-    with TrainingStateManager(tmp_path, keep=10, mode="max") as manager:
+    with TrainingStateManager(tmp_path, keep=10) as manager:  # the mode is the monitor's
         loop, _ = make(
             loader_of(80),
             val_loader=[torch.zeros(1)],
