@@ -31,14 +31,24 @@ def write_result(case: str, figures: dict[str, Any], *, peers: tuple[str, ...] =
 
 
 def environment(peers: tuple[str, ...]) -> dict[str, Any]:
-    command = ["git", "describe", "--always", "--dirty"]
-    commit = subprocess.run(command, check=False, capture_output=True, text=True, cwd=FOLDER)
     return {
-        "commit": commit.stdout.strip() or None,
+        "commit": _commit(),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "versions": {"memkit": memkit.__version__} | {name: _version(name) for name in ("torch", "numpy", *peers)},
     }
+
+
+def _commit() -> str | None:
+    """The commit, "-dirty" where files differ from it; result files do not count: a run writes them."""
+    commit = _git("describe", "--always")
+    changed = _git("status", "--porcelain", "--", ":/", f":(exclude){FOLDER}")
+    return f"{commit}-dirty" if commit and changed else commit or None
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], check=False, capture_output=True, text=True, cwd=FOLDER)
+    return done.stdout.strip()
 
 
 def _version(package: str) -> str | None:

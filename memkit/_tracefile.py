@@ -69,6 +69,8 @@ def load_trace(data: bytes) -> dict[str, Any]:
     """
     try:
         trace = json.loads(data)
+        if b"\\ud" in data or b"\\uD" in data:  # half of a surrogate pair alone has no place in UTF-8: "?" for it
+            trace = json.loads(json.dumps(trace, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         refuse(f"no JSON ({short(str(error))})", "a whole trace")
     records = trace.get("traceEvents") if isinstance(trace, dict) else None

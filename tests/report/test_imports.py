@@ -276,7 +276,11 @@ def test_what_is_exported_comes_back_equal(tmp_path, suffix, make):
         assert again.headers == log.headers or make is first_log
 
 
-@pytest.mark.parametrize("data", [pickle.dumps(snapshot()), json.dumps(profile_of_a_card()).encode()])
+PROFILE = json.dumps(profile_of_a_card()).encode()
+HALF = json.dumps(profile_of_a_card()).replace('"Tesla', '"\\ud83d\\ude00 \\ud800 Tesla').encode()  # of a surrogate pair
+
+
+@pytest.mark.parametrize("data", [pickle.dumps(snapshot()), PROFILE, HALF])
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_an_imported_file_comes_back_with_every_value(tmp_path, data, suffix):
     (tmp_path / "log").write_bytes(data)
