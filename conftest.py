@@ -12,6 +12,7 @@ def set_aside(_: dict[str, Any]) -> None:
 
     For good: shown again, it would be looked at by each of the hundreds of collections that recoveries run.
     """
+    gc.collect()  # what is garbage now would never be found again
     gc.freeze()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,9 +78,11 @@ class CapturedTensors:
         node: Any = edge.node
         like = node.variable if _is_leaf(node) else node._input_metadata[edge.output]  # noqa: SLF001 - no public form
         shape = f"of shape {tuple(like.shape)}"
-        for name, value in named_tensors(self._fn):
-            if value.requires_grad and get_gradient_edge(value)[:2] == tuple(edge):
-                return f"`{name}` {shape}"
+        for name, value in _named_values(self._fn):
+            own = value.named_parameters(name) if isinstance(value, nn.Module) else [(name, value)]
+            for path, tensor in own:
+                if isinstance(tensor, Tensor) and tensor.requires_grad and get_gradient_edge(tensor)[:2] == tuple(edge):
+                    return f"`{path}` {shape}"
         return f"a tensor {shape}"
 
 
@@ -92,19 +95,19 @@ def _age(node: Any) -> int:
 
 
 def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:
-    """Tensors from outside that a function's code names, those of its modules and of its own object among them."""
+    """Tensors from outside that a function's code names, those of its own object among them; none of modules."""
+    return ((name, value) for name, value in _named_values(fn) if isinstance(value, Tensor))
+
+
+def _named_values(fn: object) -> Iterator[tuple[str, object]]:
     if isinstance(fn, functools.partial):
-        yield from named_tensors(fn.func)
+        yield from _named_values(fn.func)
         for name, value in [*enumerate(fn.args), *fn.keywords.items()]:
-            yield from [(str(name), value)] if isinstance(value, Tensor) else named_tensors(value)
+            yield from [(str(name), value), *_named_values(value)]
     elif inspect.ismethod(fn):
-        own = getattr(fn.__self__, "__dict__", {})
-        yield from ((f"self.{name}", value) for name, value in own.items() if isinstance(value, Tensor))
-        yield from named_tensors(fn.__func__)
+        yield from ((f"self.{name}", value) for name, value in getattr(fn.__self__, "__dict__", {}).items())
+        yield from _named_values(fn.__func__)
     elif inspect.isfunction(fn):
-        variables = inspect.getclosurevars(fn)
-        for name, value in [*variables.nonlocals.items(), *variables.globals.items()]:
-            if isinstance(value, Tensor):
-                yield name, value
-            elif isinstance(value, nn.Module):
-                yield from ((f"{name}.{path}", parameter) for path, parameter in value.named_parameters())
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            variables = inspect.getclosurevars(fn)
+            yield from [*variables.nonlocals.items(), *variables.globals.items()]

@@ -6,7 +6,8 @@ import dataclasses
 import difflib
 import math
 import numbers
-from collections.abc import Collection, Mapping
+import operator
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, TypeVar
 
 from memkit._errors import ConfigError, MemkitError
@@ -44,15 +45,16 @@ class Checker:
         except OverflowError:
             found = math.nan
         if not (math.isfinite(found) and low <= found <= high):
-            ends = ", ".join(f"{word} {end:g}" for word, end in (("from", low), ("to", high)) if math.isfinite(end))
+            ends = " ".join(f"{word} {end:g}" for word, end in (("from", low), ("to", high)) if math.isfinite(end))
             raise self.refuse(name, value, f"a finite number {ends}".rstrip())
         return found
 
     def whole(self, name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
         """A whole number from ``low`` to ``high``."""
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not low <= int(value) <= high:
+        found = as_whole(value)
+        if found is None or not low <= found <= high:
             raise self.refuse(name, value, f"a whole number from {low} to {high}")
-        return int(value)
+        return found
 
     def flag(self, name: str, value: Any) -> bool:
         """A bool."""
@@ -71,6 +73,12 @@ class Checker:
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
             raise self.refuse(name, value, "a list" if length is None else f"a list of {length}")
         return tuple(value)
+
+    def series(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
+        """A list, or what gives its items in order as one does: an array, a range."""
+        is_series = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set, Mapping))
+        has_items = is_series and getattr(value, "ndim", 1) > 0
+        return self.items(name, tuple(value) if has_items else value, length)
 
     def triple(self, name: str, value: Any, low: float = -math.inf) -> tuple[float, float, float]:
         """Three numbers."""
@@ -103,3 +111,11 @@ class Checker:
             if is_needed and each.name not in value:
                 raise self.refuse(each.name, None, "a value, for it has no default")
         return cls(**value)
+
+
+def as_whole(value: Any) -> int | None:
+    """A whole number of any kind, such as NumPy's, as an int; None for what is none, a bool among them."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

@@ -87,9 +87,10 @@ def test_lines_are_counted_without_the_headers():
     assert count_lines(first + second) == (3, 2)
 
 
-def test_ten_projects_are_on_file_with_equal_curves_and_a_smaller_peak():
-    assert RESULTS.keys() <= PROJECTS.keys()
-    assert len(RESULTS) >= 10
+def test_all_projects_are_on_file_with_equal_curves_and_ten_with_a_smaller_peak():
+    assert RESULTS.keys() == PROJECTS.keys()
+    smaller = {name for name, entry in RESULTS.items() if entry["peak_bytes"]["memkit"] < entry["peak_bytes"]["plain"]}
+    assert len(smaller) >= 10
     for name, entry in RESULTS.items():
         project = PROJECTS[name]
         assert {key: entry[key] for key in describe(project)} == describe(project)
@@ -100,7 +101,7 @@ def test_ten_projects_are_on_file_with_equal_curves_and_a_smaller_peak():
         if project.control:
             difference = entry["control"]["state_difference"]  # None: not even alike
             assert difference is None or difference > 1000 * project.exactness, name
-        assert entry["peak_bytes"]["memkit"] < entry["peak_bytes"]["plain"], name
+        assert name in smaller or entry["failed"] != "nothing"  # what saved nothing says so on the page
         assert entry["time_ratio"] > 0
 
 

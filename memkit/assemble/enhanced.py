@@ -14,13 +14,15 @@ from torch import nn
 from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
 from memkit._settings import Checker
+from memkit._units import parse_bytes
 from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, stateful_parts
 from memkit.memory.manager import MemoryManager
 from memkit.train.evaluation import Evaluation
-from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore, StopSignal
+from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
 from memkit.train.models import device_of, eval_mode
 from memkit.train.reducers import Reducer
 from memkit.train.sizes import SizeMemory
+from memkit.train.stopping import StopSignal
 from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, validate
 
 _LOGGER = logging.getLogger("memkit")
@@ -124,8 +126,10 @@ class EnhancedTrainLoop:
     def _after_step(self) -> None:
         self.num_steps += 1
         if self.num_steps % self._interval == 0:
-            self._validate()
-            self._save_once()
+            try:
+                self._validate()
+            finally:  # what fails must not cost the training its state
+                self._save_once()
         if self._must_end() is not None:
             raise _Ended
 
@@ -134,12 +138,14 @@ class EnhancedTrainLoop:
             return
         with self.memory.phase("validation"), _rng.preserved():
             _rng.restore(self._draws)
-            self.figures = self._validate_now()
-        if self.figures is not None:
+            figures = self._validate_now()
+        if figures is not None:
+            metric: Any = None if self._monitor is None else metric_of(figures, self._monitor)
             self._validated_at = self.num_steps
-            _LOGGER.info("step %d, validation: %s", self.num_steps, self.figures)
+            _LOGGER.info("step %d, validation: %s", self.num_steps, figures)
             if self._monitor is not None:
-                self._monitor.update(metric_of(self.figures, self._monitor))
+                self._monitor.update(metric)
+        self.figures = figures
         if self.memory.available_bytes() == 0:
             given_back = self.memory.release()
             _LOGGER.warning(
@@ -236,8 +242,12 @@ def create_enhanced_train_loop(
     """
     check = Checker(_CALL)
     check.whole("val_interval", val_interval, 1)
-    if not isinstance(memory_fraction, str):  # a number is a share, 1 too
-        memory_fraction = check.number("memory_fraction", memory_fraction, 0, 1)
+    if isinstance(memory_fraction, str):
+        budget: int | float = parse_bytes(memory_fraction, name="memory_fraction")
+    else:  # a number is a share, 1 too
+        budget = check.number("memory_fraction", memory_fraction, 0, 1)
+    if not budget:
+        raise check.refuse("memory_fraction", memory_fraction, "a share or a size above zero")
     base, run = _as_loop(base_train_loop, data, num_epochs)
     is_own = isinstance(base, MemoryEfficientTrainLoop)
     model = base.trainer.model if is_own else model or getattr(base, "model", None)
@@ -266,7 +276,7 @@ def create_enhanced_train_loop(
         run,
         validate_now=validate_now,
         val_interval=val_interval,
-        memory=MemoryManager(device_of(model), memory_fraction),
+        memory=MemoryManager(device_of(model), budget),
         monitor=monitor,
         state=state,
         objects=parts | objects,

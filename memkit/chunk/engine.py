@@ -128,7 +128,8 @@ class ChunkedCall:
         return pytree.tree_unflatten([next(results) if leaf is _TENSOR else leaf for leaf in template], tree)
 
     def _check_kept(self, strategy: Strategy) -> None:
-        if Checker(self.name).whole("num_kept", self.num_kept) and (isinstance(self.size, Sizer) or strategy != "auto"):
+        self.num_kept = Checker(self.name).whole("num_kept", self.num_kept)
+        if self.num_kept and (isinstance(self.size, Sizer) or strategy != "auto"):
             other = "chunk_size='auto', which chooses it" if strategy == "auto" else f"strategy={strategy!r}"
             raise ConfigError(
                 self.name,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import _rng
 from memkit._errors import InputError
+from memkit._oom import is_out_of_memory
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -82,7 +83,7 @@ class _Probe:
             try:
                 reach = self._settle(dim, sizes)
             except REFUSALS as error:
-                if isinstance(error, InputError):
+                if isinstance(error, InputError) or is_out_of_memory(error):
                     raise
                 continue
             if reach is not None:
@@ -102,6 +103,8 @@ class _Probe:
             try:
                 functional_call(self._module, buffers, (self._noise(1, sizes),))
             except REFUSALS as error:
+                if is_out_of_memory(error):
+                    raise
                 reason = error
                 continue
             self._refuse_changed(buffers)
@@ -221,7 +224,9 @@ class _Probe:
         handles = [each.register_forward_hook(watch) for each in names]
         try:
             functional_call(self._module, self._buffers(), (rows,))
-        except REFUSALS:
+        except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
             return None
         finally:
             for handle in handles:
@@ -257,7 +262,9 @@ class _Probe:
         """Largest difference between tiles and whole, as a share of the largest result."""
         try:
             return self._difference_in(axes, sizes, torch.float64), torch.float64
-        except REFUSALS:  # no float64 on the device, or a layer that insists on another dtype
+        except REFUSALS as error:  # no float64 on the device, or a layer that insists on another dtype
+            if is_out_of_memory(error):
+                raise
             return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
 
     def _difference_in(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int], dtype: torch.dtype) -> float:

@@ -177,7 +177,7 @@ def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
                 for owner, name, buffer, copy, _ in buffers:
                     setattr(owner, name, buffer)
                     if not _are_equal(buffer, copy):
-                        buffer.copy_(copy)
+                        buffer.data.copy_(copy)  # unseen by autograd: another call's graph may hold the buffer
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -157,8 +157,8 @@ class DynamicResolutionProcessor:
         Args:
             volume: (B, C, D, H, W) or (B, C, H, W) on the finest grid; floating point, or any dtype with
                 ``downsample="nearest"``.
-            mask: (B, D, H, W) or (B, 1, D, H, W) bool, for ``"masked_mean"`` alone: what is not empty. None: what is
-                not zero in some channel.
+            mask: (B, D, H, W) or (B, 1, D, H, W) bool, for ``"masked_mean"`` alone: what is not empty; with one row it
+                holds for all. None: what is not zero in some channel.
 
         Returns:
             (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride.
@@ -221,17 +221,18 @@ class DynamicResolutionProcessor:
         return self._level
 
     def _checked_mask(self, mask: Tensor, volume: Tensor) -> Tensor:
-        """(B, 1, *spatial) bool."""
+        """(B or 1, 1, *spatial) bool."""
         shape = volume.shape[0], *volume.shape[2:]
-        has_shape = tuple(mask.shape) in {shape, (shape[0], 1, *shape[1:])}
-        if self._downsample != "masked_mean" or mask.dtype != torch.bool or not has_shape:
+        shapes = {(rows, *channel, *shape[1:]) for rows in (1, shape[0]) for channel in ((), (1,))}
+        if self._downsample != "masked_mean" or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
             raise InputError(
                 _APPLY,
                 got=f"a mask of shape {tuple(mask.shape)}, {mask.dtype}, with downsample={self._downsample!r}",
-                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, or with one channel; else none',
+                expected=f'with downsample="masked_mean" a bool mask of shape {shape}, or of one row, or with one '
+                "channel; else none",
                 fix="make a bool mask of the volume's own size, or leave it out.",
             )
-        return mask.reshape(shape[0], 1, *shape[1:])
+        return mask.reshape(len(mask), 1, *shape[1:])
 
     def _pool(self, volume: Tensor, factor: int, mask: Tensor | None) -> Tensor:
         if self._downsample == "sum":

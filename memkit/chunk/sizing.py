@@ -5,7 +5,6 @@ So the same call is cut the same way in every run, and rounds alike.
 
 from __future__ import annotations
 
-import numbers
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from math import inf, log
 from typing import Literal, Protocol, SupportsIndex
 
 from memkit._errors import ConfigError
+from memkit._settings import as_whole
 from memkit._units import format_bytes, parse_bytes
 
 ChunkSize = SupportsIndex | Literal["auto"]
@@ -110,14 +110,15 @@ def is_auto(chunk_size: object) -> bool:
 
 def check_chunk_size(call: str, chunk_size: object) -> int:
     """Return a number of rows; refuse what is none."""
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, numbers.Integral) or int(chunk_size) < 1:
+    size = as_whole(chunk_size)
+    if size is None or size < 1:
         raise ConfigError(
             call,
             got=f"chunk_size={chunk_size!r}",
             expected="a whole number of rows, at least 1, or 'auto'",
             fix="pass for example chunk_size=4096.",
         )
-    return int(chunk_size)
+    return size
 
 
 class Problem(Protocol):

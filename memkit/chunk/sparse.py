@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from memkit import _rng
 from memkit._errors import InputError, InputTypeError
+from memkit._oom import is_out_of_memory
 from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import REFUSALS, find_reach
@@ -164,15 +165,20 @@ class SparsityAwareProcessor:
     def _choose(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> tuple[_Option, str]:
         if self._mode == "dense":
             return _Option("dense", 1.0), "as asked"
+        form = _form(volume)
+        kind = self._kind(form)
         if self._mode == "submanifold":
-            form = _form(volume)
-            key = self._key(form, ())
-            if key not in self._has_submanifold_form:
+            if kind not in self._has_submanifold_form:
                 check_submanifold(self._fn, form.new_zeros(3, form.shape[1]))
-                self._has_submanifold_form.add(key)
+                self._has_submanifold_form.add(kind)
             return _Option("submanifold", occupancy), "as asked: another model than the dense network"
         try:
-            options = self._options(volume, occupied, occupancy)
+            if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
+                raise _refusal(
+                    "a volume that requires a gradient, which its empty voxels have too",
+                    'pass SparseVoxels.from_dense(volume) if those of occupied voxels are enough, or mode="dense".',
+                )
+            options = self._options(form, kind, occupied, occupancy)
         except InputError as error:
             if self._mode != "auto":
                 raise
@@ -184,14 +190,9 @@ class SparsityAwareProcessor:
             return _Option("dense", 1.0), f"{best.mode} would run over {best.computed:.0%} of the volume"
         return best, f"it runs over {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
 
-    def _options(self, volume: Tensor | SparseVoxels, occupied: Tensor, occupancy: float) -> list[_Option]:
+    def _options(self, form: Tensor, kind: object, occupied: Tensor, occupancy: float) -> list[_Option]:
         """The modes that keep the network's result; one that was asked for and does not is refused."""
-        if not isinstance(volume, SparseVoxels) and volume.requires_grad and torch.is_grad_enabled():
-            raise _refusal(
-                "a volume that requires a gradient, which its empty voxels have too",
-                'pass SparseVoxels.from_dense(volume) if those of occupied voxels are enough, or mode="dense".',
-            )
-        reaches = self._reaches(volume)
+        reaches = self._reaches(form, kind)
         if all(reach == _ALONE for reach in reaches) and self._mode in ("auto", "pointwise"):
             return [_Option("pointwise", occupancy)]
         if self._mode == "pointwise":
@@ -205,7 +206,7 @@ class SparsityAwareProcessor:
             ExactAxis.cut(size, self._block_size, reach)
             for size, reach in zip(occupied.shape[1:], reaches, strict=True)
         )
-        tile_out_sizes = self._tile_out_sizes(volume, tuple(axis.length for axis in axes))
+        tile_out_sizes = self._tile_out_sizes(form, kind, tuple(axis.length for axis in axes))
         cuts: dict[Mode, Callable[..., Cut]] = {"blocks": cut_blocks, "bbox": cut_box}
         options = []
         for mode, make in cuts.items():
@@ -214,10 +215,9 @@ class SparsityAwareProcessor:
                 options.append(_Option(mode, cut.num_places / max(occupied.numel(), 1), cut))
         return options
 
-    def _reaches(self, volume: Tensor | SparseVoxels) -> tuple[Reach, ...]:
+    def _reaches(self, form: Tensor, kind: object) -> tuple[Reach, ...]:
         """How far the network looks along D, H, W. A refusal is kept too: to look takes a while."""
-        form = _form(volume)
-        key = self._key(form, tuple(form.shape[2:]))
+        key = kind, form.shape[2:]
         if key not in self._known:
             self._known[key] = self._look(form)
         known = self._known[key]
@@ -233,6 +233,8 @@ class SparsityAwareProcessor:
         except InputError as error:
             return error.got
         except REFUSALS as error:
+            if is_out_of_memory(error):
+                raise
             return f"a module that does not run on a small volume ({type(error).__name__}: {error})"
         return tuple(found[dim] for dim in _DIMS)
 
@@ -241,7 +243,9 @@ class SparsityAwareProcessor:
             before = _rng.capture()
             try:
                 self._on_empty(form, [min(16 + size % 16, size) for size in form.shape[2:]])
-            except REFUSALS:  # too small for it
+            except REFUSALS as error:  # too small for it
+                if is_out_of_memory(error):
+                    raise
                 self._on_empty(form, form.shape[2:])
             after = _rng.capture()
         states = [(before.cpu, after.cpu), (before.accelerator, after.accelerator)]
@@ -250,20 +254,22 @@ class SparsityAwareProcessor:
             a is not None and b is not None and not torch.equal(a, b) for a, b in states
         )
 
-    def _tile_out_sizes(self, volume: Tensor | SparseVoxels, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        form = _form(volume)
-        key = self._key(form, lengths)
+    def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        key = kind, lengths
         if key not in self._sizes:
             try:
                 with torch.no_grad(), _rng.preserved():
                     self._sizes[key] = tuple(self._on_empty(form, lengths).shape[2:])
             except REFUSALS as error:
+                if is_out_of_memory(error):
+                    raise
                 raise _refusal(f"a module that does not run on a part {lengths} ({error})", _FIX) from error
         return self._sizes[key]
 
-    def _key(self, form: Tensor, sizes: tuple[int, ...]) -> tuple[object, ...]:
+    def _kind(self, form: Tensor) -> tuple[object, ...]:
+        """What tells calls apart for which something was found; layers may be put in later."""
         modes = tuple(each.training for each in self._fn.modules())
-        return repr(self._fn), modes, form.shape[1], form.dtype, form.device, sizes  # layers may be put in later
+        return repr(self._fn), modes, form.shape[1], form.dtype, form.device
 
     def _on_empty(self, form: Tensor, sizes: Sequence[int]) -> Tensor:
         buffers = {name: each.clone() for name, each in self._fn.named_buffers()}

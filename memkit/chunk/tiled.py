@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import numbers
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._settings import as_whole
 from memkit.chunk.halo import find_reach
+from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
 from memkit.chunk.tiles import Axis, BlendedAxis, ExactAxis, Reach
 
@@ -93,7 +94,7 @@ def tiled_apply(
     cut = _per_dim(x, dims, tile_size, "tile_size", least=1)
     dims = list(cut)
     _check_settings(x, module, mode, overlap, online_reduce)
-    if mode != "exact" and halo != "auto":
+    if mode != "exact" and not is_auto(halo):
         raise ConfigError(
             f"tiled_apply(halo={halo!r}, mode={mode!r})",
             got="a halo for windows, which have none",
@@ -105,7 +106,7 @@ def tiled_apply(
     axes: list[Axis] = [ExactAxis.cut(x.shape[dim], x.shape[dim], Reach(0, 0)) for dim in spatial]
     if mode == "exact" and not is_whole:
         reaches = find_reach(module, x, dims)
-        if halo != "auto":
+        if not is_auto(halo):
             halos = _per_dim(x, dims, halo, "halo", least=0)
             _warn_of_short_halos({dim: reach for dim, reach in reaches.items() if cut[dim] < x.shape[dim]}, halos)
             reaches = {dim: reach.with_halo(halos[dim]) for dim, reach in reaches.items()}
@@ -178,13 +179,12 @@ def _check_settings(
         )
 
 
-def _per_dim(
-    x: Tensor, dims: Sequence[int] | None, value: int | Sequence[int], name: str, *, least: int
-) -> dict[int, int]:
+def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, least: int) -> dict[int, int]:
     """One number for each dimension, counted from the end."""
     spatial = range(2 - x.dim(), 0)
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
-    values: list[Any] = list(value) if isinstance(value, Sequence) else [value] * len(chosen)
+    are_many = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+    values = [as_whole(each) for each in (value if are_many else [value] * len(chosen))]
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(spatial):
         raise ConfigError(
             f"tiled_apply(dims={dims!r})",
@@ -192,15 +192,15 @@ def _per_dim(
             expected=f"different spatial dimensions out of {tuple(spatial)}",
             fix="leave dims out to cut all of them.",
         )
-    are_whole = all(isinstance(each, numbers.Integral) and not isinstance(each, bool) for each in values)
-    if len(values) != len(chosen) or not are_whole or min(values) < least:
+    sizes = [each for each in values if each is not None and each >= least]
+    if not len(sizes) == len(values) == len(chosen):
         raise ConfigError(
             f"tiled_apply({name}={value!r})",
             got=repr(value),
             expected=f"one int, or one for each of the {len(chosen)} dimensions that are cut; {least} or more",
             fix=f"pass {name}=32, or a tuple.",
         )
-    return dict(zip(chosen, map(int, values), strict=True))
+    return dict(zip(chosen, sizes, strict=True))
 
 
 def _warn_of_short_halos(reaches: dict[int, Reach], halos: dict[int, int]) -> None:

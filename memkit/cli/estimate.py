@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from typing import Any
 
@@ -35,8 +36,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, calibrated=arguments.calibrated)
+    capacity = gpu if arguments.budget is None else _budget(arguments.budget, arguments.calibrated)
+    if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
+        arguments.parser.error("--calibrated: is for a card, which --gpu or --budget names")
     estimate = _estimate(arguments, gpu)
-    capacity = arguments.budget or gpu
     fits = None if capacity is None else estimate.fits(capacity)
     if arguments.json:
         headroom_bytes = None if capacity is None else estimate.headroom_bytes(capacity)
@@ -46,6 +49,14 @@ def _run(arguments: argparse.Namespace) -> int:
         if capacity is not None:
             print(f"\n{'fits' if fits else 'does not fit'} into {arguments.budget or arguments.gpu}")
     return 1 if fits is False else 0
+
+
+def _budget(text: str, calibrated: str | None) -> str | GPU:
+    """A card of the file, or else a size or a card of the table, which the estimate reads itself."""
+    if calibrated is not None:
+        with contextlib.suppress(InputError):
+            return find_gpu(text, calibrated=calibrated)
+    return text
 
 
 def _estimate(arguments: argparse.Namespace, gpu: GPU | None) -> MemoryEstimate:

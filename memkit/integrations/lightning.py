@@ -112,7 +112,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
         def loss_of_part(model: Any, item: Any) -> Any:
             micro, place = item
-            key, num_rows = (place, None) if is_packed else ((int(place[0]),), len(place))
+            key, num_rows = (place, None) if isinstance(place, tuple) else ((int(place[0]),), len(place))
             # The probe runs a copy of this module: what that one logs is nothing to keep.
             part = (parts if model is self else Parts(nn.Module())).begin(key, num_rows)
             return model._run_part(part, step, micro, *args, **kwargs)  # noqa: SLF001
@@ -195,6 +195,8 @@ def _check_owner(module: MemoryEfficientModule, step: Callable[..., Any]) -> Any
 
 def _over_ranks(trainer: Trainer, number: int, operation: str) -> int:
     """Return the largest or the sum of the ranks' numbers; all of them must call it."""
+    if trainer.world_size == 1:
+        return number  # not by way of the device, which would have to be waited for
     return int(trainer.strategy.reduce(torch.tensor(number, device=trainer.strategy.root_device), reduce_op=operation))
 
 
@@ -316,10 +318,11 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             pl_module.log_dict(known, on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the post-mortem while the error's frames still live."""
+        """Write the post-mortem while the error's frames still live; end the batch's phase."""
         if self._post_mortem is not None and self.memory is not None:
             with contextlib.suppress(type(exception)), self.memory.post_mortem(self._post_mortem):
                 raise exception
+        self._step.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which sizes fit."""

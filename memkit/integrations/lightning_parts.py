@@ -27,7 +27,7 @@ class Part:
 
     Attributes:
         key: Its place in the batch: its first row, or which part of which part it is.
-        num_rows: Its rows; None for a packed batch.
+        num_rows: Its rows; None for a packed batch, or one without common rows.
         weight: What it weighs in means: its rows, or the count that came with its loss.
         outputs: What the step returned besides the loss.
         logged: Arguments of `LightningModule.log`, and what a metric said of this part.
@@ -139,9 +139,12 @@ class Parts:
         )
 
 
-def rows_of(batch: Any) -> torch.Tensor:
-    """Return the numbers of a batch's rows, to be cut with it; (rows,), int64."""
-    return torch.arange(count_rows(batch))
+def rows_of(batch: Any) -> torch.Tensor | tuple[()]:
+    """Return the numbers of a batch's rows, to be cut with it; (rows,), int64. ``()`` where it has no common rows."""
+    try:
+        return torch.arange(count_rows(batch))
+    except InputError:  # `SplitLoss` refuses it where it may have to be cut
+        return ()
 
 
 def with_places(split_fn: Callable[[Any, int], list[Any]]) -> Callable[[Any, int], list[Any]]:

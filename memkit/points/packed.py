@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
+from memkit._errors import InputError, InputTypeError, MemkitError
 from memkit.points.cells import host_array
 
 Ends = dict[str, list[int]]  # of each offset: where each scene's rows end
@@ -27,7 +27,8 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
     The batch is a mapping. ``offset`` says where the points of each scene end; without it ``batch`` says for each point
     which scene it is of. What belongs together is told by the number of rows: an entry with a row for each point is cut
     with the points, one with a row for each scene with the scenes, and a plain value goes to every part. More offsets
-    are known by their name: entries ``origin_*`` are cut by ``origin_offset``, if they have its rows.
+    are known by their name: entries ``origin_*`` are cut by ``origin_offset``, if they have its rows. (Beside ``batch``
+    an entry of such a name is an offset only if it has a whole number for each scene, rising to another entry's rows.)
 
     Scenes stay whole and in order. Of all ways to cut them into n parts it is one whose largest part has the fewest
     points; where one scene outweighs the others, fewer parts do.
@@ -115,6 +116,8 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
             fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
         )
     more = [key for key in batch if isinstance(key, str) and key.endswith("_offset") and key not in belongs_to]
+    if "batch" in ends:  # then the name alone says little: it may be a shift of each point, or an angle
+        more = [key for key in more if key in belongs_to.values() or _is_offset(key, batch, len(ends["batch"]))]
     ends |= {name: _read_rising(batch[name], call, name) for name in more}
     lengths = {name: len(values) for name, values in ends.items()}
     if len(set(lengths.values())) > 1:
@@ -125,6 +128,19 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
             fix="give several views of a scene one common end, or write split_fn yourself.",
         )
     return {name: values.tolist() for name, values in ends.items()}
+
+
+def _is_offset(name: str, batch: Mapping[Any, Any], num_scenes: int) -> bool:
+    """Whether an entry tells where the rows of another entry end, scene by scene."""
+    if _count_rows(batch[name]) != num_scenes:
+        return False
+    try:
+        last = _read_rising(batch[name], "", name).max(initial=0)
+    except MemkitError:
+        return False
+    ending = [str(key) for key, value in batch.items() if key != name and _count_rows(value) == last]
+    # Numbers up to that of the scenes may be one of each scene, such as its place in a sequence.
+    return any(last != num_scenes or key.startswith(name.removesuffix("offset")) for key in ending)
 
 
 def _read_rising(values: Any, call: str, name: str) -> NDArray[np.int64]:

@@ -103,7 +103,7 @@ class GridAwareSampler:
         device: torch.device | str = "cpu",
     ) -> None:
         check = Checker("GridAwareSampler(...)")
-        ends = check.items("ratio", ratio, 2) if isinstance(ratio, tuple | list) else (ratio, ratio)
+        ends = check.series("ratio", ratio, 2) if isinstance(ratio, Iterable) else (ratio, ratio)
         low, high = (check.number("ratio", each) for each in ends)
         if not 0 < low <= high <= 1:
             raise check.refuse("ratio", ratio, "a share such as 0.5, or (least, greatest): 0 < least <= greatest <= 1")

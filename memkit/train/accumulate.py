@@ -28,10 +28,12 @@ from memkit.train.checks import (
     read_count,
     refuse,
     refuse_lost_gradients,
+    refuse_missing_gradients,
     warn_of_foreign_gradients,
 )
 from memkit.train.gradients import (
     add_gradients,
+    clear_gradients,
     forget_unscaling,
     has_accumulate_hooks,
     has_gradient,
@@ -45,7 +47,7 @@ from memkit.train.gradients import (
     widen_gradients,
 )
 from memkit.train.guard import StepGuard
-from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks
+from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 1
 
@@ -75,7 +77,7 @@ class GradientAccumulator(Closing):
             GAN's two accumulators never mix. ``"all"``: to every leaf of the graph. The step is not for leaves that
             are not its own: they keep the group's sum, divided by a power of two (`expect` makes it the mean).
         accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more
-            from a group's second micro-batch on.
+            from a group's second micro-batch on (with DistributedDataParallel or a scaler, in each step).
         guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole, and
             go on (``docs/optimizer-step.md``).
 
@@ -244,7 +246,7 @@ class GradientAccumulator(Closing):
 
     def discard(self) -> None:
         """Drop the group that is under way, with its gradients."""
-        self._zero_grad()
+        clear_gradients(self._parameters, self._accumulate_dtype)
         self._count, self.num_microbatches = 0.0, 0
         self._has_gradients = self.is_torn = False
 
@@ -297,7 +299,9 @@ class GradientAccumulator(Closing):
         self.num_steps = state["num_steps"]
         self._has_gradients = state["gradients"] is not None
         for parameter, gradient in zip(self._parameters, state["gradients"] or (), strict=self._has_gradients):
-            set_gradient(parameter, None if gradient is None else gradient.to(parameter.device, copy=True))
+            dtype = None if self._accumulate_dtype else parameter.grad_dtype  # None keeps the state's
+            moved = None if gradient is None else gradient.to(parameter.device, dtype, copy=True)
+            set_gradient(parameter, moved)
 
     def close(self) -> None:
         """Leave model and parameters as they were found: DDP synchronises in backward, gradients have their dtype."""
@@ -331,8 +335,8 @@ class GradientAccumulator(Closing):
             self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
             if any(parameter.grad is not None for parameter in self._parameters):
                 warn_of_foreign_gradients()
-                self._zero_grad()
-        elif self.num_microbatches == 1:  # until now there was no sum: one gradient has its own dtype
+                clear_gradients(self._parameters, self._accumulate_dtype)
+        else:  # a parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other
             widen_gradients(self._parameters, self._accumulate_dtype)
 
     def _check_group(self) -> None:
@@ -345,10 +349,14 @@ class GradientAccumulator(Closing):
         self._check_group()
         total, present, everybody_is_here, stepped = float(self._count), list[bool](), last, False
         try:
+            if self.num_microbatches > 1 or self._scaler or isinstance(self._ranks, Replicas):
+                widen_for_step(self._parameters, self._accumulate_dtype, self._ranks)
             if self._ranks is not None:
                 total, present, everybody_is_here = self._ranks.agree(self._parameters, total, is_last=last)
             check_total(total)
             if total > 0:
+                if self.shards and not any(present):
+                    refuse_missing_gradients()
                 self._normalize(total)
                 if isinstance(self._ranks, Replicas):
                     self._ranks.sum_gradients(self._parameters, present)
@@ -363,9 +371,6 @@ class GradientAccumulator(Closing):
 
     def _normalize(self, total: float) -> None:
         """Turn the accumulated sum into the group's mean (or sum)."""
-        if self._ranks or self._scaler or self._max_grad_norm is not None:  # which add up gradients of any group
-            widen = functools.partial(widen_gradients, self._parameters, self._accumulate_dtype)
-            retry_once(widen, "converting the gradients")
         factor = (self._predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if isinstance(self._ranks, Shards):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
@@ -387,7 +392,3 @@ class GradientAccumulator(Closing):
         if isinstance(self._ranks, Shards):  # the ranks' sums are mixed in each backward, so they must agree
             expected = self._ranks.max([expected])[0]
         return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
-
-    def _zero_grad(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -162,9 +163,10 @@ def check_callable(name: str, value: object, *, call: str) -> None:
         )
 
 
-def check_norm(max_grad_norm: float | None, *, call: str = "GradientAccumulator") -> None:
+def check_norm(max_grad_norm: object, *, call: str = "GradientAccumulator") -> None:
     """Check what gradients are clipped to."""
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    is_number = not isinstance(max_grad_norm, bool) and isinstance(max_grad_norm, numbers.Real)
+    if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):  # type: ignore[arg-type] # it is one
         refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping", call=call)
 
 
@@ -243,6 +245,17 @@ def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
         got=f"no gradient left of the {num_microbatches} micro-batches of this group",
         expected="gradients that stay until step() returns True",
         fix="remove optimizer.zero_grad() from the loop: the accumulator zeroes the gradients itself.",
+    )
+
+
+def refuse_missing_gradients() -> NoReturn:
+    """Refuse a step of shards to which no backward has given a gradient: nothing would be trained."""
+    raise StateError(
+        "GradientAccumulator, a step of sharded parameters",
+        got="no gradient on any rank, from micro-batches that weigh something",
+        expected="gradients that fully_shard hands over in each backward",
+        fix="restart from the last checkpoint if an error came out of a backward before: fully_shard does not recover "
+        "from one. Else compute the loss from these parameters.",
     )
 
 

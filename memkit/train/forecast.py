@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from memkit import _device
-from memkit._errors import ConfigError, MemkitWarning
+from memkit._errors import ConfigError, InputError, MemkitWarning
 from memkit._oom import describe_error, drop_frames
 from memkit._protocols import MemoryWatch
 from memkit._recorder import Recorder
@@ -90,6 +90,7 @@ class Foresight:
         model: The model.
         optimizers: Its optimisers.
         device: Where the model lies.
+        sum_dtype: What gradients of several parts add up in, at least; None: in their parameters' dtypes.
         foreseeable: Whether a batch has rows, and this process may run on its own.
 
     Raises:
@@ -103,6 +104,7 @@ class Foresight:
         optimizers: Sequence[Optimizer],
         device: torch.device,
         *,
+        sum_dtype: torch.dtype | None,
         foreseeable: bool,
     ) -> None:
         self._watch = None if memory is None or isinstance(memory, int | str | float) else memory
@@ -116,6 +118,7 @@ class Foresight:
         self.is_on = memory is not None and foreseeable
         self._available_bytes = None if memory is None else _reader(memory, model, optimizers, device)
         self._optimizers = optimizers
+        self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned = "", False
         self._plans: dict[str, tuple[int, int]] = {}  # shape -> (steps at which it was made anew, rows that fit)
@@ -132,7 +135,6 @@ class Foresight:
             at_least: The fewest parts that are wanted.
             rehearse: Runs forward and backward on a part and leaves no trace; called twice for each new shape.
         """
-        key, num_rows = shape_key(batch), count_rows(batch)
         if self._failure and not self._has_warned:  # the step itself went well, or nobody would ask again
             self._has_warned = True
             warnings.warn(
@@ -141,6 +143,11 @@ class Foresight:
                 MemkitWarning,
                 stacklevel=3,
             )
+        try:
+            key, num_rows = shape_key(batch), count_rows(batch)
+        except InputError as error:  # it may stay whole: who has to cut it will say so
+            self._failure = describe_error(error)
+            return at_least
         if key not in self._forecasts:
             self._forecasts[key] = self._look_ahead(batch, num_rows, rehearse)
         forecast = self._forecasts[key]
@@ -174,8 +181,9 @@ class Foresight:
         available = math.floor(self._available_bytes() * (1 - _MARGIN))
         if forecast.peak_bytes(num_rows) <= available:
             return num_rows
-        # The sum of the parts' gradients, which is in float32 at least where "bf16-true" is.
-        available -= sum(each.numel() * max(4, each.itemsize) for each in list_parameters(self._optimizers))
+        parameters = list_parameters(self._optimizers)
+        # The sum of the parts' gradients.
+        available -= sum(each.numel() * max(self._sum_itemsize, each.itemsize) for each in parameters)
         if forecast.peak_bytes(1) > available:
             warnings.warn(
                 f"MemoryEfficientTrainingWrapper: forward and backward of a single row are foreseen to take "

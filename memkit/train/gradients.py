@@ -165,14 +165,26 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
         parameter.grad = gradient
 
 
-def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-    """Let autograd keep the gradients of half-precision parameters in ``dtype``; None changes nothing."""
+def clear_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
+    """Drop the gradients; the next ones have their parameters' dtype, whatever `widen_gradients` has done."""
+    for parameter in parameters:
+        parameter.grad = None
+    narrow_gradients(parameters, dtype)
+
+
+def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, *, missing: bool = False) -> None:
+    """Keep the gradients of half-precision parameters in ``dtype``, with ``missing`` also those that have yet to come.
+
+    None changes nothing.
+    """
     for parameter in parameters if dtype is not None else ():
-        if parameter.dtype in {torch.bfloat16, torch.float16} and parameter.grad_dtype != dtype:
+        is_half = parameter.dtype in {torch.bfloat16, torch.float16}
+        if is_half and parameter.grad_dtype != dtype and (missing or parameter.grad is not None):
             set_gradient_dtype(parameter, dtype)
 
 
 def narrow_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
     """Undo `widen_gradients`: gradients have their parameters' dtype again."""
     for parameter in parameters if dtype is not None else ():
-        set_gradient_dtype(parameter, parameter.dtype)
+        if parameter.grad_dtype != parameter.dtype:
+            set_gradient_dtype(parameter, parameter.dtype)

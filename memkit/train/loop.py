@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import Any, Literal, Protocol, Self, final
+from typing import Any, Literal, Protocol, final
 
 from torch import nn
 
@@ -21,6 +18,7 @@ from memkit.train.models import device_of
 from memkit.train.position import Position
 from memkit.train.reducers import Reducer
 from memkit.train.settings import StepResult
+from memkit.train.stopping import StopSignal
 from memkit.train.timeline import Timeline, memory_figures, memory_line
 from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
 from memkit.train.wrapper import Loss, MemoryEfficientTrainingWrapper
@@ -96,7 +94,8 @@ class MemoryEfficientTrainLoop:
         state: A `TrainingStateManager`, or what has its ``save`` and ``restore``. Model, optimisers, wrapper,
             scheduler, average, monitor, and the place in the data are saved.
         save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. A state of a step that
-            was validated has the monitor's figure as its metric; where both fall due the validation comes first.
+            was validated has the monitor's figure as its metric; where both fall due the validation comes first, and
+            one that fails costs no state.
         report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of
             the logger ``"memkit"``, and the same figures for ``writer``. Only a report waits for the device.
         writer: A TensorBoard ``SummaryWriter``, or what has its ``add_scalar``.
@@ -205,7 +204,7 @@ class MemoryEfficientTrainLoop:
         self._position.num_batches += 1
         self._timeline.num_steps += 1
         self._num_skipped += not result.stepped
-        if (note_step := getattr(self.trainer.memory, "step", None)) is not None:  # a MemoryManager's
+        if callable(note_step := getattr(self.trainer.memory, "step", None)):  # a MemoryManager's
             note_step()
         return result
 
@@ -261,7 +260,10 @@ class MemoryEfficientTrainLoop:
             self._report_if_due(bar)
             self._validate_if_due(at_end=False)
             self._save_if_due(at_end=False)
-        if self._position.num_batches == 0:
+        if self.trainer.flush():  # under DDP other ranks had more batches: their steps are to be validated and saved
+            self._validated_at = self._saved_at = -1
+        elif self._position.num_batches == 0:
+            self._save_once()
             raise InputError(
                 f"{_CALL}.run(): epoch {self._position.epoch + 1}",
                 got="no batch",
@@ -269,7 +271,6 @@ class MemoryEfficientTrainLoop:
                 fix="pass a DataLoader or a list: an iterator is used up after one epoch; drop_last=True drops a batch "
                 "that is not full.",
             )
-        self.trainer.flush()  # under DDP other ranks may have more batches
         self._validate_if_due(at_end=True)
         if self._stop.is_set():
             return  # before the validation was done: the resumed run does it
@@ -285,12 +286,17 @@ class MemoryEfficientTrainLoop:
         is_time = self.num_steps % self._validate_every == 0 if self._validate_every else at_end
         if self._val_loader is None or not is_time or self._validated_at == self.num_steps:
             return
-        figures = self.validate(self._val_loader)
+        try:
+            figures = self.validate(self._val_loader)
+            metric: Any = metric_of(figures, self._monitor) if self._monitor and figures is not None else None
+        except BaseException:
+            self._save_if_due(at_end=at_end)  # what fails must not cost the training its state
+            raise
         if figures is None:
             return
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
-            self._monitor.update(metric_of(figures, self._monitor))
+            self._monitor.update(metric)
             if self._saved_at == self.num_steps:  # without this metric: the state is saved anew where it is due
                 self._saved_at = -1
         _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
@@ -351,35 +357,6 @@ class MemoryEfficientTrainLoop:
         total = num_epochs * len(self._loader) if isinstance(self._loader, Sized) else None
         bar: AbstractContextManager[Any] = tqdm.tqdm(total=total, initial=self.num_steps, unit="step", disable=None)
         return bar
-
-
-class StopSignal:
-    """Notes a SIGTERM while the block runs. Elsewhere than in the main thread, where no handler can be, it is inert."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-
-    def is_set(self) -> bool:
-        """Whether a SIGTERM came in the last block."""
-        return self._is_set
-
-    def __enter__(self) -> Self:
-        self._is_set = False
-        self._before = signal.getsignal(signal.SIGTERM)
-        # None: a handler that was not installed from Python, and could not be put back.
-        self._is_ours = threading.current_thread() is threading.main_thread() and self._before is not None
-        if self._is_ours:
-            signal.signal(signal.SIGTERM, self._note)
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_ours:
-            signal.signal(signal.SIGTERM, self._before)
-
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self._is_set = True
 
 
 def _parts(trainer: MemoryEfficientTrainingWrapper) -> dict[str, Any]:

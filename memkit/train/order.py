@@ -107,7 +107,9 @@ class ResumableBatchSampler(EpochOrder):
 def drawing_datasets(loader: object) -> Iterator[Any]:
     """Yield the data sets behind a loader that draw by the epoch: its own, and those that it is a subset of."""
     dataset = getattr(loader, "dataset", None)
-    while dataset is not None:
+    seen: set[int] = set()
+    while dataset is not None and id(dataset) not in seen:  # some name themselves
+        seen.add(id(dataset))
         if hasattr(dataset, "set_epoch"):
             yield dataset
         dataset = getattr(dataset, "dataset", None)
@@ -117,7 +119,7 @@ def drawing_datasets(loader: object) -> Iterator[Any]:
 class ResumableLoader:
     """A DataLoader that knows how many of its batches the loop has taken, whatever its workers have fetched.
 
-    A data set that draws by the epoch, such as `VoxelDataset`, is told it before each one.
+    A data set that draws by the epoch, such as `VoxelDataset`, is told it when another epoch than the last is chosen.
 
     Save after the training step of a batch: the batch that the loop holds counts as done.
 
@@ -159,6 +161,7 @@ class ResumableLoader:
         self.loader = loader
         self._order: ResumableOrder = order
         self._start = self._num_done = 0
+        self._told = 0  # the epoch that the data sets are at; where no other is chosen, they keep what they have
 
     @property
     def epoch(self) -> int:
@@ -173,8 +176,10 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches of the epoch; after `load_state_dict` once those that are left."""
-        for dataset in drawing_datasets(self.loader):
-            dataset.set_epoch(self._order.epoch)
+        if self._order.epoch != self._told:
+            self._told = self._order.epoch
+            for dataset in drawing_datasets(self.loader):
+                dataset.set_epoch(self._told)
         self._num_done, self._start = self._start, 0
         for batch in self.loader:
             self._num_done += 1

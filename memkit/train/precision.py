@@ -84,7 +84,10 @@ class Precision:
 def _convert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Convert floating-point inputs to the dtype that the module has: the probe's copy of it is float64."""
     tensors = itertools.chain(module.parameters(), module.buffers())
-    dtype = next((each.dtype for each in tensors if each.is_floating_point()), torch.bfloat16)
+    dtypes = (each.dtype for each in tensors if each.is_floating_point())
+    dtype = next(dtypes, torch.bfloat16)
+    if dtype != torch.bfloat16 and torch.bfloat16 in dtypes:  # a norm that was put back to float32 is no other model
+        dtype = torch.bfloat16
 
     def convert(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

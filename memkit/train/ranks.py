@@ -22,6 +22,7 @@ from torch import nn
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._oom import retry_once
 from memkit._units import MIB
+from memkit.train.gradients import widen_gradients
 
 _NORM = "measuring the gradients' norm"
 _SUM = "summing the gradients over ranks"
@@ -211,13 +212,28 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
     return Shards([mesh.get_group()], torch.device(mesh.device_type))
 
 
+def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, ranks: Ranks | None) -> None:
+    """Convert the gradients for what the step does with them: adding up over ranks, unscaling, normalising sums.
+
+    Before the ranks agree: those who have memory would wait in the sum for one that has none.
+    """
+    over_ranks = isinstance(ranks, Replicas)  # another rank may have a gradient where this one has none
+    widen = functools.partial(widen_gradients, parameters, dtype, missing=over_ranks)
+    try:
+        retry_once(widen, "converting the gradients")
+    except MemkitOutOfMemoryError:
+        if ranks is not None:
+            ranks.give_up(parameters)
+        raise
+
+
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, ranks: Ranks | None) -> torch.Tensor:
     """Scale the gradients down to a total norm; return the norm that they had."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if isinstance(ranks, Shards):
         norm = ranks.total_norm(gradients)
     else:
-        norm = retry_once(lambda: nn.utils.get_total_norm(gradients), _NORM)
+        norm = retry_once(lambda: _total_norm(gradients), _NORM)
     retry_once(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
     return norm
 
@@ -228,9 +244,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local else tensor
 
 
+def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients together, also of half-precision ones in float32."""
+    half, others = list[torch.Tensor](), list[torch.Tensor]()
+    for each in gradients:
+        is_half = each.dtype in {torch.bfloat16, torch.float16} and not each.is_sparse
+        (half if is_half else others).append(each)
+    norms = torch._foreach_norm(half, dtype=torch.float32) if half else []  # noqa: SLF001 - get_total_norm's own
+    return nn.utils.get_total_norm([*norms, *others])
+
+
 def _square_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    norm = nn.utils.get_total_norm(gradients)
-    return norm.to(torch.promote_types(norm.dtype, torch.float32)).square()
+    return _total_norm(gradients).square()
 
 
 def _flatten(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

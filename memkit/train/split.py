@@ -18,7 +18,8 @@ from memkit._errors import InputError
 SplitFn = Callable[[Any, int], list[Any]]
 Tree = TypeVar("Tree")
 
-_WAY_OUT = (
+_WAY_OUT = "give each tensor in it one row for each sample, or leave it out of the batch."
+_SPLIT_FN = (
     "pass split_fn=..., which takes (batch, n) and returns a list of n parts; where no batch is ever to be cut, pass "
     "on_oom='raise'."
 )
@@ -27,12 +28,13 @@ _SHARED = (str, bytes, int, float, complex, bool, type(None))  # leaves that bel
 _LEAVES = (np.ndarray, np.generic, *_SHARED)
 
 
-def count_rows(batch: Any) -> int:
+def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     """Count the rows of a batch.
 
     Args:
         batch: A pytree (tensors, NumPy arrays, dicts and other mappings, lists, tuples) whose tensors of one or more
             dimensions all have the rows in dimension 0. 0-dim tensors and plain values belong to every row.
+        fix: The way out that an error names.
 
     Returns:
         The number of rows.
@@ -40,14 +42,14 @@ def count_rows(batch: Any) -> int:
     Raises:
         InputError: The tensors disagree, there is none, or there is an object that cannot be looked into.
     """
-    sizes: set[int] = {leaf.shape[0] for leaf in _leaves(batch) if _has_rows(leaf)}
+    sizes: set[int] = {leaf.shape[0] for leaf in _leaves(batch, fix) if _has_rows(leaf)}
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
         "splitting a batch",
         got=f"tensors with {sorted(sizes)} rows" if sizes else "no tensor with rows",
         expected="tensors that all have the rows in dimension 0",
-        fix=_WAY_OUT,
+        fix=fix,
     )
 
 
@@ -138,7 +140,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int
     """
     if split_fn is None:
         try:
-            return count_rows(batch)
+            return count_rows(batch, fix=_SPLIT_FN)
         except InputError:
             if may_cut:
                 raise
@@ -178,7 +180,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _leaves(batch: Any) -> list[Any]:
+def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in leaves:
@@ -189,7 +191,7 @@ def _leaves(batch: Any) -> list[Any]:
                 "splitting a batch",
                 got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),
                 expected="tensors, arrays and plain values in dicts, lists and tuples",
-                fix=_WAY_OUT,
+                fix=fix,
             )
     return leaves
 
@@ -255,8 +257,8 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
             if all(spec == levels[0][1] for _, spec in levels):
                 columns = zip(*(children for children, _ in levels), strict=True)
                 return pytree.tree_unflatten([_join(column, sizes) for column in columns], levels[0][1])
-        elif not any(map(_has_rows, nodes)) and all(bool(node == first) for node in nodes):
-            return first  # it belongs to every row
+    if all(_is_shared(node) and _is_same(node, first) for node in nodes):
+        return first  # it belongs to every row
     raise InputError(
         "putting the rows of several batches together",
         got=", ".join(dict.fromkeys(f"{list(node) if isinstance(node, Mapping) else node!r:.40}" for node in nodes)),
@@ -267,6 +269,15 @@ def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, _ARRAYS) and leaf.ndim > 0
+
+
+def _is_shared(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, *_LEAVES)) and not _has_rows(leaf)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two shared values are equal, as two NaN are here; one and the same is not looked at on its device."""
+    return value is other or bool(value == other) or bool((value != value) & (other != other))
 
 
 def _is_column(node: Any, rows: int) -> bool:

@@ -62,7 +62,7 @@ class TrainingStateManager(Closing):
         directory: Where the states are; made when the first one is saved. One training uses it at a time.
         keep: How many of the newest states stay. The one with the best metric stays as well.
         mode: Whether the best metric is the least (``"min"``) or the greatest (``"max"``). None: as the monitor of the
-            loop says that saves here, else the least.
+            loop says that saves here, else as the newest state says, else the least.
         background: Write in a thread: `save` copies the state into host memory and returns. It first waits for the
             state before, so there is one copy and one writer. An error comes out of the next call.
 
@@ -249,7 +249,7 @@ class TrainingStateManager(Closing):
                 return drafts[0].path
 
             def finish() -> None:
-                notes = {"metric": metric, "num_ranks": crew.size, "is_sharded": is_sharded}
+                notes = {"metric": metric, "mode": self.mode, "num_ranks": crew.size, "is_sharded": is_sharded}
                 drafts[0].commit(step, files, notes)
                 self._prune()
 
@@ -288,12 +288,14 @@ class TrainingStateManager(Closing):
         self.mode = mode
 
     def _find_best(self, states: list[SavedState]) -> SavedState | None:
-        metrics = {}
+        metrics, mode = {}, None
         for state in reversed(states):  # of equal ones the first that was saved
             with contextlib.suppress(OSError, ValueError):
-                metrics[state] = state.read_manifest()["metric"]
+                notes = state.read_manifest()
+                metrics[state], mode = notes["metric"], notes.get("mode") or mode  # the newest that was told
+        mode = self.mode or mode
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
-        sign = -1 if self.mode == "max" else 1
+        sign = -1 if mode == "max" else 1
         return min(known, key=lambda state: sign * known[state], default=None)
 
     def _choose(self, which: str | int) -> list[SavedState]:

@@ -198,14 +198,24 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
 
 
 def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
-    """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``."""
+    """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``.
+
+    A batch without common rows needs ``(loss_sum, count)``: nothing else says what its mean weighs.
+    """
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         total, count = loss_and_count(loss_fn(model, batch), call="loss_fn of a validation")
         try:
             num_rows = count_rows(batch)
-        except InputError:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
+        except InputError as error:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
             num_rows = 1
+            if count is None:
+                raise InputError(
+                    "loss_fn of a validation",
+                    got="a loss without its count, of a batch whose tensors have no common rows",
+                    expected="what it weighs among the losses of other batches",
+                    fix="return (loss_sum, count), or pass val_fn=...",
+                ) from error
         if count is None:
             total, count = total * num_rows, num_rows
         weight = torch.as_tensor(count, dtype=total.dtype, device=total.device)

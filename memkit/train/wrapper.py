@@ -114,20 +114,22 @@ class MemoryEfficientTrainingWrapper(Closing):
             self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
-            is_half = self._precision.name == "bf16-true"
+            sum_dtype = torch.float32 if self._precision.name == "bf16-true" else None
             self._accumulator = GradientAccumulator(
                 optimizer,
                 max_grad_norm=max_grad_norm,
                 scaler=self._precision.scaler,
                 model=model,
-                accumulate_dtype=torch.float32 if is_half else None,
+                accumulate_dtype=sum_dtype,
                 guard_steps=on_oom == "split" or "optimizer" in offload,
             )
             cleanup.callback(self._accumulator.close)
             self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
             is_alone = self._accumulator.num_ranks == 1 or not exchanges_statistics(model)
             foreseeable = split_fn is None and self._accumulator.shards is None and is_alone
-            self._foresight = Foresight(memory, model, self._optimizers, self._device, foreseeable=foreseeable)
+            self._foresight = Foresight(
+                memory, model, self._optimizers, self._device, sum_dtype=sum_dtype, foreseeable=foreseeable
+            )
             self._watch = BufferWatch(model)
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()

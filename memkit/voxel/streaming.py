@@ -161,8 +161,8 @@ class PointCloudMetrics(_Sums):
         memory_budget: SupportsIndex | str = "16MiB",
     ) -> None:
         check = Checker("PointCloudMetrics(...)")
-        self._thresholds = check.items("thresholds", thresholds)
-        self._quantiles = check.items("quantiles", quantiles)
+        self._thresholds = check.series("thresholds", thresholds)
+        self._quantiles = check.series("quantiles", quantiles)
         self._conventions = check.items("conventions", conventions)
         self._empty_distance, self._search = empty_distance, (backend, memory_budget)
         shares = [f"{kind}_{_short(each)}" for kind in ("precision", "recall", "f_score") for each in self._thresholds]

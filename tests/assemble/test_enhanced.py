@@ -317,6 +317,16 @@ def test_more_than_the_fraction_is_given_back_and_said(caplog):
     assert "release" in [event.event for event in loop.memory.events]
 
 
+def test_a_validation_that_fails_costs_no_state(tmp_path):
+    def val_fn(model, batch):
+        raise KeyboardInterrupt
+
+    with TrainingStateManager(tmp_path) as state:
+        with pytest.raises(KeyboardInterrupt):
+            create_enhanced_train_loop(TrainLoop(4), VALIDATION, val_interval=2, val_fn=val_fn, state=state).run_loop()
+        assert state.steps == (2,)
+
+
 @pytest.mark.parametrize(("given", "share"), [("1GiB", None), (1, 1.0), (0.5, 0.5)])
 def test_what_the_process_may_use_is_a_share_or_a_size(given, share):
     memory = create_enhanced_train_loop(TrainLoop(1), memory_fraction=given).memory
@@ -359,6 +369,8 @@ class Slotted:
         (TrainLoop(1), {"val_interval": 0}, mk.ConfigError, "val_interval=0"),
         (TrainLoop(1), {"val_dataloader": VALIDATION, "num_val_batches": -1}, mk.ConfigError, "num_val_batches=-1"),
         (TrainLoop(1), {"memory_fraction": 90}, mk.ConfigError, "memory_fraction=90"),
+        (TrainLoop(1), {"memory_fraction": 0}, mk.ConfigError, "got memory_fraction=0;.*above zero"),
+        (TrainLoop(1), {"memory_fraction": "0GiB"}, mk.ConfigError, "got memory_fraction='0GiB'"),
         (TrainLoop(1), {"memory_fraction": "much"}, mk.InputError, "the text 'much'"),
         (TrainLoop(1), {"objects": {"model": nn.Linear(1, 1)}}, mk.ConfigError, "rename 'model'"),
         (TrainLoop(1), {"objects": {"counters": nn.Linear(1, 1)}}, mk.ConfigError, "rename 'counters'"),

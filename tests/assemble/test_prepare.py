@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
 from memkit.assemble.prepare import plan_training, prepare
 from memkit.planning.gpus import find_gpu
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -201,6 +201,40 @@ def test_what_the_plan_judged_the_first_step_does_not_judge_again(monkeypatch):
         dtypes.clear()
         assert trainer.train_step(digits(), noting).num_microbatches > 1
     assert set(dtypes) == {torch.float32}
+
+
+def test_another_loss_than_the_plan_judged_is_judged():
+    def contrastive(model, batch):
+        scores = model(batch[0])
+        return (scores - scores.mean(0)).square().mean()
+
+    model = make_model()
+    with prepare(model, torch.optim.AdamW(model.parameters()), digits(), loss_fn, budget="2500KiB") as trainer:
+        assert trainer.train_step(digits(), loss_fn).num_microbatches > 1
+        with pytest.raises(ConfigError, match="when the batch is split"):
+            trainer.train_step(digits(), contrastive)
+
+
+def take_step(trainer, batch):
+    trainer.train_step(batch, loss_fn)
+
+
+def take_step_by_hand(trainer, batch):
+    for attempt in trainer.microbatches(batch):
+        with attempt as micro:
+            trainer.backward(loss_fn(trainer.model, micro))
+    trainer.step()
+
+
+@pytest.mark.parametrize("step", [take_step, take_step_by_hand])
+def test_other_modes_than_the_plan_judged_are_judged(step):
+    model = normalised().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, digits(), loss_fn, budget="8MiB", micro_batch_size=3) as trainer:
+        assert trainer.plan.is_split_exact
+        model.train()
+        with pytest.warns(MemkitWarning, match="splitting the batch changes the gradient"):
+            step(trainer, digits())
 
 
 @pytest.mark.parametrize(

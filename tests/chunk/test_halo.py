@@ -73,6 +73,22 @@ def test_a_module_that_does_not_take_the_input():
         find_reach(nn.Conv2d(3, 1, 3), torch.zeros(1, 1, 20, 20), (-1,))
 
 
+@pytest.mark.parametrize("num_calls", range(1, 11))
+def test_out_of_memory_is_said_as_such(num_calls):
+    """Wherever in the search it happens: it says nothing of the module."""
+    net, calls = nn.Conv1d(1, 1, 3, padding=1), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == num_calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    net.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        find_reach(net, torch.zeros(1, 1, 64), (-1,))
+    assert find_reach(net, torch.zeros(1, 1, 64), (-1,))[-1] == Reach(1, 1)
+
+
 def test_no_trace():
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4).eval(), nn.Dropout(0.5), nn.Conv2d(4, 2, 3))
     x = torch.rand(1, 1, 30, 30, requires_grad=True)

@@ -1,5 +1,6 @@
 """A map in chunks is the function: outputs and gradients, whatever the rows are."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -142,6 +143,13 @@ def test_output_device(strategy):
 def test_kept_chunks_that_would_be_ignored_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         chunked_map(torch.sin, torch.ones(9, 2), **({"num_kept": 2} | settings))
+
+
+@pytest.mark.parametrize("number", [np.int64(2), torch.tensor(2)], ids=["numpy", "torch"])
+def test_whole_numbers_of_other_libraries_are_numbers(number):
+    x = torch.randn(9, 2, requires_grad=True)
+    chunked_map(torch.sin, x, chunk_size=number, num_kept=number).sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().cos())
 
 
 def test_wrong_rows_are_refused():

@@ -191,7 +191,10 @@ def test_masks_have_a_channel_or_none_and_a_use():
     processor = chosen(1, downsample="masked_mean")
     found = processor.apply(volume, mask=mask)
     torch.testing.assert_close(found, processor.apply(volume, mask=mask[:, None]), rtol=0, atol=0)
-    for wrong in (mask[:1], mask[:, None].expand(2, 3, 8, 8, 8), mask.float(), mask[..., :4]):
+    alike = mask[:1].expand(2, 8, 8, 8)
+    for one in (mask[:1], mask[:1, None]):  # for all rows
+        torch.testing.assert_close(processor.apply(volume, mask=one), processor.apply(volume, mask=alike))
+    for wrong in (mask[0], mask[:, None].expand(2, 3, 8, 8, 8), mask.float(), mask[..., :4]):
         with pytest.raises(InputError, match=r"expected with .* a bool mask of shape \(2, 8, 8, 8\)"):
             processor.apply(volume, mask=wrong)
     with pytest.raises(InputError, match="with downsample='area'"):

@@ -277,6 +277,26 @@ def test_a_net_that_takes_no_small_volume_runs_whole(net, reason):
     assert re.search(reason, processor.last_plan.why)
 
 
+class Starved(Choosy):
+    """Runs out of memory, on volumes of some lengths alone."""
+
+    def forward(self, x):
+        if self.refused is not None and x.shape[-1] == self.refused:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("length", [16, 8, 10], ids=["where it is run", "where it is looked at", "of a part"])
+def test_a_net_without_memory_is_no_net_that_cannot(length):
+    volume = torch.zeros(1, 2, 32, 32, 32, dtype=torch.float64)
+    volume[:, :, :3, :3, :3] = 1
+    processor = SparsityAwareProcessor(net := Starved(refused=length).double(), mode="blocks")
+    with pytest.raises(torch.OutOfMemoryError):
+        processor(volume)
+    net.refused = None
+    torch.testing.assert_close(processor(volume), net(volume))
+
+
 def test_a_layer_that_is_put_in_later_is_looked_at():
     net = nn.Sequential(conv(2, 2, 3)).double()
     processor = SparsityAwareProcessor(net, mode="bbox")
@@ -316,6 +336,22 @@ def test_auto_goes_by_what_is_run():
     processor(torch.ones_like(one))
     assert processor.last_plan.mode == "dense"
     assert "would run over" in processor.last_plan.why
+
+
+def test_the_network_is_described_once_a_call():
+    calls = []
+
+    class Noting(nn.Conv3d):
+        def extra_repr(self):
+            calls.append(1)
+            return super().extra_repr()
+
+    processor = SparsityAwareProcessor(Noting(2, 4, 3, padding=1).double(), mode="bbox")
+    volume = brain()
+    processor(volume)
+    calls.clear()
+    processor(volume)
+    assert len(calls) == 1  # of a deep network it takes as long as a small convolution
 
 
 def test_other_refusals():

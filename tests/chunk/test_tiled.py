@@ -244,6 +244,15 @@ def test_backward_does_not_count_windows_a_second_time():
     torch.testing.assert_close(dict(nets[0].named_buffers()), dict(nets[1].named_buffers()))
 
 
+def test_a_plain_call_of_the_same_norm_keeps_its_backward():
+    norm, x = nn.BatchNorm2d(1), torch.randn(2, 1, 20, 12)
+    (norm(x).square().sum() + tiled_apply(norm, x, 8, mode="constant").square().sum()).backward()
+    found, norm.weight.grad = norm.weight.grad, None
+    norm(x).square().sum().backward()
+    tiled_apply(norm, x, 8, mode="constant").square().sum().backward()
+    torch.testing.assert_close(found, norm.weight.grad)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -257,6 +266,7 @@ def test_backward_does_not_count_windows_a_second_time():
         ({"tile_size": 0}, "1 or more"),
         ({"tile_size": 8.5}, "1 or more"),
         ({"tile_size": "8"}, "1 or more"),
+        ({"tile_size": np.array(8.5)}, "1 or more"),
         ({"online_reduce": lambda y: y}, "records gradients"),
         ({"online_reduce": lambda y: y, "mode": "gaussian"}, "mode='gaussian'"),
     ],
@@ -269,6 +279,8 @@ def test_settings(settings, message):
 def test_sizes_of_numpy_are_sizes():
     net, x = same(1, 2), torch.randn(1, 1, 20, 20)
     torch.testing.assert_close(tiled_apply(net, x, np.int64(8), halo=np.int64(1)), net(x))
+    torch.testing.assert_close(tiled_apply(net, x, np.array([8, 4]), halo=np.array([1, 1])), net(x))
+    torch.testing.assert_close(tiled_apply(net, x, iter((8, 4))), net(x))
 
 
 def test_forms():

@@ -127,6 +127,14 @@ def test_a_calibrated_card(script, tmp_path, capsys):
     assert main(["estimate", f"{script}:build", *options]) == 0
     assert json.loads(capsys.readouterr().out)["context_bytes"] == 2**29
     assert main(["estimate", "medium", *options]) == 1  # a preset is held against it
+    options[0] = "--budget"
+    assert main(["estimate", "medium", *options]) == 1
+    assert main(["estimate", f"{script}:build", *options]) == 0
+    capsys.readouterr()
+    for without in (options[2:], ["--budget", "24GiB", *options[2:]]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["estimate", f"{script}:build", *without])
+        assert "--calibrated: is for a card" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

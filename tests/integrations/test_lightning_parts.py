@@ -46,9 +46,9 @@ class Outputs(L.Callback):
         self.last = outputs
 
 
-def fit(module, *callbacks, batch_size=5, **options):
+def fit(module, *callbacks, batch_size=5, loader=None, **options):
     trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=list(callbacks), **QUIET, **options)
-    trainer.fit(module, DataLoader(TensorDataset(X), batch_size=batch_size))
+    trainer.fit(module, loader or DataLoader(TensorDataset(X), batch_size=batch_size))
     return trainer
 
 
@@ -163,6 +163,48 @@ def test_exact_accumulation_weighs_a_short_batch_by_its_rows():
     torch.testing.assert_close(module.net.weight, weight)
 
 
+def test_a_batch_without_common_rows_is_whole_where_none_may_be_cut():
+    def step(module, x):
+        loss = mean_square(module, x)
+        module.log("loss", loss)
+        return {"loss": loss, "nodes": x}
+
+    graph = (torch.ones(4, 2), torch.zeros(2, 9))
+    loader, outputs = DataLoader([graph], batch_size=None), Outputs()
+    module = Linear(step)
+    module.split_options = {"on_oom": "raise"}
+    loss = mean_square(module, graph[0]).item()
+    assert fit(module, outputs, loader=loader).callback_metrics["loss"].item() == pytest.approx(loss)
+    assert outputs.last["nodes"].shape == (4, 2)
+    module = Linear(step)  # in two parts
+    with pytest.raises(mk.InputError, match=r"tensors with \[2, 4\] rows.*pass split_fn="):
+        fit(module, loader=loader)
+    module, callback = Linear(step), MemoryCallback(exact_accumulation=True)  # which has no split_fn, and no on_oom
+    module.split_options = {"on_oom": "raise"}
+    with pytest.raises(mk.InputError, match=r"tensors with \[2, 4\] rows.*give each tensor"):
+        fit(module, callback, loader=loader, accumulate_grad_batches=2)
+
+
+def test_a_batch_that_fails_leaves_no_phase_open():
+    def step(module, x):
+        raise ZeroDivisionError
+
+    with mk.MemoryManager("cpu") as memory:
+        with pytest.raises(ZeroDivisionError):
+            fit(Linear(step), MemoryCallback(memory))
+        with memory.phase("own"):
+            pass
+        assert list(memory.phases) == ["step", "own"]
+
+
+def test_a_sum_over_one_rank_does_not_wait_for_the_device():
+    class NoReduction(L.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.strategy.reduce = lambda *_, **__: pytest.fail("by way of the device")
+
+    fit(Linear(mean_square), NoReduction(), MemoryCallback(exact_accumulation=True), accumulate_grad_batches=2)
+
+
 def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
     def step(module, x):
         if len(x) > module.most_rows:
@@ -181,6 +223,6 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
         fit(module, MemoryCallback(memory, post_mortem=tmp_path))
     memory.close()
     events = mk.read_memory_events(tmp_path / "log.jsonl").events
-    assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory"]
+    assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory", "step"]
     assert events[1].note == {"num_ooms": 1, "sizes": [1, 1, 1, 1, 1]}
     assert "planted" in json.loads((tmp_path / "out-of-memory.json").read_text())["error"]

@@ -45,10 +45,10 @@ class HostileTensor(torch.Tensor):
         raise RuntimeError("asked")
 
 
-def watch_a_leak(keep):
+def watch_a_leak(keep, num_steps=4):
     watch = LeakWatch()
     watch.check()
-    for step in range(4):
+    for step in range(num_steps):
         keep(step, torch.ones(1000))
         leaks = watch.check()
     return leaks
@@ -198,6 +198,18 @@ def test_many_threads():
         done.set()
         for thread in threads:
             thread.join()
+
+
+def test_among_all_objects_of_a_full_process():
+    """The other tests see few objects: what was there before this file is set aside for them (tests/conftest.py)."""
+    kept = []
+    gc.unfreeze()
+    try:
+        (leak,) = watch_a_leak(lambda step, tensor: kept.append(tensor), num_steps=2)
+    finally:
+        gc.freeze()
+    assert leak.num_tensors == 2
+    assert "kept" in leak.holder
 
 
 def test_no_suspects_no_search(monkeypatch):

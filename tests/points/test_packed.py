@@ -116,11 +116,29 @@ def test_more_offsets_are_known_beside_scene_numbers():
     parts = split_packed(batch, 2)
     assert [part["origin_offset"].tolist() for part in parts] == [[4], [5]]
     assert [part["origin_pos"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
-    shifts = batch | {"time_offset": torch.rand(5)}  # no offset, in spite of its name
-    with pytest.raises(mk.InputError, match=r"time_offset, .*belongs_to"):
-        split_packed(shifts, 2)
-    parts = split_packed(shifts, 2, belongs_to={"time_offset": "points"})
-    assert [len(part["time_offset"]) for part in parts] == [3, 2]
+    named = {"pos": batch["pos"], "batch": batch["batch"], "inverse": batch["origin_pos"], "all_offset": [4, 9]}
+    with pytest.raises(mk.InputError, match=r"all_offset, a list.*belongs_to"):
+        split_packed(named, 2, belongs_to={"inverse": "all_offset"})
+    named["all_offset"] = torch.tensor([4, 9])
+    parts = split_packed(named, 2, belongs_to={"inverse": "all_offset"})
+    assert [part["all_offset"].tolist() for part in parts] == [[4], [5]]
+
+
+def test_beside_scene_numbers_a_name_alone_makes_no_offset():
+    batch = {
+        "batch": torch.tensor([0, 0, 0, 1, 1]),
+        "z_offset": torch.rand(5),
+        "id_offset": torch.arange(5),
+        "yaw_offset": torch.tensor([5.0, 0.5]),
+        "step_offset": torch.tensor([1, 2]),
+        "track_offset": torch.tensor([5, 3]),
+        "kind_offset": ["wall", "door"],
+    }
+    parts = split_packed(batch, 2)
+    for key, value in batch.items():
+        if key != "batch":
+            assert [each for part in parts for each in part[key]] == list(value), key
+            assert [len(part[key]) for part in parts] in ([3, 2], [1, 1])
 
 
 def test_an_own_kind_of_mapping_stays_one():

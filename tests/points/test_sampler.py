@@ -189,6 +189,7 @@ def test_wrong_settings_are_named(settings, message):
 def test_a_ratio_of_numpy_is_one():
     assert GridAwareSampler(np.float32(0.5)).ratio == (0.5, 0.5)
     assert GridAwareSampler([np.float64(0.25), 1]).ratio == (0.25, 1.0)
+    assert GridAwareSampler(np.array([0.25, 0.5])).ratio == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,21 @@ def test_float32_accumulation_of_bfloat16_gradients():
     assert run(torch.float32) < 3e-3 < 8e-3 < run(None)
 
 
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_the_norm_of_bfloat16_gradients_is_measured_in_float32(num_parts):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = mk.GradientAccumulator(optimizer, num_parts, max_grad_norm=1e9, accumulate_dtype=torch.float32)
+    for part in torch.randn(8, 64).bfloat16().chunk(num_parts):
+        accumulator.backward(model(part).float().pow(2).sum(), count=8, reduction="sum")
+    accumulator.expect(8)
+    factor = accumulator._predivisor / (8 * num_parts)
+    norm = torch.cat([each.grad.double().flatten() for each in model.parameters()]).norm() * factor
+    accumulator.step()
+    torch.testing.assert_close(accumulator.grad_norm.double(), norm, rtol=1e-6, atol=0)  # in bfloat16: 4e-3
+
+
 class TestScaler:
     def make(self, steps=2, **keywords):
         torch.manual_seed(0)
@@ -614,6 +629,45 @@ class TestState:
 
         torch.testing.assert_close(run(stop_after), run(None), rtol=0, atol=0)
 
+    @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
+    def test_resume_in_bfloat16_with_a_parameter_that_comes_late(self, stop_after):
+        def make():
+            torch.manual_seed(0)
+            model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]).bfloat16()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, mk.GradientAccumulator(optimizer, steps=6, accumulate_dtype=torch.float32)
+
+        def run(stop_after):
+            model, accumulator = make()
+            for i, x in enumerate(torch.randn(6, 8, 16).bfloat16()):
+                if i == stop_after:
+                    saved = copy.deepcopy(accumulator.state_dict())
+                    model, accumulator = make()
+                    accumulator.load_state_dict(saved)
+                y = model[0](x) if i < 3 else model[1](model[0](x))
+                accumulator.backward(y.float().pow(2).mean(), count=8)
+            gradients = [each.grad for each in model.parameters()]
+            assert {each.dtype for each in gradients} == {torch.float32}
+            return gradients
+
+        for resumed, whole in zip(run(stop_after), run(None), strict=True):
+            assert torch.equal(resumed, whole)
+
+    def test_wide_gradients_go_into_an_accumulator_without_wide_sums(self):
+        def make(**keywords):
+            model = nn.Linear(3, 2).bfloat16()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, mk.GradientAccumulator(optimizer, steps=3, **keywords)
+
+        model, accumulator = make(accumulate_dtype=torch.float32)
+        for _ in range(2):
+            accumulator.backward(model(torch.ones(1, 3).bfloat16()).sum())
+        other, loaded = make()
+        loaded.load_state_dict(accumulator.state_dict())
+        assert other.weight.grad.dtype == other.weight.grad_dtype == torch.bfloat16
+        loaded.backward(other(torch.ones(1, 3).bfloat16()).sum())
+        assert loaded.step()
+
     def test_state_of_another_model_is_refused(self):
         model = nn.Linear(3, 2)
         accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=3)
@@ -714,6 +768,8 @@ class TestMisuse:
             {"steps": True},
             {"max_grad_norm": 0.0},
             {"max_grad_norm": float("nan")},
+            {"max_grad_norm": "1"},
+            {"max_grad_norm": True},
             {"objective": "max"},
             {"gradients_of": "model"},
             {"accumulate_dtype": torch.float16},

@@ -162,6 +162,38 @@ def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(nam
         assert torch.equal(ours, theirs)  # the two small runs left no trace: dropout, statistics, gradients
 
 
+def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
+    def run(**keywords):
+        model = mlp().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="7MiB", probe=False, **keywords) as trainer:
+            return trainer.train_step(torch.randn(400, 512).bfloat16(), loss_fn).num_microbatches
+
+    assert 1 < run() < 20  # 2 MiB each: parameters, a part's gradients and their sum
+    with pytest.warns(mk.MemkitWarning, match="a single row"):
+        assert run(precision="bf16-true") == 400  # their sum takes 4 MiB
+
+
+def test_a_batch_without_rows_stays_whole_where_nothing_is_to_be_cut():
+    model = nn.Linear(4, 4)
+    memory = mk.MemoryManager("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"x": torch.ones(6, 4), "table": torch.ones(3)}
+
+    def table_loss(model, batch):
+        return model(batch["x"]).pow(2).mean() * batch["table"].sum()
+
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory, on_oom="raise") as trainer:
+        assert trainer.train_step(batch, table_loss).sizes == (1,)
+        with pytest.warns(mk.MemkitWarning, match="memory=... is not used where nothing can be foreseen"):
+            assert trainer.train_step(batch, table_loss).stepped
+    with (
+        mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory) as trainer,
+        pytest.raises(mk.InputError, match=r"tensors with \[3, 6\] rows"),
+    ):
+        trainer.train_step(batch, table_loss)
+
+
 def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
     calls = []
 

@@ -187,6 +187,54 @@ def test_two_sharded_ranks_equal_one_process(tmp_path):
     assert {path.name for path in tmp_path.glob("*.done")} == {"0.done", "1.done"}
 
 
+@pytest.fixture
+def lone_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard_heads(steps):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)}).bfloat16()
+    for head in model.values():
+        fully_shard(head, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, mk.GradientAccumulator(optimizer, steps, accumulate_dtype=torch.float32)
+
+
+def sharded_loss(model, heads):
+    x = torch.ones(4, 8).bfloat16()
+    return sum(model[head](x).float().pow(2).mean() for head in heads)
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_shards_in_bfloat16_take_a_late_parameter_and_go_on_after_a_dropped_group():
+    model, accumulator = shard_heads(steps=4)
+    seen = []
+    accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(model["b"].weight.grad.full_tensor()))
+    for heads in ("a", "a", "a"):
+        accumulator.backward(sharded_loss(model, heads), count=4)
+    accumulator.discard()
+    for heads in ("a", "a", "b", "ab"):  # b's first gradient comes after the sums have become float32
+        accumulator.backward(sharded_loss(model, heads), count=4)
+    assert model["b"].weight.grad.dtype == torch.float32
+    assert accumulator.step()
+    reference = shard_heads(steps=1)[0]
+    sharded_loss(reference, "b").backward()
+    torch.testing.assert_close(seen[0], reference["b"].weight.grad.full_tensor() / 2, rtol=2**-7, atol=0)
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_shards_without_a_gradient_do_not_go_on_in_silence():
+    _, accumulator = shard_heads(steps=1)
+    accumulator.backward(torch.ones((), requires_grad=True) * 2)
+    with pytest.raises(mk.StateError, match="no gradient on any rank"):
+        accumulator.step()
+
+
 def test_one_process_needs_no_ranks():
     model = nn.Linear(2, 2)
     accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model=model)

@@ -1,5 +1,6 @@
 """Cutting batches: every row once, in order, whatever the containers."""
 
+import math
 from collections import OrderedDict, UserDict, deque, namedtuple
 from types import SimpleNamespace
 
@@ -70,6 +71,24 @@ def test_batches_that_are_not_alike_are_not_joined(other, got):
         join_rows([batch_of(2), batch_of(2) | other])
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        (math.nan, float("nan")),
+        (torch.tensor(math.nan), torch.tensor(math.nan)),
+        (3, 3.0),
+        (3, np.int64(3)),
+        (None, None),
+        [torch.ones((), device="meta")] * 2,  # one and the same: nobody looks at it
+    ],
+)
+def test_equal_values_that_belong_to_every_row_are_joined(values):
+    rows = torch.arange(2)
+    joined = join_rows([{"x": rows, "value": value} for value in values])
+    assert joined["value"] is values[0]
+    assert joined["x"].tolist() == [0, 1, 0, 1]
+
+
 @pytest.mark.parametrize("mapping", [dict, OrderedDict, UserDict])
 def test_mappings_keep_their_type(mapping):
     """A tokenizer's BatchEncoding is a UserDict; the parts must still be what the model expects."""
@@ -99,8 +118,12 @@ def test_a_tensor_alone_and_a_single_part():
 
 
 def test_what_cannot_be_cut_says_why():
-    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*split_fn"):
-        split_batch((torch.ones(3), torch.ones(4)), 2)
+    uneven = (torch.ones(3), torch.ones(4))
+    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*give each tensor") as caught:
+        split_batch(uneven, 2)
+    assert "on_oom" not in str(caught.value)  # not everybody who calls it has that option
+    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*on_oom='raise'"):
+        measure_batch(uneven, None, may_cut=True)
     with pytest.raises(mk.InputError, match="no tensor with rows"):
         count_rows({"scale": torch.tensor(1.0)})
     with pytest.raises(mk.InputError, match="a SimpleNamespace in it"):

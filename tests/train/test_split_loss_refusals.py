@@ -67,6 +67,32 @@ def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(mode
     assert log_alpha.grad is None
 
 
+def test_a_loss_function_may_name_what_has_no_value_yet_and_keep_its_batch(model):
+    def loss(model, batch):
+        return later if batch is None else loss_fn(model, batch)
+
+    if model is None:
+        later = 1.0
+
+    class Forces:
+        def loss(self, model, batch):
+            self.x = batch[0].clone().requires_grad_()
+            return torch.autograd.grad(model(self.x).sum(), self.x, create_graph=True)[0].square().mean()
+
+    split = mk.SplitLoss(model, num_microbatches=2, probe=False)
+    split((X, Y), loss).backward()
+    split((X, Y), (forces := Forces()).loss).backward()
+    split((X, Y), forces.loss).backward()
+
+
+def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypatch):
+    criteria = nn.ModuleList(nn.Linear(1, 1).double() for _ in range(9))
+    split = mk.SplitLoss(model, probe=False)
+    monkeypatch.setattr(criteria, "named_parameters", None)
+    split((X, Y), lambda model, batch: loss_fn(model, batch) + len(criteria)).backward()
+    assert model.weight.grad is not None
+
+
 def test_parts_of_which_some_have_a_count_are_refused(model):
     with pytest.raises(mk.InputError, match="a count with some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(

@@ -110,6 +110,20 @@ def test_keep_and_best(tmp_path):
         value_of(again, 3)
 
 
+def test_a_new_manager_takes_the_best_as_the_one_that_saved(tmp_path):
+    manager = TrainingStateManager(tmp_path)
+    manager.use_mode("max")  # as a loop's monitor does
+    for step, metric in enumerate([0.1, 0.9, 0.5]):
+        manager.save(step, model=model_of(float(step)), metric=metric)
+    assert value_of(TrainingStateManager(tmp_path), "best") == (1, 1.0)
+    again = TrainingStateManager(tmp_path, keep=1)
+    again.save(3, model=model_of(3.0), metric=0.4)
+    assert again.steps == (3, 1)
+    again.save(4, model=model_of(4.0), metric=0.3)  # the newest state was written by who had not been told
+    assert TrainingStateManager(tmp_path).best_step == 1
+    assert TrainingStateManager(tmp_path, mode="min").best_step == 4
+
+
 def test_without_metrics_there_is_no_best(manager):
     assert manager.best_step is None
     with pytest.raises(InputError, match="a state saved with metric="):

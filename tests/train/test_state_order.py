@@ -62,6 +62,33 @@ def test_going_on_draws_nothing_from_the_random_state():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Drawing(Counting):
+    """Draws by the epoch; names itself as what it is made of, as some wrappers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.epoch, self.dataset = 0, self
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+def test_a_data_set_keeps_the_epoch_that_was_set_on_it_alone():
+    dataset = Drawing()
+    loader = make(dataset)
+    for epoch in range(1, 3):
+        dataset.set_epoch(epoch)
+        list(loader)
+        assert dataset.epoch == epoch
+    loader.set_epoch(5)
+    list(loader)
+    assert dataset.epoch == 5
+    again = make(other := Drawing())
+    again.load_state_dict(loader.state_dict())
+    list(again)
+    assert other.epoch == 5
+
+
 def test_any_order_that_follows_from_seed_and_epoch_will_do():
     def start():
         batches = BudgetBatchSampler([1 + number % 7 for number in range(103)], max_points=20, seed=5)

@@ -131,6 +131,22 @@ def test_weighted_losses_and_a_batch_that_weighs_nothing():
     assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
 
 
+def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
+    """A batch of 3 graphs must not weigh as much as one of 100; nothing but the loss says how many there are."""
+
+    def losses(model, graphs):
+        return model(graphs["x"])[:, 0].square()
+
+    model = nn.Linear(3, 1)
+    loader = [{"x": torch.randn(num, 3), "edges": torch.zeros(2, 5 * num)} for num in (3, 100)]
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), on_oom="raise")
+    found = run(trainer, loader, rows_of_loss(lambda model, graphs: (losses(model, graphs).sum(), len(graphs["x"]))))
+    expected = losses(model, {"x": torch.cat([graphs["x"] for graphs in loader])}).mean()
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+    with pytest.raises(mk.InputError, match=r"a loss without its count.*return \(loss_sum, count\)"):
+        run(trainer, loader, rows_of_loss(lambda model, graphs: losses(model, graphs).mean()))
+
+
 def test_figures_have_names():
     """A loss function in the place of val_fn: what it gives says nothing about single rows."""
     with pytest.raises(mk.InputTypeError, match=r"val_fn\(model, batch\): got a Tensor; expected a mapping of figures"):

@@ -218,6 +218,26 @@ class TestPrecision:
         with pytest.raises(mk.ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
+    def test_true_with_a_norm_that_was_put_back_to_float32(self):
+        """The first parameter is no measure of the model: the layer after the norm takes what the norm gives."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 2)
+
+            def forward(self, x):
+                dtypes.append(x.dtype)
+                return self.layer(self.norm(x.float()).to(self.layer.weight.dtype))
+
+        dtypes = []
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true")
+        model.norm.float()
+        trainer.train_step(torch.ones(3, 4), lambda model, x: model(x).sum())
+        assert dtypes == [torch.bfloat16]
+
     def test_true_converts_inputs_in_any_mapping(self):
         class Model(nn.Linear):
             def forward(self, batch):

@@ -10,6 +10,7 @@ import memkit as mk
 from benchmarks.cases.wrapper_memory import Run, measure_flops, measure_peaks, measure_saved_bytes
 from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summed_loss
 from benchmarks.models import Task, transformer, unet
+from memkit._recorder import Recorder
 
 TASKS = {
     "transformer": lambda: transformer(width=32, length=64),
@@ -52,6 +53,20 @@ def test_measures_together_reach_ninety_percent_of_the_activations(build):
     settings = {"accumulation_steps": 4, "checkpoint": "auto", "on_oom": "raise"}
     plain, both = measure_peaks(Run(build(), None)), measure_peaks(Run(build(), settings))
     assert both["activation_bytes"] <= 0.15 * plain["activation_bytes"]
+
+
+def test_clipping_alone_does_not_widen_the_gradients_of_one_micro_batch():
+    def peak_bytes(max_grad_norm):
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, precision="bf16-true", max_grad_norm=max_grad_norm, probe=False
+        )
+        with Recorder() as recorder:
+            trainer.train_step(torch.randn(4, 256), lambda model, x: model(x).float().pow(2).mean())
+        return recorder.recording().peak_bytes()
+
+    assert peak_bytes(1.0) <= peak_bytes(None) + 4096
 
 
 class Stack(nn.Module):

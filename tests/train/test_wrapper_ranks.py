@@ -1,5 +1,6 @@
 """The wrapper on two ranks equals one process: under DistributedDataParallel a rank recovers alone, and under FSDP2."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 
 STEPS, ROWS = 4, 8
@@ -44,8 +46,10 @@ def ddp_worker(rank, folder):
     torch.save(plain.state_dict(), f"{folder}/{rank}.pt")
     trainer.close()
     check_uneven_batches(rank)
+    check_a_loop_with_batches_on_one_rank(rank, Path(folder))
     check_a_budget_is_refused_where_ranks_exchange_statistics()
     check_a_bfloat16_model()
+    check_no_memory_to_convert_gradients_on_one_rank(rank)
     check_nothing_fits_on_one_rank(rank, Path(folder))
     leave()
 
@@ -120,6 +124,18 @@ def check_uneven_batches(rank):
     torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
 
 
+def check_a_loop_with_batches_on_one_rank(rank, folder):
+    """The rank without any takes part in the steps and the save of the other one, which waits for it."""
+    plain, data = make()
+    model = DistributedDataParallel(plain)
+    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(plain.parameters(), lr=0.1)) as trainer:
+        with mk.TrainingStateManager(folder / "states") as state:
+            batches = [] if rank else list(data)
+            mk.MemoryEfficientTrainLoop(trainer, batches, loss_fn, state=state, progress=False).run()
+            assert state.steps == (STEPS,)
+        assert trainer.num_steps == STEPS
+
+
 def check_a_budget_is_refused_where_ranks_exchange_statistics():
     """One rank would run ahead of the others to foresee what a micro-batch takes, and wait for them for ever."""
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
@@ -145,6 +161,20 @@ def check_a_bfloat16_model():
     expected(torch.cat([rows[:8], rows[:4]])).pow(2).mean().backward()
     for got, parameter in zip(seen, expected.parameters(), strict=True):
         torch.testing.assert_close(got.double(), parameter.grad, rtol=0.1, atol=0.02)
+
+
+def check_no_memory_to_convert_gradients_on_one_rank(rank):
+    """The other one is told, where it would wait in the sum."""
+    plain = nn.Linear(4, 2).bfloat16()
+    model, optimizer = DistributedDataParallel(plain), torch.optim.SGD(plain.parameters(), lr=0.1)
+    with mk.GradientAccumulator(optimizer, model=model, accumulate_dtype=torch.float32) as accumulator:
+        accumulator.backward(model(torch.ones(3, 4).bfloat16()).sum())
+        match = "converting the gradients: got out of memory, twice" if rank else "out of memory on 1 of the 2 ranks"
+        fails = FailingOperator(1, 2) if rank else contextlib.nullcontext()
+        with pytest.raises(mk.MemkitOutOfMemoryError, match=match), fails:
+            accumulator.step()
+        accumulator.backward(model(torch.ones(3, 4).bfloat16()).sum())
+        assert accumulator.step()
 
 
 def check_nothing_fits_on_one_rank(rank, folder):

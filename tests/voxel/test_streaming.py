@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -32,6 +33,21 @@ def test_means_over_an_evaluation_are_those_of_the_functions():
         "f_score_5": lambda a, b: f_score(a, b, threshold=5.0),
     }.items():
         assert found[name] == pytest.approx(sum(function(*pair).item() for pair in samples()) / 5, rel=1e-12)
+
+
+def test_arrays_and_ranges_are_lists_of_numbers():
+    pair = samples()[0]
+    for arrays, lists in (
+        ({"thresholds": np.linspace(2, 6, 3)}, {"thresholds": [2.0, 4.0, 6.0]}),
+        ({"thresholds": range(2, 4), "quantiles": np.array([0.5])}, {"thresholds": [2, 3], "quantiles": [0.5]}),
+    ):
+        found, expected = PointCloudMetrics(**arrays), PointCloudMetrics(**lists)
+        found.update(*pair)
+        expected.update(*pair)
+        assert found.compute() == expected.compute()
+    for wrong in (0.1, "0.1", np.array(0.1), {0.1: 1}):
+        with pytest.raises(ConfigError, match=r"thresholds: a list"):
+            PointCloudMetrics(thresholds=wrong)
 
 
 def test_float64_sums_do_not_lose_small_terms():

@@ -120,7 +120,8 @@ class CachingAllocator:
             torch.OutOfMemoryError: There is no room, with torch's own message and figures.
             InputError: ``num_bytes`` is not above zero.
         """
-        num_bytes = parse_bytes(num_bytes, name="num_bytes")
+        if type(num_bytes) is not int or num_bytes < 1:  # a replay asks a million times, with plain numbers
+            num_bytes = parse_bytes(num_bytes, name="num_bytes")
         if not num_bytes:
             raise InputError("num_bytes=0", got="0", expected="at least one byte", fix="leave out empty tensors.")
         size = self.settings.round_up(num_bytes)
@@ -228,13 +229,8 @@ class CachingAllocator:
             self._num_searches += 1
         expandable = self.settings.expandable_segments
         block = pool.best_expandable_fit(size) if expandable else pool.best_fit(size)
-        if block is None:
+        if block is None or block.num_bytes >= self.settings.too_large_bytes(size):
             return None
-        oversize = self.settings.max_split_bytes
-        if oversize is not None and block.num_bytes >= oversize:
-            most = size + self.settings.max_non_split_rounding_bytes if size >= oversize else oversize
-            if block.num_bytes >= most:
-                return None
         pool.remove(block)
         return block
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class AllocatorSettings:
         expandable_segments: One growing segment for each stream and pool, in place of one segment for each request.
         max_split_bytes: Blocks of this size and more are never split, and kept for requests of this size and more.
             None: every block may be split.
-        max_non_split_rounding_bytes: How much larger such a block may be than the request that it serves.
+        max_non_split_rounding_bytes: How much larger such a block may be than the request that it serves. None: by
+            the large segment.
         large_segment_bytes: The segment for a request of over 1 MiB and under 10 MiB; with expandable segments, the
             page of the large pool.
         garbage_collection_threshold: Above this part of the memory that the process is allowed, old cached segments
@@ -47,7 +49,7 @@ class AllocatorSettings:
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
-    max_non_split_rounding_bytes: int = 20 * MIB
+    max_non_split_rounding_bytes: int | None = None
     large_segment_bytes: int = 20 * MIB
     garbage_collection_threshold: float | None = None
     memory_fraction: float = 1.0
@@ -58,9 +60,9 @@ class AllocatorSettings:
         check = Checker("AllocatorSettings(...)")
         check.flag("expandable_segments", self.expandable_segments)
         segment_bytes = check.whole("large_segment_bytes", self.large_segment_bytes, _LEAST_SEGMENT_MB * MIB)
-        check.whole("max_non_split_rounding_bytes", self.max_non_split_rounding_bytes, segment_bytes)
-        if self.max_split_bytes is not None:
-            check.whole("max_split_bytes", self.max_split_bytes, segment_bytes)
+        for name in ("max_non_split_rounding_bytes", "max_split_bytes"):
+            if getattr(self, name) is not None:
+                check.whole(name, getattr(self, name), segment_bytes)
         check.number("memory_fraction", self.memory_fraction, 0, 1)
         threshold = self.garbage_collection_threshold
         if threshold is not None and not 0 < check.number("garbage_collection_threshold", threshold) < 1:
@@ -102,16 +104,17 @@ class AllocatorSettings:
         """
         options = _options("".join(text.split()))
         segment_mb = options.pop("large_segment_size_mb", 20)  # first: it is the smallest value of two others
-        rounding_mb = options.pop("max_non_split_rounding_mb", segment_mb)
-        split_mb = options.pop("max_split_size_mb", None)
-        for name, value in (("max_non_split_rounding_mb", rounding_mb), ("max_split_size_mb", split_mb)):
-            if value is not None and value < segment_mb:
-                raise _refusal(name, str(value), f"at least the large segment: {segment_mb}", "raise it")
+        sizes = {}
+        for name in ("max_non_split_rounding_mb", "max_split_size_mb"):
+            megabytes = options.pop(name, None)
+            if megabytes is not None and megabytes < segment_mb:
+                raise _refusal(name, str(megabytes), f"at least the large segment: {segment_mb}", "raise it")
+            sizes[name] = None if megabytes is None else megabytes * MIB
         known = {"expandable_segments", "garbage_collection_threshold", "roundup_power2_divisions"}
         fields = {name: value for name, value in options.items() if name in known}
         return cls(
-            max_split_bytes=None if split_mb is None else split_mb * MIB,
-            max_non_split_rounding_bytes=rounding_mb * MIB,
+            max_split_bytes=sizes["max_split_size_mb"],
+            max_non_split_rounding_bytes=sizes["max_non_split_rounding_mb"],
             large_segment_bytes=segment_mb * MIB,
             memory_fraction=options.get("per_process_memory_fraction", 1.0),
             **fields,
@@ -125,6 +128,14 @@ class AllocatorSettings:
         if divisions > 1 and num_bytes > step * divisions:
             step = (1 << (num_bytes.bit_length() - 1)) // divisions
         return -(-num_bytes // step) * step
+
+    def too_large_bytes(self, size: int) -> float:
+        """From which size on a cached block does not serve a request of ``size`` rounded bytes."""
+        if self.max_split_bytes is None:
+            return math.inf
+        if size < self.max_split_bytes:
+            return self.max_split_bytes
+        return size + (self.max_non_split_rounding_bytes or self.large_segment_bytes)
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -236,6 +236,9 @@ def test_wrong_calls():
     assert gpu.allocate("3MiB").requested_bytes == 3 * MIB
     with pytest.raises(InputTypeError, match=r"num_bytes=1\.5"):
         gpu.allocate(1.5)
+    for wrong, error in ((True, InputTypeError), (-1, InputError), ("0B", InputError)):
+        with pytest.raises(error, match="num_bytes="):
+            gpu.allocate(wrong)
     assert CachingAllocator("1GiB", settings="expandable_segments:True").settings.expandable_segments
     with pytest.raises(ConfigError, match="an AllocatorSettings, text, or None"):
         CachingAllocator("1GiB", settings={"expandable_segments": True})

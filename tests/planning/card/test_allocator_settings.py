@@ -62,7 +62,16 @@ def test_as_torch_reads_it(torch_divisions, text):
 def test_defaults_are_torchs():
     assert parse("") == AllocatorSettings()
     assert AllocatorSettings().max_split_bytes is None
-    assert AllocatorSettings().max_non_split_rounding_bytes == AllocatorSettings().large_segment_bytes == 20 * MIB
+    assert AllocatorSettings().large_segment_bytes == 20 * MIB
+
+
+def test_what_follows_the_large_segment_need_not_be_said():
+    assert AllocatorSettings(large_segment_bytes=30 * MIB) == parse("large_segment_size_mb:30")
+    settings = AllocatorSettings(large_segment_bytes=30 * MIB, max_split_bytes=40 * MIB)
+    sizes = [settings.too_large_bytes(size * MIB) / MIB for size in (39, 40, 50)]
+    assert sizes == [40, 70, 80]
+    assert parse("max_split_size_mb:40,max_non_split_rounding_mb:21").too_large_bytes(50 * MIB) == 71 * MIB
+    assert parse("").too_large_bytes(GIB) == float("inf")
 
 
 def test_all_options_together():
@@ -74,7 +83,7 @@ def test_all_options_together():
     assert settings == AllocatorSettings(
         expandable_segments=True,
         max_split_bytes=128 * MIB,
-        max_non_split_rounding_bytes=32 * MIB,
+        max_non_split_rounding_bytes=None,
         large_segment_bytes=32 * MIB,
         garbage_collection_threshold=0.8,
         memory_fraction=0.5,
@@ -136,7 +145,6 @@ def test_rounding(text, requested, size):
         {"large_segment_bytes": 0},
         {"max_split_bytes": MIB},
         {"max_split_bytes": 64.5 * MIB},
-        {"large_segment_bytes": 40 * MIB},  # what it is compared with is smaller: max_non_split_rounding_bytes
         {"garbage_collection_threshold": 1},
         {"memory_fraction": 90},
         {"roundup_power2_divisions": (4,)},

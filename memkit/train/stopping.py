@@ -1,0 +1,37 @@
+"""A SIGTERM as a wish to stop, which a loop obeys between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class StopSignal:
+    """Notes a SIGTERM while the block runs. Elsewhere than in the main thread, where no handler can be, it is inert."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether a SIGTERM came in the last block."""
+        return self._is_set
+
+    def __enter__(self) -> Self:
+        self._is_set = False
+        self._before = signal.getsignal(signal.SIGTERM)
+        # None: a handler that was not installed from Python, and could not be put back.
+        self._is_ours = threading.current_thread() is threading.main_thread() and self._before is not None
+        if self._is_ours:
+            signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_ours:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_set = True
