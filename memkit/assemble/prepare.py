@@ -184,6 +184,7 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
             self._wants_probe = True  # of another loss, or in other modes, nothing is known
 
 
+# The options of a plan are those of plan_training, in full: help() and completion show them here too.
 def prepare(
     model: nn.Module,
     optimizer: Optimizer,

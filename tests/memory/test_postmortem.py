@@ -76,7 +76,7 @@ def test_where_next_to_nothing_is_left(tmp_path, where):
     assert passed["events"][-1] == ["out_of_memory", "fill", {"error": "RuntimeError"}]
     record = read(tmp_path)
     assert record["phase"] == "fill"
-    assert record["snapshot"]["host_available_bytes"] < 4 * MIB
+    assert record["snapshot"]["host_available_bytes"] < 8 * MIB  # what the failed piece's own frames gave back is free
     assert (record["by_category_bytes"] is None) == bool(record["problems"])
 
 

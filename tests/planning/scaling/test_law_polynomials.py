@@ -8,6 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+# All that `structural` takes from there is tested here.
 from memkit.planning.scaling.polynomials import (
     beyond_roots,
     envelope,
