@@ -66,6 +66,10 @@ class TrainingStateManager(Closing):
         background: Write in a thread: `save` copies the state into host memory and returns. It first waits for the
             state before, so there is one copy and one writer. An error comes out of the next call.
 
+    Attributes:
+        directory: Where the states are.
+        mode: As given, or as a monitor has said; None as long as nobody has.
+
     Raises:
         ConfigError: A setting is wrong.
 

@@ -60,7 +60,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         average: A running average of the weights, updated after each real optimiser step.
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. Then
             `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases
-            (and from `MemoryEfficientTrainLoop` its steps).
+            (and from `MemoryEfficientTrainLoop` its steps); it is the attribute ``memory``.
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
