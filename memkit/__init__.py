@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         StateError,
     )
     from memkit._eventlog import read_memory_events
+    from memkit._loss import Loss
     from memkit._oom import is_out_of_memory, recover_from_oom
     from memkit._units import format_bytes, parse_bytes
     from memkit._voxels import SparseVoxels
@@ -145,6 +146,7 @@ _HOMES = {
     "InputTypeError": "_errors",
     "LoaderPlan": "train.loader",
     "LoopResult": "train.loop",
+    "Loss": "_loss",
     "Mean": "train.reducers",
     "MemkitError": "_errors",
     "MemkitOutOfMemoryError": "_errors",
@@ -281,6 +283,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "InputTypeError",
     "LoaderPlan",
     "LoopResult",
+    "Loss",
     "Mean",
     "MemkitError",
     "MemkitOutOfMemoryError",

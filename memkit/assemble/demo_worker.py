@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memkit._device import limit_memory, resolve_device
+from memkit._loss import Loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -73,13 +74,13 @@ class _CharacterModel(nn.Module):
         return logits
 
 
-def _loss(model: nn.Module, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _loss(model: nn.Module, batch: _Batch) -> Loss:
     """Return the sum over the real characters and their number: rows are of different lengths."""
     characters, following = batch
-    losses = F.cross_entropy(
+    loss_sum = F.cross_entropy(
         model(characters).flatten(0, 1), following.flatten(), ignore_index=_PADDING, reduction="sum"
     )
-    return losses, (following != _PADDING).sum()
+    return Loss(sum=loss_sum, count=(following != _PADDING).sum())
 
 
 def _batches(num_batches: int, num_rows: int, device: torch.device) -> list[_Batch]:
@@ -106,8 +107,7 @@ def _train(kind: str, batches: list[_Batch], device: torch.device) -> Iterator[d
                 yield {"loss": result.loss.item(), "sizes": result.sizes, "num_ooms": result.num_ooms}
         return
     for batch in batches:
-        loss_sum, count = _loss(model, batch)
-        loss = loss_sum / count
+        loss = _loss(model, batch).average()
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

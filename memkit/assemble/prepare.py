@@ -74,7 +74,7 @@ def plan_training(
     Args:
         model: The model, with data, or on the meta device (no memory needed).
         sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting.
-        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or ``(loss_sum, count)``.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``.
         target: Where a budget in bytes is meant: a card, or ``"cpu"``, where live bytes are counted. None: where the

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._loss import Loss
 from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
 from memkit.chunk.engine_params import describe, parameters_of
 from memkit.chunk.engine_trial import HEAD, cast_bytes, kind_of, sum_bytes, watched
@@ -18,7 +19,7 @@ from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
 def chunked_loss(
-    fn: Callable[..., Tensor | tuple[Tensor, float | Tensor]],
+    fn: Callable[..., Tensor | Loss],
     *rows: Any,
     chunk_size: ChunkSize | Sizer = "auto",
     memory_budget: SupportsIndex | str | None = None,
@@ -34,9 +35,8 @@ def chunked_loss(
     unequal weight are exact, as a mean of the chunks' means would not be.
 
     Args:
-        fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a pair ``(loss_sum, count)``
-            with the sum of the chunk's losses, 0-dim, and what it counts for in the mean: valid tokens, a sum of
-            weights.
+        fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a `Loss` with the
+            chunk's sum or mean, 0-dim, and the count that it is the mean over: valid tokens, a sum of weights.
         *rows: Tensors (N, ...), alone or in containers, that are cut along dimension 0; their gradients are taken where
             they require grad. Other values, and 0-dim tensors, are passed to every chunk as they are.
         chunk_size: Rows per chunk: a few thousand for a small MLP; below some hundreds, overhead shows. Or ``"auto"``:
@@ -49,7 +49,7 @@ def chunked_loss(
         params: Leaf tensors that ``fn`` trains besides the rows. A module brings its own, also through a method or a
             `functools.partial`.
         check: Whether to try on a few rows that ``fn`` treats each row by itself; a module is tried once. Not where it
-            returns a pair.
+            returns a `Loss`.
 
     Returns:
         The loss, 0-dim, in the dtype of what ``fn`` returns. A mean over nothing is NaN.
@@ -142,10 +142,10 @@ class _Problem:
             nonlocal count, dtype
             output = self._call(chunk)
             loss_sum, chunk_count = (
-                _read_pair(output, self.name) if isinstance(output, tuple) else _read_losses(output, chunk, self.name)
+                _read_sum(output, self.name) if isinstance(output, Loss) else _read_losses(output, chunk, self.name)
             )
             count = count + chunk_count
-            dtype = loss_sum.dtype if isinstance(output, tuple) else output.dtype
+            dtype = loss_sum.dtype if isinstance(output, Loss) else output.dtype
             return loss_sum
 
         total = sum_of_chunks(
@@ -206,8 +206,8 @@ def _read_losses(losses: object, chunk: tuple[Any, ...], call: str) -> tuple[Ten
         raise InputTypeError(
             call,
             got=f"a {type(losses).__name__} from fn",
-            expected="a tensor with the losses of the chunk's rows, or a tuple (loss_sum, count)",
-            fix="return the losses per row (reduction='none').",
+            expected="a tensor with the losses of the chunk's rows, or mk.Loss(...)",
+            fix="return the losses per row (reduction='none'), or mk.Loss(sum=loss_sum, count=n).",
         )
     num_rows = next(len(each) for each in chunk if isinstance(each, Tensor) and each.dim() > 0)
     if losses.dim() == 0:
@@ -216,31 +216,30 @@ def _read_losses(losses: object, chunk: tuple[Any, ...], call: str) -> tuple[Ten
             got="one number from fn",
             expected="one loss per row: if it is a mean, the mean of the chunks' means is not the mean over all rows "
             "when chunks are unequal or rows are ignored",
-            fix="return the losses per row (reduction='none'), or a tuple (loss_sum, count).",
+            fix="return the losses per row (reduction='none'), or mk.Loss(sum=loss_sum, count=n).",
         )
     if len(losses) != num_rows:
         raise InputError(
             call,
             got=f"losses of shape {tuple(losses.shape)} from fn for {num_rows} rows",
             expected="one loss per row, in dimension 0",
-            fix="return the losses per row (reduction='none'), or a tuple (loss_sum, count).",
+            fix="return the losses per row (reduction='none'), or mk.Loss(sum=loss_sum, count=n).",
         )
     return losses.sum(dtype=accumulator_dtype(losses.dtype)), losses.numel()
 
 
-def _read_pair(pair: tuple[Any, ...], call: str) -> tuple[Tensor, float | Tensor]:
-    if len(pair) == 2 and isinstance(pair[0], Tensor) and pair[0].dim() == 0:
-        loss_sum, count = pair
-        if isinstance(count, Tensor) and count.dim() == 0:
-            return loss_sum, count.detach().to(accumulator_dtype(count.dtype))
-        if isinstance(count, int | float):
-            return loss_sum, count
-    raise InputError(
-        call,
-        got=f"a tuple of {', '.join(_describe(each) for each in pair)} from fn",
-        expected="(loss_sum, count): a 0-dim tensor, and a number or 0-dim tensor",
-        fix="return (losses.sum(), valid.sum()).",
-    )
+def _read_sum(loss: Loss, call: str) -> tuple[Tensor, float | Tensor]:
+    count, value = loss.count, loss.value
+    is_weight = count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, int | float)
+    if value.dim() or count is None or not is_weight:
+        raise InputError(
+            call,
+            got=f"mk.Loss({loss.reduction}={_describe(value)}, count={_describe(count)}) from fn",
+            expected="a 0-dim loss, and a number or 0-dim tensor as its count",
+            fix="return mk.Loss(sum=losses.sum(), count=valid.sum()).",
+        )
+    weight = count.detach().to(accumulator_dtype(count.dtype)) if isinstance(count, Tensor) else count
+    return value if loss.reduction == "sum" else value * weight, weight
 
 
 def _describe(value: object) -> str:

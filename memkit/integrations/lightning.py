@@ -21,6 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from memkit._errors import ConfigError, FileFormatError, MemkitWarning
+from memkit._loss import Loss
 from memkit.integrations.lightning_parts import Part, Parts, detached, rows_of, with_places
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import list_parameters, multiply_gradients
@@ -45,8 +46,8 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
     step; the size that fits is remembered.
 
     ``training_step`` returns what Lightning allows: the mean loss over the rows it is given, a dict with it under
-    ``"loss"``, or None, which skips the whole batch. And besides, as the loss, ``(loss_sum, count)`` where the mean is
-    over something else than rows. It is handed some rows of the batch at a time, so it must take all its sizes from
+    ``"loss"``, or None, which skips the whole batch. And besides, as the loss, a `Loss` where the mean is over
+    something else than rows. It is handed some rows of the batch at a time, so it must take all its sizes from
     them. Attributes that it changes, and ``self.logger``, are touched once for each part.
 
     Attributes:
@@ -145,8 +146,8 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
             part.outputs = detached({name: value for name, value in output.items() if name != "loss"})
         if loss is None:
             raise _SkippedError
-        if isinstance(loss, tuple):
-            part.weight = float(loss[1])
+        if isinstance(loss, Loss) and loss.count is not None:
+            part.weight = float(loss.count)
         return loss
 
 

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memkit import _rng
 from memkit._errors import InputTypeError
+from memkit._loss import read_loss
 from memkit._recorder import Recorder
 from memkit._resizing import UNSHARD
 from memkit._whereabouts import Whereabouts
@@ -129,17 +130,8 @@ def check_model(call: str, model: object) -> None:
 
 
 def mean_of(loss: object) -> Tensor:
-    """Return the mean loss: what ``loss_fn`` returned, or the quotient of the pair that it returned."""
-    if isinstance(loss, tuple):
-        loss = loss[0] / loss[1]
-    if not isinstance(loss, Tensor):
-        raise InputTypeError(
-            "loss_fn(model, sample_batch)",
-            got=f"a {type(loss).__name__}",
-            expected="the mean loss as a tensor, or (loss_sum, count)",
-            fix="return the tensor that backward() is called on.",
-        )
-    return loss
+    """Return the mean loss of what ``loss_fn`` returned."""
+    return read_loss(loss, call="loss_fn(model, sample_batch)").average()
 
 
 @contextmanager

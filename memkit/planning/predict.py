@@ -70,7 +70,7 @@ def estimate_memory_usage(
         model: A `TrainingConfig`; or a module, with data, on the meta device (no memory needed), on any device.
         sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples (named ones too), lists,
             dicts and objects such as `collections.UserDict`.
-        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or ``(loss_sum, count)``, as for
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or a `Loss`, as for
             `MemoryEfficientTrainingWrapper.train_step`.
         optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
             parameters, or the instance in use.

@@ -40,33 +40,6 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
         )
 
 
-def loss_and_count(result: Any, *, call: str) -> tuple[torch.Tensor, Any]:
-    """Take apart what a loss function has returned: its loss, and the count of ``(loss_sum, count)``, else None.
-
-    Raises:
-        InputTypeError: The loss is not a tensor.
-        InputError: Something beside them, or a count of None.
-    """
-    loss, count = result, None
-    if isinstance(result, tuple):
-        if len(result) != 2 or result[1] is None:
-            raise InputError(
-                call,
-                got=f"a tuple of {len(result)}" + (" with a count of None" if len(result) == 2 else ""),
-                expected="the loss, or (loss_sum, count)",
-                fix="return nothing else beside them; what else is wanted goes into a list of your own.",
-            )
-        loss, count = result
-    if not isinstance(loss, torch.Tensor):
-        raise InputTypeError(
-            call,
-            got=f"a {type(loss).__name__}",
-            expected="the loss as a 0-dim tensor, or (loss_sum, count)",
-            fix="return the loss itself, not loss.item().",
-        )
-    return loss, count
-
-
 def read_count(
     count: float | torch.Tensor, *, stay_on_device: bool, call: str = "GradientAccumulator.backward(loss, count=...)"
 ) -> float | torch.Tensor:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
-
-from torch import nn
 
 from memkit._errors import ConfigError, InputError
 from memkit._settings import Checker
@@ -21,7 +19,7 @@ from memkit.train.settings import StepResult
 from memkit.train.stopping import StopSignal
 from memkit.train.timeline import Timeline, memory_figures, memory_line
 from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
-from memkit.train.wrapper import Loss, MemoryEfficientTrainingWrapper
+from memkit.train.wrapper import LossFn, MemoryEfficientTrainingWrapper
 
 _LOGGER = logging.getLogger("memkit")
 _END = object()
@@ -125,7 +123,7 @@ class MemoryEfficientTrainLoop:
         self,
         trainer: MemoryEfficientTrainingWrapper,
         train_loader: Iterable[Any],
-        loss_fn: Callable[[nn.Module, Any], Loss],
+        loss_fn: LossFn,
         *,
         val_loader: Iterable[Any] | None = None,
         val_fn: ValidationFn | None = None,

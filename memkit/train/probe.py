@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memkit import _rng
 from memkit._device import host_memory
 from memkit._errors import ConfigError, MemkitWarning
+from memkit._loss import read_loss
 from memkit._oom import is_out_of_memory
 from memkit._units import GIB, MIB, format_bytes
 from memkit.train.models import device_of
@@ -75,7 +76,7 @@ class SplitVerdict:
         elif self.loss == "weights":
             sentences.append(
                 "The loss is a mean over something else than rows (valid tokens, class weights), or a sum: return "
-                "(loss_sum, count) from loss_fn, count being what the mean is divided by."
+                "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by."
             )
         return " ".join(sentences)
 
@@ -91,7 +92,7 @@ def probe_split(model: nn.Module, batch: Any, loss_fn: LossFn, *, max_parameter_
     Args:
         model: The model, not wrapped in DistributedDataParallel.
         batch: A batch with rows in dimension 0 of its tensors, see `count_rows`. At most 8 rows are used.
-        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or ``(loss_sum, count)``.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         max_parameter_bytes: Larger models are not probed; their modules are still scanned.
 
     Returns:
@@ -255,7 +256,9 @@ class _Probe:
         with _ConvolutionsByRow():  # type: ignore[no-untyped-call]  # torch's own class
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 result = self._loss_fn(self._twin, _map_tensors(torch.clone, rows))
-            loss_sum, count = result if isinstance(result, tuple) else (result * num_rows, num_rows)
+            loss = read_loss(result, call="loss_fn")
+            count = num_rows if loss.count is None else loss.count
+            loss_sum = loss.value * count if loss.reduction == "mean" else loss.value
             gradients = torch.autograd.grad(
                 loss_sum * scale, self._parameters, allow_unused=True, materialize_grads=True
             )

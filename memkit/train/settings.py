@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from memkit._loss import Loss
 from memkit.train.checks import check_callable, check_choice, check_norm, check_steps, refuse
-from memkit.train.window import WeighedLoss
 
 CALL = "MemoryEfficientTrainingWrapper"
 
@@ -19,7 +20,7 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        losses: Loss and weight of each micro-batch.
+        losses: Loss and weight of each micro-batch, detached.
         grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
         stepped: Whether the optimiser really stepped.
         num_microbatches: Micro-batches that the step took.
@@ -30,7 +31,7 @@ class StepResult:
             first steps means that shapes change, also through new micro-batch sizes.
     """
 
-    losses: tuple[WeighedLoss, ...]
+    losses: tuple[Loss, ...]
     grad_norm: torch.Tensor | None
     stepped: bool
     num_microbatches: int
@@ -40,12 +41,18 @@ class StepResult:
     num_compilations: int
 
     @property
+    def outputs(self) -> tuple[Any, ...]:
+        """The ``outputs`` of each micro-batch's `Loss`, detached, in order; None for a micro-batch without."""
+        return tuple(loss.outputs for loss in self.losses)
+
+    @property
     def loss(self) -> torch.Tensor:
         """The batch's mean loss, a 0-dim detached tensor. Nothing waits for the device until its value is read."""
         if len(self.losses) == 1 and self.losses[0].reduction == "mean":
             return self.losses[0].value
-        total = torch.stack([loss.sum() for loss in self.losses]).sum()
-        return total / sum(loss.count for loss in self.losses)
+        total = torch.stack([loss.total() for loss in self.losses]).sum()
+        mean: torch.Tensor = total / sum(loss.weight for loss in self.losses)
+        return mean
 
 
 def check_settings(

@@ -137,7 +137,7 @@ class ShardedWindow(Window):
     def _learn(self, rehearsal: Attempt) -> None:
         assert rehearsal.loss is not None  # noqa: S101 - its backward was called
         assert rehearsal.rollback is not None  # noqa: S101 - it was given one
-        weight = float(rehearsal.loss.count) / max(1, rehearsal.size)
+        weight = float(rehearsal.loss.weight) / max(1, rehearsal.size)
         rehearsal.rollback.learn()
         self._start_over()
         self._lockstep.end_rehearsal()

@@ -12,6 +12,7 @@ from torch import nn
 
 from memkit._captured import named_tensors
 from memkit._errors import ConfigError, InputError
+from memkit._loss import Loss, read_loss
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (
@@ -19,7 +20,6 @@ from memkit.train.checks import (
     check_choice,
     check_loss,
     check_steps,
-    loss_and_count,
     read_count,
     refuse,
 )
@@ -39,7 +39,7 @@ from memkit.train.split_loss_checks import (
 )
 from memkit.train.window import Window
 
-LossFn = Callable[[nn.Module, Any], Any]
+LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
 class SplitLoss:
@@ -59,7 +59,7 @@ class SplitLoss:
     Args:
         model: The module, or several, whose parameters get the gradient; also in DistributedDataParallel, or compiled.
         num_microbatches: Micro-batches for each batch, at least.
-        reduction: ``"mean"``: the loss function gives the mean over the micro-batch's rows, or ``(loss_sum, count)``.
+        reduction: ``"mean"``: the loss function gives the mean over the micro-batch's rows, or a `Loss`.
             ``"sum"``: the losses of the parts add up to the batch's, as where the function divides by a number of items
             that it was told.
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
@@ -143,8 +143,8 @@ class SplitLoss:
         if not isinstance(scale, torch.Tensor) and not scale > 0:
             refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
-            loss, count = self._evaluate(batch, loss_fn)
-            return loss if count is None else loss / count if count else torch.zeros_like(loss)
+            whole, count = self._evaluate(batch, loss_fn)
+            return torch.zeros_like(whole.value) if count == 0 else whole.average()
         # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
         for replica in self._replicas:
@@ -204,23 +204,23 @@ class SplitLoss:
     ) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
-        check_loss(loss, call=CALL_LOSS)
+        check_loss(loss.value, call=CALL_LOSS)
         if leaves is not None:
-            check_graph(loss, total.parameters, leaves)
+            check_graph(loss.value, total.parameters, leaves)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(
                 f"{CALL}(split_fn=...)",
                 got="a loss without a count, for a part made by split_fn",
                 expected="the weight of the part, which its rows do not tell",
-                fix="return (loss_sum, count) from loss_fn.",
+                fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
-        total.add(loss.reshape(()), share if self._reduction == "mean" else 1.0, count, scale)
+        total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
 
-    def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[torch.Tensor, float | None]:
-        loss, count = loss_and_count(loss_fn(self._own, micro), call=CALL_LOSS)
-        if count is None:
+    def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
+        loss = read_loss(loss_fn(self._own, micro), call=CALL_LOSS)
+        if loss.count is None:
             return loss, None
-        return loss, float(read_count(count, stay_on_device=False, call=f"count of {CALL}"))
+        return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
 
     def _probe(self, batch: Any, loss_fn: LossFn) -> None:
         adds_up = False
@@ -228,8 +228,12 @@ class SplitLoss:
         def weighed(model: nn.Module, micro: Any) -> Any:
             nonlocal adds_up
             loss = loss_fn(model, micro)
-            adds_up = self._reduction == "sum" and not isinstance(loss, tuple)
-            return (loss, count_rows(micro)) if adds_up else loss  # any count will do that adds up
+            if self._reduction == "mean" or isinstance(loss, Loss):
+                return loss
+            adds_up = True
+            return Loss(sum=loss, count=count_rows(micro))  # any count will do that adds up
+                Loss(sum=loss, count=count_rows(micro)) if isinstance(loss, torch.Tensor) and adds_up else loss
+            )  # any count will do that adds up
 
         verdict = probe_split(unwrap_model(self._own), batch, weighed)
         if adds_up and verdict.loss is not None:
@@ -237,8 +241,8 @@ class SplitLoss:
                 f"{CALL}(reduction='sum')",
                 got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
                 expected="a sum over rows, divided by what does not depend on the part",
-                fix="return (loss_sum, count) where it is a mean; where it compares rows with each other, keep batches "
-                "whole with num_microbatches=1, on_oom='raise'.",
+                fix="return mk.Loss(mean=loss, count=n) where it is a mean; where it compares rows with each other, "
+                "keep batches whole with num_microbatches=1, on_oom='raise'.",
             )
         warn_or_refuse(verdict, call=CALL)
 
@@ -262,25 +266,26 @@ class _Total:
         self._count: float | None = None
         self._unit = 1.0  # counted losses are summed in units of the first part's count: float16 holds no large sums
 
-    def add(self, loss: torch.Tensor, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
-        """Add a part's loss and gradient, times its weight; with a count, they are sums over it."""
+    def add(self, loss: Loss, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
+        """Add a part's loss and gradient, times its weight, or times what its count makes it weigh."""
         is_first = self._count is None and self._value is None
         if not is_first and (count is None) != (self._count is None):
             raise InputError(
                 CALL_LOSS,
                 got="a count with some parts of a batch, and none with others",
                 expected="the same form for every part",
-                fix="return (loss_sum, count) always, count=0 where there is nothing to count.",
+                fix="return mk.Loss(..., count=n) always, count=0 where there is nothing to count.",
             )
         if count is not None:
             if self._count is None:
                 self._count, self._unit = 0.0, count or 1.0
-            weight = 1.0 / self._unit if count else 0.0
+            weight = (count if loss.reduction == "mean" else 1.0) / self._unit if count else 0.0
         if weight:
-            with torch.autocast(loss.device.type, enabled=False), self._catching():  # each node has its forward's dtype
-                root = torch.full_like(loss, weight) * scale
-                torch.autograd.grad(loss, self.parameters, root, allow_unused=True)
-            value = loss.detach().to(accumulator_dtype(loss.dtype)) * weight
+            root = loss.value.reshape(())
+            with torch.autocast(root.device.type, enabled=False), self._catching():  # each node has its forward's dtype
+                slope = torch.full_like(root, weight) * scale
+                torch.autograd.grad(root, self.parameters, slope, allow_unused=True)
+            value = root.detach().to(accumulator_dtype(root.dtype)) * weight
             self._value = value if self._value is None else self._value + value
             self.is_torn = False
         if count is not None:

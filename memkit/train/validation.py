@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from memkit import _rng
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
-from memkit.train.checks import loss_and_count, refuse
+from memkit._loss import read_loss
+from memkit.train.checks import refuse
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
 from memkit.train.reducers import Mean, Reducer, WeightedMean
@@ -200,11 +201,12 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
 def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
     """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``.
 
-    A batch without common rows needs ``(loss_sum, count)``: nothing else says what its mean weighs.
+    A batch without common rows needs a `Loss` with a count: nothing else says what its mean weighs.
     """
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        total, count = loss_and_count(loss_fn(model, batch), call="loss_fn of a validation")
+        loss = read_loss(loss_fn(model, batch), call="loss_fn of a validation")
+        count = loss.count
         try:
             num_rows = count_rows(batch)
         except InputError as error:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
@@ -214,11 +216,9 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
                     "loss_fn of a validation",
                     got="a loss without its count, of a batch whose tensors have no common rows",
                     expected="what it weighs among the losses of other batches",
-                    fix="return (loss_sum, count), or pass val_fn=...",
+                    fix="return mk.Loss(mean=loss, count=n), or pass val_fn=...",
                 ) from error
-        if count is None:
-            total, count = total * num_rows, num_rows
-        weight = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-        return {"loss": ((total / weight).expand(num_rows), (weight / num_rows).expand(num_rows))}
+        weight = torch.as_tensor(num_rows if count is None else count, dtype=loss.value.dtype, device=loss.value.device)
+        return {"loss": (loss.average().expand(num_rows), (weight / num_rows).expand(num_rows))}
 
     return rows_fn

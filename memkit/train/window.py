@@ -7,15 +7,13 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
-
-import torch
 
 from memkit import _rng
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
+from memkit._loss import Loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
@@ -66,28 +64,6 @@ class Rollback:
         _rng.restore(self._random)
 
 
-@dataclass(frozen=True, slots=True)
-class WeighedLoss:
-    """A micro-batch's loss and what it weighs.
-
-    Attributes:
-        value: 0-dim, detached.
-        count: The weight.
-        reduction: Whether ``value`` is the mean or the sum over ``count``.
-    """
-
-    value: torch.Tensor
-    count: float | torch.Tensor
-    reduction: str
-
-    def sum(self) -> torch.Tensor:
-        """Return the loss summed over its count, at least in float32; a mean over nothing (NaN) sums to nothing."""
-        if not isinstance(self.count, torch.Tensor) and not self.count:
-            return torch.zeros_like(self.value, dtype=torch.float32)
-        value = self.value.float() if self.value.dtype in {torch.float16, torch.bfloat16} else self.value
-        return value if self.reduction == "sum" else value * self.count
-
-
 class Attempt:
     """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block silently.
 
@@ -107,7 +83,7 @@ class Attempt:
         self.failure: str | None = None
         self.was_entered = False
         self.is_added = False  # its gradient is in the sum
-        self.loss: WeighedLoss | None = None
+        self.loss: Loss | None = None
         self._on_oom = on_oom
         self._discovery = contextlib.ExitStack()
 
@@ -174,7 +150,7 @@ class Window:
         """Sizes of the micro-batches that are through, in order."""
         return tuple(attempt.size for attempt in self._done)
 
-    def losses(self) -> tuple[WeighedLoss, ...]:
+    def losses(self) -> tuple[Loss, ...]:
         """Losses of the micro-batches that are through, in order."""
         return tuple(attempt.loss for attempt in self._done if attempt.loss is not None)
 

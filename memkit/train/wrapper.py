@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from memkit import _device
 from memkit._errors import FileFormatError, InputError, MemkitOutOfMemoryError, StateError
+from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.checks import check_callable, list_optimizers, loss_and_count
+from memkit.train.checks import check_callable, check_loss, check_reduction, list_optimizers
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
@@ -29,11 +30,11 @@ from memkit.train.settings import StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
-from memkit.train.window import Attempt, Rollback, WeighedLoss, Window, refuse_unstepped
+from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
-Loss = torch.Tensor | tuple[torch.Tensor, float | torch.Tensor]
+LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
 class MemoryEfficientTrainingWrapper(Closing):
@@ -144,13 +145,13 @@ class MemoryEfficientTrainingWrapper(Closing):
         """Names of the blocks that are recomputed in backward, in whole or in part."""
         return self._checkpointing.recomputed if self._checkpointing else ()
 
-    def train_step(self, batch: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> StepResult:
+    def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
         """Run one optimiser step on a batch.
 
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or
-                ``(loss_sum, count)`` for losses with other weights: valid tokens, or a sum of class weights.
+                `Loss` for losses with other weights (valid tokens, a sum of class weights) and for further outputs.
 
         Returns:
             What the step did. Nothing in it has waited for the device.
@@ -223,6 +224,11 @@ class MemoryEfficientTrainingWrapper(Closing):
             count: Its weight; None takes the number of rows.
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
+        check_loss(loss, call="trainer.backward(loss)")
+        check_reduction(reduction, has_count=count is not None, needs_count=True)
+        self._backward(Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count))
+
+    def _backward(self, loss: Loss) -> None:
         attempt = self._attempt
         if attempt is None or attempt.is_added:
             raise StateError(
@@ -232,7 +238,7 @@ class MemoryEfficientTrainingWrapper(Closing):
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
         attempt.loss = self._add(
-            loss, count, reduction, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
+            loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
         )
         attempt.is_added = True
 
@@ -333,9 +339,7 @@ class MemoryEfficientTrainingWrapper(Closing):
                 self._attempt = self._window = None
                 self._accumulator.discard()
 
-    def _run_plainly(
-        self, batch: Any, num_parts: int, loss_fn: Callable[[nn.Module, Any], Loss]
-    ) -> tuple[tuple[WeighedLoss, ...], tuple[int, ...]]:
+    def _run_plainly(self, batch: Any, num_parts: int, loss_fn: LossFn) -> tuple[tuple[Loss, ...], tuple[int, ...]]:
         """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
         if self._window is not None:
             refuse_unstepped()
@@ -344,7 +348,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         losses = []
         try:
             for part, size in parts:
-                losses.append(self._add(*self._evaluate(part, loss_fn), size=size, batch_size=batch_size))
+                losses.append(self._add(self._evaluate(part, loss_fn), size=size, batch_size=batch_size))
         except BaseException:
             self._accumulator.discard()  # this step is lost, the next one starts clean
             raise
@@ -359,42 +363,32 @@ class MemoryEfficientTrainingWrapper(Closing):
             self._accumulator.discard()
             raise
 
-    def _rehearse(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
+    def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, and leave no trace."""
         with Rollback(self._watch).undone():
-            loss = self._evaluate(micro, loss_fn)[0]
+            loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
-    def _run(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> None:
+    def _run(self, micro: Any, loss_fn: LossFn) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
-        loss, count, reduction = self._evaluate(micro, loss_fn)
-        self.backward(loss, count, reduction=reduction)
+        self._backward(self._evaluate(micro, loss_fn))
 
-    def _evaluate(self, micro: Any, loss_fn: Callable[[nn.Module, Any], Loss]) -> tuple[torch.Tensor, Any, Reduction]:
+    def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
         with self.autocast():
-            loss, count = loss_and_count(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
-        return loss, count, "mean" if count is None else "sum"
+            return read_loss(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
 
-    def _add(
-        self,
-        loss: torch.Tensor,
-        count: float | torch.Tensor | None,
-        reduction: Reduction,
-        *,
-        size: int,
-        batch_size: int,
-        all_or_nothing: bool = False,
-    ) -> WeighedLoss:
-        """Add the gradient of a micro-batch of `size` out of `batch_size`, which weighs its rows or `count`."""
+    def _add(self, loss: Loss, *, size: int, batch_size: int, all_or_nothing: bool = False) -> Loss:
+        """Add the gradient of a micro-batch of `size` out of `batch_size`, which weighs its rows or its count."""
+        count = loss.count
         if count is None:
             if self._split_fn is not None:
                 raise InputError(
                     "trainer.backward(loss)",
                     got="no count for a part made by split_fn",
                     expected="the weight of the part, which its rows do not tell",
-                    fix="pass count=..., or return (loss_sum, count) from loss_fn.",
+                    fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
                 )
             count = size
             self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
-        self._accumulator.backward(loss, count, reduction=reduction, all_or_nothing=all_or_nothing)
-        return WeighedLoss(loss.detach() if loss.dim() == 0 else loss.detach().reshape(()), count, reduction)
+        self._accumulator.backward(loss.value, count, reduction=loss.reduction, all_or_nothing=all_or_nothing)
+        return loss.detached(count)

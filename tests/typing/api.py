@@ -56,8 +56,8 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
         loss: torch.Tensor = (model(micro[0]) - micro[1]).pow(2).mean()
         return loss
 
-    def summed(model: nn.Module, micro: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return (model(micro[0]) - micro[1]).pow(2).sum(), (micro[1] != -100).sum()
+    def summed(model: nn.Module, micro: Batch) -> mk.Loss:
+        return mk.Loss(sum=(model(micro[0]) - micro[1]).pow(2).sum(), count=(micro[1] != -100).sum())
 
     for batch in batches:
         result = trainer.train_step(batch, loss_fn)

@@ -59,7 +59,7 @@ def advise(
     Args:
         model: The model.
         sample_batch: The batch of one optimizer step, as for `estimate_memory_usage`.
-        loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or ``(loss_sum, count)``.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         precision: What the plain step uses already.
         target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measured is on
