@@ -232,8 +232,6 @@ class SplitLoss:
                 return loss
             adds_up = True
             return Loss(sum=loss, count=count_rows(micro))  # any count will do that adds up
-                Loss(sum=loss, count=count_rows(micro)) if isinstance(loss, torch.Tensor) and adds_up else loss
-            )  # any count will do that adds up
 
         verdict = probe_split(unwrap_model(self._own), batch, weighed)
         if adds_up and verdict.loss is not None:
