@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,37 @@ def restore_host(state: HostRandomState) -> None:
     """Put NumPy's and Python's random state back."""
     np.random.set_state(state.numpy)  # noqa: NPY002 - the counterpart of capture_host()
     random.setstate(state.python)
+
+
+def advance(generators: Iterable[torch.Generator] = ()) -> None:
+    """Draw once from every generator, NumPy's and Python's global ones too: what is drawn next is something else."""
+    torch.rand(())
+    module = _accelerator_module()
+    if module is not None:
+        torch.rand((), device=torch.accelerator.current_accelerator())
+    for generator in generators:
+        torch.rand((), device=generator.device, generator=generator)
+    advance_host()
+
+
+def advance_host() -> None:
+    """Draw once from NumPy's and Python's global generators."""
+    np.random.random()  # noqa: NPY002 - user code may draw from the legacy global state
+    random.random()
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """Return the generator that operators on a device draw from by default; None where torch does not tell."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = _accelerator_module()
+    generators: Sequence[torch.Generator] = getattr(
+        module, "default_generators", ()
+    )  # of torch.cuda and torch.xpu, one for each card
+    if not generators:
+        return None
+    index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]  # it is
+    return generators[index] if index < len(generators) else None
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from memkit.points.sample import GridSample, Scenario
 from memkit.points.sampler import GridAwareSampler
 from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
-from memkit.train.probe import scan_modules
 from memkit.train.replay import BufferWatch
+from memkit.train.split_check import scan_modules
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 Mode = Literal["joint", "cached", "stopgrad"]

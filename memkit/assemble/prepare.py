@@ -39,7 +39,6 @@ from memkit.planning.plan.speeds import card_speeds, host_speeds
 from memkit.planning.plan.trial import Arrangement, Rehearsal, TrainStep, Trial
 from memkit.train.checkpointing import choose_blocks
 from memkit.train.models import unwrap_model
-from memkit.train.settings import StepResult
 from memkit.train.split import count_rows, take_rows
 from memkit.train.treatments import KEPT_OPERATORS
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -171,17 +170,6 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
     """
 
     plan: TrainingPlan
-    _judged: tuple[LossFn, list[bool]] | None = None  # of which the plan knows that parts have the whole's gradient
-
-    def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
-        """As in the wrapper; but what the plan has judged is not probed again, for a probe takes memory of its own."""
-        if not self._wants_probe or self._judged != (loss_fn, _modes(self.model)):
-            return super().train_step(batch, loss_fn)
-        self._wants_probe = False
-        try:
-            return super().train_step(batch, loss_fn)
-        finally:
-            self._wants_probe = True  # of another loss, or in other modes, nothing is known
 
 
 # The options of a plan are those of plan_training, in full: help() and completion show them here too.
@@ -255,8 +243,6 @@ def prepare(
         **plan.wrapper_settings(),
     )
     trainer.plan = plan
-    if plan.is_split_exact:
-        trainer._judged = loss_fn, _modes(model)  # noqa: SLF001 - made here
     return trainer
 
 
@@ -323,10 +309,6 @@ def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial
         step()
     unseen_bytes = trial.required_bytes - trial.estimate.required_bytes
     return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
-
-
-def _modes(model: nn.Module) -> list[bool]:
-    return [each.training for each in model.modules()]
 
 
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:

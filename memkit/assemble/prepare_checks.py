@@ -13,8 +13,8 @@ from memkit.planning.dryrun import LossFn
 from memkit.planning.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.planning.plan.search import micro_batch_counts
 from memkit.train.models import device_of, unwrap_model
-from memkit.train.probe import probe_split, scan_modules
 from memkit.train.split import count_rows
+from memkit.train.split_check import check_split, scan_modules
 
 PrecisionName = Literal["bf16-mixed", "fp16-mixed"]
 
@@ -103,7 +103,7 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
         if norms:
             return False, f"{', '.join(norms)} normalise over its rows."
         return None, "the model has no data"
-    verdict = probe_split(unwrap_model(model), batch, loss_fn)
+    verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:
         return False, f"parts have another gradient. {verdict.advice}"
     return verdict.exact, verdict.reason

@@ -114,8 +114,8 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         def loss_of_part(model: Any, item: Any) -> Any:
             micro, place = item
             key, num_rows = (place, None) if isinstance(place, tuple) else ((int(place[0]),), len(place))
-            # The probe runs a copy of this module: what that one logs is nothing to keep.
-            part = (parts if model is self else Parts(nn.Module())).begin(key, num_rows)
+            # In a check of the split, what the step logs is nothing to keep.
+            part = (Parts(nn.Module()) if self.split_loss.is_checking else parts).begin(key, num_rows)
             return model._run_part(part, step, micro, *args, **kwargs)  # noqa: SLF001
 
         scaler = getattr(plugins, "scaler", None)

@@ -53,6 +53,11 @@ class Precision:
         if name == "bf16-true":
             self._convert(model)
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether forwards run under autocast."""
+        return self.name in {"bf16-mixed", "fp16-mixed"}
+
     def autocast(self) -> AbstractContextManager[Any]:
         """A context for forward and loss."""
         match self.name:
@@ -82,7 +87,7 @@ class Precision:
 
 
 def _convert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Convert floating-point inputs to the dtype that the module has: the probe's copy of it is float64."""
+    """Convert floating-point inputs to the dtype that the module has."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     dtypes = (each.dtype for each in tensors if each.is_floating_point())
     dtype = next(dtypes, torch.bfloat16)

@@ -88,7 +88,7 @@ class ShardedWindow(Window):
         if not lockstep.is_rehearsed:
             num_rows = min(_NUM_ROWS, self.size)
             self._accumulator.agree_on_weight(num_rows)  # else its collective would come in the middle
-            few = take_rows(self._batch, 0, num_rows, num_rows=self.size)
+            few = take_rows(self.batch, 0, num_rows, num_rows=self.size)
             return self._attempt(lockstep.rehearsal(), few, num_rows)
         if self._failure is not None or (lockstep.is_steady and self.size < self._num_parts):
             for _ in range(self._num_parts - len(self._done) - (self._failure is not None)):

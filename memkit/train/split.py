@@ -180,6 +180,13 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def list_leaves(batch: Any) -> list[Any]:
+    """List all leaves of a batch, whatever they are."""
+    leaves: list[Any] = []
+    _collect(batch, leaves)
+    return leaves
+
+
 def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
     leaves: list[Any] = []
     _collect(batch, leaves)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memkit._captured import named_tensors
-from memkit._errors import ConfigError, InputError
+from memkit._errors import InputError
 from memkit._loss import Loss, read_loss
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
@@ -23,11 +23,12 @@ from memkit.train.checks import (
     read_count,
     refuse,
 )
-from memkit.train.models import may_recover_alone, unwrap_model
-from memkit.train.probe import probe_split, warn_or_refuse
+from memkit.train.divisors import DivisorWatch, Note, divisors
+from memkit.train.models import may_recover_alone
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import SplitFn, count_rows, list_tensors
+from memkit.train.split import SplitFn, list_tensors
+from memkit.train.split_check import Examination, ways_to_cut
 from memkit.train.split_loss_checks import (
     CALL,
     CALL_LOSS,
@@ -37,6 +38,7 @@ from memkit.train.split_loss_checks import (
     list_trained,
     unwrap_replica,
 )
+from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.window import Window
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
@@ -64,11 +66,13 @@ class SplitLoss:
             that it was told.
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches.
-        probe: Check on the first batch that is split, once, whether its parts add up to the whole.
+        probe: Check on a few rows whether the gradient of a split batch is the whole's: see
+            `MemoryEfficientTrainingWrapper`.
 
     Attributes:
         sizes: Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``.
         num_ooms: Out-of-memory errors survived so far.
+        is_checking: The loss function runs for the check: its results are dropped.
 
     Raises:
         ConfigError: The parameters are sharded over ranks, DistributedDataParallel wraps only a part of a model, or a
@@ -94,7 +98,7 @@ class SplitLoss:
         reduction: Literal["mean", "sum"] = "mean",
         on_oom: Literal["split", "raise"] = "split",
         split_fn: SplitFn | None = None,
-        probe: bool = True,
+        probe: Probe = True,
     ) -> None:
         check_steps(num_microbatches, "num_microbatches", call=CALL)
         check_choice("reduction", reduction, ("mean", "sum"), call=CALL)
@@ -110,10 +114,11 @@ class SplitLoss:
             on_oom = "raise"
         self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
         self._split_fn = split_fn
-        self._wants_probe = probe and split_fn is None
+        self._split_watch, self._divisors = SplitWatch(self._own, probe, call=CALL), DivisorWatch()
         self._watch, self._memory = BufferWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
         self.num_ooms = 0
+        self.is_checking = False
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss.
@@ -150,9 +155,6 @@ class SplitLoss:
         for replica in self._replicas:
             replica._pre_forward(None)  # type: ignore[no-untyped-call]  # noqa: SLF001
         total = self._run(batch, loss_fn, scale)
-        if self._wants_probe and len(self.sizes) > 1:
-            self._wants_probe = False
-            self._probe(batch, loss_fn)
         loss = retry_once(functools.partial(total.as_loss, scale), "handing a loss over")
         for replica in self._replicas:
             loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -185,11 +187,13 @@ class SplitLoss:
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
-                self._add(total, micro, loss_fn, scale, share=share, leaves=None if is_checked else leaves)
+                attempt.note = self._add(total, micro, loss_fn, scale, share, leaves=None if is_checked else leaves)
                 attempt.is_added = is_checked = True
             window.settle(attempt)
         self.sizes = window.sizes
         self.num_ooms += window.num_ooms
+        if len(self.sizes) > 1:
+            self._check_split(window, total.parameters, loss_fn)
         return total
 
     def _add(
@@ -198,10 +202,10 @@ class SplitLoss:
         micro: Any,
         loss_fn: LossFn,
         scale: float | torch.Tensor,
-        *,
         share: float,
+        *,
         leaves: dict[int, str] | None,
-    ) -> None:
+    ) -> Note:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
         check_loss(loss.value, call=CALL_LOSS)
@@ -214,7 +218,9 @@ class SplitLoss:
                 expected="the weight of the part, which its rows do not tell",
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
+        note = (share if count is None else count), divisors(loss.value)
         total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
+        return note
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
         loss = read_loss(loss_fn(self._own, micro), call=CALL_LOSS)
@@ -222,27 +228,25 @@ class SplitLoss:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
 
-    def _probe(self, batch: Any, loss_fn: LossFn) -> None:
-        adds_up = False
-
-        def weighed(model: nn.Module, micro: Any) -> Any:
-            nonlocal adds_up
-            loss = loss_fn(model, micro)
-            if self._reduction == "mean" or isinstance(loss, Loss):
-                return loss
-            adds_up = True
-            return Loss(sum=loss, count=count_rows(micro))  # any count will do that adds up
-
-        verdict = probe_split(unwrap_model(self._own), batch, weighed)
-        if adds_up and verdict.loss is not None:
-            raise ConfigError(
-                f"{CALL}(reduction='sum')",
-                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
-                expected="a sum over rows, divided by what does not depend on the part",
-                fix="return mk.Loss(mean=loss, count=n) where it is a mean; where it compares rows with each other, "
-                "keep batches whole with num_microbatches=1, on_oom='raise'.",
-            )
-        warn_or_refuse(verdict, call=CALL)
+    def _check_split(self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn) -> None:
+        is_uneven = self._reduction == "mean" and self._divisors.is_uneven(window.notes())
+        if not self._split_watch.is_due(window.batch, loss_fn, self.sizes, is_uneven=is_uneven):
+            return
+        examination = Examination(
+            self._own,
+            parameters,
+            [loss_fn],
+            ways_to_cut(window.batch, num_parts=len(self.sizes), sizes=self.sizes, split_fn=self._split_fn),
+            adds_up=self._reduction == "sum",
+        )
+        self.is_checking = True
+        try:
+            for attempt in examination.attempts():
+                with attempt as micro:
+                    attempt.backward(self._evaluate(micro, loss_fn)[0])
+        finally:
+            self.is_checking = False
+        self._split_watch.report(examination.verdict, num_ooms=window.num_ooms)
 
 
 class _Total:

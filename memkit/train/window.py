@@ -15,6 +15,7 @@ from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit.train.divisors import Note
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch, shape_key
@@ -84,6 +85,7 @@ class Attempt:
         self.was_entered = False
         self.is_added = False  # its gradient is in the sum
         self.loss: Loss | None = None
+        self.note: Note | None = None
         self._on_oom = on_oom
         self._discovery = contextlib.ExitStack()
 
@@ -142,13 +144,27 @@ class Window:
         self.is_complete = False
         self._done: list[Attempt] = []
         self._rollback = self._take_rollback()
-        self._batch = batch
+        self.batch = batch
         self._todo = self._cut(self._choose_num_parts(num_parts))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the micro-batches that are through, in order."""
         return tuple(attempt.size for attempt in self._done)
+
+    @property
+    def num_left(self) -> int:
+        """How many micro-batches are still to do."""
+        return len(self._todo)
+
+    @property
+    def all_sizes(self) -> tuple[int, ...]:
+        """Sizes of all micro-batches, those that are through and those to do."""
+        return (*self.sizes, *(size for _, size in self._todo))
+
+    def notes(self) -> list[Note]:
+        """Weights of the micro-batches that are through, and what their losses were divided by."""
+        return [attempt.note for attempt in self._done if attempt.note is not None]
 
     def losses(self) -> tuple[Loss, ...]:
         """Losses of the micro-batches that are through, in order."""
@@ -240,7 +256,7 @@ class Window:
         return self._sizes.num_parts(self._key, self.size, min(at_least, self.size))
 
     def _cut(self, num_parts: int) -> deque[tuple[Any, int]]:
-        return deque(cut_batch(self._batch, num_parts, size=self.size, split_fn=self._split_fn))
+        return deque(cut_batch(self.batch, num_parts, size=self.size, split_fn=self._split_fn))
 
     def _take_rollback(self) -> Rollback | None:
         if self._on_oom == "raise":

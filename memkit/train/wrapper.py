@@ -11,25 +11,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import FileFormatError, InputError, MemkitOutOfMemoryError, StateError
+from memkit._errors import ConfigError, FileFormatError, InputError, MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import check_callable, check_loss, check_reduction, list_optimizers
+from memkit.train.divisors import DivisorWatch, Note, divisors
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
-from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics, unwrap_model
+from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
-from memkit.train.probe import SplitVerdict, probe_split, scan_modules, warn_or_refuse
 from memkit.train.replay import BufferWatch
-from memkit.train.settings import StepResult, check_settings
+from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
+from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules, ways_to_cut
+from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
 
 _VERSION = 1
@@ -65,8 +67,10 @@ class MemoryEfficientTrainingWrapper(Closing):
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
-        probe: Check on the first batch that is split, once, whether its parts add up to the whole
-            (``docs/exactness-probe.md``): warn of BatchNorm, refuse a loss that compares rows.
+        probe: Check on a few rows whether the gradient of a split batch is the whole's (``docs/exactness-probe.md``):
+            on the first batch that is split, where something is new, and now and then. Warns of BatchNorm and of what
+            could not be checked, refuses a loss that compares rows. ``"require"`` also refuses what could not be
+            checked.
 
     Raises:
         ConfigError: A setting is wrong; the message says which and what would work.
@@ -97,17 +101,18 @@ class MemoryEfficientTrainingWrapper(Closing):
         memory: MemoryWatch | int | str | float | None = None,
         on_oom: Literal["split", "raise"] = "split",
         split_fn: SplitFn | None = None,
-        probe: bool = True,
+        probe: Probe = True,
     ) -> None:
         check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
         self.model, self.memory, self._device = model, memory, device_of(model)
         self._optimizers = list_optimizers(optimizer)
         self._accumulation_steps = accumulation_steps
         self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
-        self._wants_probe = probe and split_fn is None
+        self._split_watch = SplitWatch(model, probe, call=CALL)
+        self._divisors, self._was_uneven = DivisorWatch(), False
         self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
         self._window: Window | None = None
-        self._attempt: Attempt | None = None
+        self._attempt: Attempt | CheckAttempt | None = None
         with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
             self._precision = Precision(model, precision, self._device)
             cleanup.callback(self._precision.close)
@@ -169,12 +174,10 @@ class MemoryEfficientTrainingWrapper(Closing):
                 losses, sizes, num_ooms = *self._run_plainly(batch, num_parts, loss_fn), 0
             else:
                 window = self._open_window(batch, num_parts)
-                for attempt in self._attempts(window):
+                for attempt in self._attempts(window, loss_fn):
                     with attempt as micro:
                         self._run(micro, loss_fn)
                 losses, sizes, num_ooms = window.losses(), window.sizes, window.num_ooms
-        if self._wants_probe and len(sizes) > 1:
-            self._probe(lambda model: probe_split(model, batch, loss_fn))
         stepped = self.step()
         return StepResult(
             losses=losses,
@@ -187,12 +190,13 @@ class MemoryEfficientTrainingWrapper(Closing):
             num_compilations=count_compilations() - num_graphs,
         )
 
-    def microbatches(self, batch: Any) -> Iterator[Attempt]:
+    def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:
         """Yield attempts at the micro-batches of a batch, for a loop that is kept.
 
         ``for attempt in trainer.microbatches(batch): with attempt as micro: ...``. After an out-of-memory the block
         runs again with smaller parts. Local variables of your loop stay alive in the meantime; keep big ones inside
-        functions. Call `step` after the loop.
+        functions. Call `step` after the loop. Where the split is checked (see ``probe``), the block also runs on a few
+        rows whose results are dropped: ``attempt.is_check`` tells.
 
         Args:
             batch: As for `train_step`.
@@ -201,14 +205,13 @@ class MemoryEfficientTrainingWrapper(Closing):
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             StateError: `step` was not called after the batch before.
         """
-        window = self._open_window(batch, self._accumulation_steps)
-        yield from self._attempts(window)
-        if self._wants_probe and len(window.sizes) > 1:
-            self._probe(lambda model: SplitVerdict(None, modules=scan_modules(model)))
+        yield from self._attempts(self._open_window(batch, self._accumulation_steps), None)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context for forward and loss, as ``precision`` and ``offload`` say."""
-        return self._precision.autocast() if self._offload is None else self._offload.around(self._precision.autocast())
+        is_off = isinstance(self._attempt, CheckAttempt) and self._attempt.in_full_precision
+        autocast = contextlib.nullcontext() if is_off else self._precision.autocast()
+        return autocast if self._offload is None else self._offload.around(autocast)
 
     def backward(
         self,
@@ -230,6 +233,9 @@ class MemoryEfficientTrainingWrapper(Closing):
 
     def _backward(self, loss: Loss) -> None:
         attempt = self._attempt
+        if isinstance(attempt, CheckAttempt):
+            attempt.backward(loss)
+            return
         if attempt is None or attempt.is_added:
             raise StateError(
                 "trainer.backward(loss)",
@@ -237,9 +243,11 @@ class MemoryEfficientTrainingWrapper(Closing):
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
+        paths = divisors(loss.value)
         attempt.loss = self._add(
             loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
         )
+        attempt.note = attempt.loss.weight, paths
         attempt.is_added = True
 
     def step(self) -> bool:
@@ -322,7 +330,7 @@ class MemoryEfficientTrainingWrapper(Closing):
             split_fn=self._split_fn,
         )
 
-    def _attempts(self, window: Window) -> Iterator[Attempt]:
+    def _attempts(self, window: Window, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
         self._window = window
         try:
             while (attempt := window.next_attempt()) is not None:
@@ -330,6 +338,11 @@ class MemoryEfficientTrainingWrapper(Closing):
                 yield attempt
                 self._attempt = None
                 window.settle(attempt)
+                # The last run of a loop that is kept is a real one: what its variables hold then is of the batch.
+                if window.num_left == (loss_fn is None) and len(window.all_sizes) > 1:
+                    yield from self._check_split(
+                        window.batch, window.all_sizes, window.notes(), loss_fn, num_ooms=window.num_ooms
+                    )
         except MemkitOutOfMemoryError:
             self._accumulator.give_up()  # else the other ranks would wait at their step
             raise
@@ -345,23 +358,51 @@ class MemoryEfficientTrainingWrapper(Closing):
             refuse_unstepped()
         batch_size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
         parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
-        losses = []
+        losses, notes, sizes = list[Loss](), list[Note](), tuple([size for _, size in parts])
         try:
             for part, size in parts:
-                losses.append(self._add(self._evaluate(part, loss_fn), size=size, batch_size=batch_size))
+                loss = self._evaluate(part, loss_fn)
+                paths = divisors(loss.value)
+                losses.append(self._add(loss, size=size, batch_size=batch_size))
+                notes.append((losses[-1].weight, paths))
+            if len(sizes) > 1:
+                for attempt in self._check_split(batch, sizes, notes, loss_fn, num_ooms=0):
+                    with attempt as micro:
+                        self._run(micro, loss_fn)
         except BaseException:
             self._accumulator.discard()  # this step is lost, the next one starts clean
             raise
-        return tuple(losses), tuple([size for _, size in parts])
+        return tuple(losses), sizes
 
-    def _probe(self, judge: Callable[[nn.Module], SplitVerdict]) -> None:
-        self._wants_probe = False
+    def _check_split(
+        self, batch: Any, sizes: Sequence[int], notes: Sequence[Note], loss_fn: LossFn | None, *, num_ooms: int
+    ) -> Iterator[CheckAttempt]:
+        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out."""
+        is_uneven = self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
+        if not self._split_watch.is_due(batch, loss_fn, sizes, is_uneven=is_uneven):
+            return
+        self._was_uneven = False
+        if self._accumulator.shards is not None:
+            reason = "the parameters are sharded over ranks"
+            self._split_watch.report(SplitVerdict(None, modules=scan_modules(self.model), reason=reason))
+            return
+        examination = Examination(
+            self.model,
+            list_parameters(self._optimizers),
+            [] if loss_fn is None else [loss_fn],
+            ways_to_cut(batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn),
+            in_full_precision=self._precision.is_mixed,
+        )
         try:
-            warn_or_refuse(judge(unwrap_model(self.model)), call="MemoryEfficientTrainingWrapper")
-        except BaseException:
-            self._window = None
-            self._accumulator.discard()
+            for attempt in examination.attempts():
+                self._attempt = attempt
+                yield attempt
+            self._split_watch.report(examination.verdict, num_ooms=num_ooms)
+        except ConfigError:
+            self._accumulator.give_up()  # else the other ranks would wait at their step
             raise
+        finally:
+            self._attempt = None
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, and leave no trace."""

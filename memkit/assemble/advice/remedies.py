@@ -29,8 +29,8 @@ from memkit.assemble.advice.submodules import (
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
 from memkit.train.checkpointing import Choice, choose_blocks
-from memkit.train.probe import scan_modules
 from memkit.train.split import count_rows
+from memkit.train.split_check import scan_modules
 from memkit.train.step_in_backward import step_in_backward
 from memkit.train.treatments import Treatment
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memkit._errors import InputError, InputTypeError
 from memkit.assemble.advice.step import Call, Observation, Step
 from memkit.chunk.halo import find_reach
-from memkit.train.probe import scan_modules
+from memkit.train.split_check import scan_modules
 
 _LEAST_ROWS = 256  # fewer are better cut as micro-batches
 _NUM_CHUNKS = 16

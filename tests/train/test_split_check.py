@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import ConfigError, MemkitWarning
-from memkit.train import probe as probe_module
-from memkit.train.probe import SplitVerdict, probe_split, warn_or_refuse
+from memkit import ConfigError, Loss, MemkitWarning
+from memkit.train.split_check import SplitVerdict, check_split
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
 
@@ -176,7 +175,7 @@ def token_mean(model, batch):
 
 def token_sum(model, batch):
     loss_sum = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return loss_sum, (batch[1] != -100).sum()
+    return Loss(sum=loss_sum, count=(batch[1] != -100).sum())
 
 
 def class_weights(model):
@@ -189,7 +188,8 @@ def class_weighted(model, batch):
 
 def class_weighted_sum(model, batch):
     weight = class_weights(model)
-    return F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="sum"), weight[batch[1]].sum()
+    loss_sum = F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="sum")
+    return Loss(sum=loss_sum, count=weight[batch[1]].sum())
 
 
 def plain_sum(model, batch):
@@ -197,7 +197,7 @@ def plain_sum(model, batch):
 
 
 def sum_with_count(model, batch):
-    return model(batch).pow(2).sum(), len(batch)
+    return Loss(sum=model(batch).pow(2).sum(), count=len(batch))
 
 
 def autocast_loss(model, batch):
@@ -343,7 +343,7 @@ INEXACT = {
 @pytest.mark.parametrize("name", EXACT)
 def test_what_can_be_split(name):
     make_model, make_batch, loss_fn = EXACT[name]
-    verdict = probe_split(make_model(), make_batch(), loss_fn)
+    verdict = check_split(make_model(), make_batch(), loss_fn)
     assert verdict.exact is True, verdict
     assert verdict.error <= (1e-6 if name == "float32 inside" else 1e-14)
     assert (verdict.modules, verdict.loss, verdict.advice) == ((), None, "")
@@ -352,7 +352,7 @@ def test_what_can_be_split(name):
 @pytest.mark.parametrize("name", INEXACT)
 def test_what_cannot_be_split_and_why(name):
     make_model, make_batch, loss_fn, modules, loss = INEXACT[name]
-    verdict = probe_split(make_model(), make_batch(), loss_fn)
+    verdict = check_split(make_model(), make_batch(), loss_fn)
     assert verdict.exact is False, verdict
     assert verdict.error > 1e-3
     assert (verdict.modules, verdict.loss) == (modules, loss)
@@ -363,15 +363,15 @@ def test_what_cannot_be_split_and_why(name):
 @pytest.mark.parametrize("num_rows", range(2, 8))
 def test_few_rows_are_enough(num_rows):
     x = torch.randn(num_rows, 6)
-    assert probe_split(net(), x, square_loss).exact is True
-    assert probe_split(Gram(), (x, x + 1), info_nce).loss == "rows"
+    assert check_split(net(), x, square_loss).exact is True
+    assert check_split(Gram(), (x, x + 1), info_nce).loss == "rows"
 
 
 def test_a_part_without_any_label_is_a_matter_of_weights():
     words, labels = make_tokens()
     labels[5:8] = -100  # the second part's mean is 0 / 0
-    assert probe_split(Words(), (words, labels), token_mean).loss == "weights"
-    assert probe_split(Words(), (words, labels), token_sum).exact is True
+    assert check_split(Words(), (words, labels), token_mean).loss == "weights"
+    assert check_split(Words(), (words, labels), token_sum).exact is True
 
 
 def test_nothing_of_the_users_changes():
@@ -396,7 +396,7 @@ def test_nothing_of_the_users_changes():
         noise = random.random() + np.random.rand() + torch.rand(())
         return model(x.mul_(2)).pow(2).mean() + 0 * noise
 
-    verdict = probe_split(model, batch, loss_fn)
+    verdict = check_split(model, batch, loss_fn)
     assert (verdict.exact, verdict.modules) == (False, ("1",))
     state, gradients, training, kept_batch, (torch_state, numpy_state, python_state), parameters = before
     for key, value in model.state_dict().items():
@@ -414,7 +414,7 @@ def test_nothing_of_the_users_changes():
 
 def test_it_works_where_gradients_are_off():
     with torch.no_grad():
-        assert probe_split(net(), torch.randn(ROWS, 6), square_loss).exact is True
+        assert check_split(net(), torch.randn(ROWS, 6), square_loss).exact is True
 
 
 class Noisy(nn.Module):
@@ -449,7 +449,7 @@ def refuses_float64(model, x):
     ],
 )
 def test_what_is_in_the_way_is_said_and_no_error(model, batch, loss_fn, reason):
-    verdict = probe_split(model, batch, loss_fn)
+    verdict = check_split(model, batch, loss_fn)
     assert verdict.exact is None
     assert reason in verdict.reason
 
@@ -457,8 +457,8 @@ def test_what_is_in_the_way_is_said_and_no_error(model, batch, loss_fn, reason):
 def test_a_large_model_is_not_probed_but_scanned():
     model = net(nn.BatchNorm1d(8))
     num_bytes = sum(p.nbytes for p in model.parameters())
-    assert probe_split(model, torch.randn(ROWS, 6), square_loss, max_parameter_bytes=num_bytes).exact is False
-    verdict = probe_split(model, torch.randn(ROWS, 6), square_loss, max_parameter_bytes=num_bytes - 1)
+    assert check_split(model, torch.randn(ROWS, 6), square_loss, max_parameter_bytes=num_bytes).exact is False
+    verdict = check_split(model, torch.randn(ROWS, 6), square_loss, max_parameter_bytes=num_bytes - 1)
     assert (verdict.exact, verdict.modules) == (None, ("1",))
     assert verdict.reason.startswith("the parameters take")
 
@@ -474,7 +474,7 @@ def test_several_processes_are_an_obstacle():
 
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        verdict = probe_split(net(nn.BatchNorm1d(8)), torch.randn(8, 6), square_loss)
+        verdict = check_split(net(nn.BatchNorm1d(8)), torch.randn(8, 6), square_loss)
     finally:
         torch.distributed.destroy_process_group()
     assert (verdict.exact, verdict.modules) == (None, ("1",))
@@ -483,7 +483,7 @@ def test_several_processes_are_an_obstacle():
 
 def test_a_compiled_model_is_probed_without_compiling():
     model = torch.compile(net(nn.BatchNorm1d(8)), backend=lambda graph, inputs: pytest.fail("compiled"))
-    assert probe_split(model, torch.randn(8, 6), square_loss).modules == ("_orig_mod.1",)
+    assert check_split(model, torch.randn(8, 6), square_loss).modules == ("_orig_mod.1",)
 
 
 def test_activations_over_the_limit_are_tried_with_fewer_rows_then_given_up(monkeypatch):
@@ -496,11 +496,11 @@ def test_activations_over_the_limit_are_tried_with_fewer_rows_then_given_up(monk
         return model(x).square().mean()
 
     monkeypatch.setattr(probe_module, "_MAX_ACTIVATION_BYTES", 100 * 2**10)
-    assert probe_split(model, batch, loss_fn).exact is True
+    assert check_split(model, batch, loss_fn).exact is True
     assert seen[:2] == [8, 4]
     seen.clear()
     monkeypatch.setattr(probe_module, "_MAX_ACTIVATION_BYTES", 10 * 2**10)
-    verdict = probe_split(model, batch, loss_fn)
+    verdict = check_split(model, batch, loss_fn)
     assert verdict.exact is None
     assert "saves more than 10.00 KiB for backward" in verdict.reason
     assert set(seen) == {8, 4}
@@ -514,7 +514,7 @@ def upscaling_step(num_rows, **settings):
     batch = torch.rand(num_rows, 1, 32, 32), torch.rand(num_rows, 1, 96, 96)
     trainer = MemoryEfficientTrainingWrapper(model, torch.optim.Adam(model.parameters()), **settings)
     peak = trace_allocations(lambda: trainer.train_step(batch, upscaling_loss)).peak
-    return peak, probe_split(model, batch, upscaling_loss)
+    return peak, check_split(model, batch, upscaling_loss)
 
 
 def upscaling_loss(model, batch):
@@ -552,7 +552,7 @@ def test_what_can_be_split_takes_three_passes():
         seen.append(len(x))
         return square_loss(model, x)
 
-    assert probe_split(net(), torch.randn(ROWS, 6), loss_fn).exact is True
+    assert check_split(net(), torch.randn(ROWS, 6), loss_fn).exact is True
     assert seen == [8, 8, 5, 3]
 
 
@@ -568,7 +568,7 @@ def test_out_of_memory_in_the_loss_is_no_error():
             raise MemoryError
         return square_loss(model, x)
 
-    assert probe_split(net(), torch.randn(8, 6), loss_fn).exact is True
+    assert check_split(net(), torch.randn(8, 6), loss_fn).exact is True
 
 
 WITH_NORM = SplitVerdict(exact=False, error=0.3, modules=("1", "body.2"))

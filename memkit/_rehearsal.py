@@ -1,0 +1,426 @@
+"""Run the user's own forward and backward for inspection, in place, and leave no trace of it.
+
+Nothing is copied beforehand, so that it works where a copy would not: with models that keep activations, teachers that
+a loss function closes over, models that fill the memory. Below autograd, a dispatch mode sees every operator:
+
+- A tensor that was there before is copied right before an operator writes to it, whoever holds it, and put back later.
+- Random draws of a run can be kept, and given out again row by row to runs on some of the rows.
+- Operators can be made to round a little differently, which tells rounding from a true difference.
+- What exchanges tensors with other processes is refused before it starts: the others may not be there.
+
+Attributes of modules, and of the objects that they and the loss function hold, are noted beforehand and put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit import _rng
+
+_MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may change
+_MAX_ITEMS = 4096  # of a list or dict that may hold such objects
+_MAX_COPIED = 100_000  # items of a list or dict that is put back as it was
+_NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
+_TF32_EPS = 2.0**-10
+_CONTAINERS = (list, dict, set, collections.deque)
+# Machinery of every module; a forward does not change it.
+_MODULE_STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
+_MODULE_MACHINERY = frozenset(vars(nn.Module())) - _MODULE_STATE
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
+
+
+class RanksError(Exception):
+    """A rehearsed run was about to exchange tensors with other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of a rehearsal's batch that a run sees: from ``start`` to before ``stop`` of ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+
+@dataclass(slots=True)
+class _Draw:
+    func: Any
+    values: Tensor
+    state_after: Tensor
+
+
+class Rehearsal:
+    """Runs that leave no trace.
+
+    Enter `run` around each forward and backward, and call `close` at the end. A run starts from where the first one
+    started, unless it goes on where the last one ended.
+
+    Args:
+        roots: Modules and functions whose state, down to the objects that they hold, is put back.
+    """
+
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._attributes = _Attributes(roots)
+        self._random = _rng.capture()
+        self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
+        self._draws: dict[tuple[object, ...], _Draw] = {}
+        self._is_dirty = False
+        self.has_unmatched_draws = False
+
+    @contextlib.contextmanager
+    def run(
+        self,
+        span: Span | None = None,
+        *,
+        goes_on: bool = False,
+        rounding: torch.Generator | None = None,
+        other_noise: bool = False,
+        other_host_noise: bool = False,
+    ) -> Iterator[None]:
+        """A context for one forward and backward.
+
+        Args:
+            span: The rows of the run. The first run with a span sees all rows, and its random draws are kept; later
+                ones draw, for their rows, what that one drew.
+            goes_on: Start from the state that the last run left, not from the first one's.
+            rounding: Makes each operator's results differ by about one unit in the last place.
+            other_noise: Draw other random numbers than the other runs.
+            other_host_noise: The same for NumPy's and Python's numbers only.
+
+        Raises:
+            RanksError: The block exchanges tensors with other processes.
+        """
+        if not goes_on:
+            self.undo()
+        self._is_dirty = True
+        for generator, state in self._generators.values():
+            generator.set_state(state)  # noise is the same in each run, whatever was drawn since
+        _rng.restore(self._random)
+        if other_noise:
+            _rng.advance([generator for generator, _ in self._generators.values()])
+        elif other_host_noise:
+            _rng.advance_host()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+            if "torch._dynamo" in sys.modules:  # a compiled module runs as written: nothing is compiled for a look
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_Watch(self, span, rounding))
+            yield
+
+    def undo(self) -> None:
+        """Put back all that the runs so far have changed."""
+        if not self._is_dirty:
+            return
+        with torch.no_grad():
+            for storage, copy in self._before.values():
+                _as_bytes(storage).copy_(copy)
+        self._attributes.restore()
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        _rng.restore(self._random)
+        self._is_dirty = False
+
+    def close(self) -> None:
+        """Put everything back, and forget the copies."""
+        self.undo()
+        self._before.clear()
+        self._draws.clear()
+
+    def changed(self) -> list[str]:
+        """Name the attributes that the runs since the last `undo` have changed, as far as modules hold them."""
+        written = {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
+        return self._attributes.changed(written)
+
+    # ------------------------------------------------------------------ for the mode
+
+    def keep(self, tensor: Tensor, born: set[int]) -> None:
+        """Copy a tensor's storage before it is written to, unless a run has made it."""
+        storage = _storage_of(tensor)
+        if storage is None or not storage.nbytes():
+            return
+        key = _identity(storage)
+        if key not in born and key not in self._before:
+            self._before[key] = (storage, _as_bytes(storage).clone())
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span | None) -> Any:
+        """Run a random operator; keep what it draws, or give out what was kept."""
+        found = _find_generator(args, kwargs)
+        if found is None:  # on a device whose generator nobody knows
+            self.has_unmatched_draws = True
+            return func(*args, **kwargs)
+        generator, is_own = found
+        state = generator.get_state()
+        if is_own and id(generator) not in self._generators:
+            self._generators[id(generator)] = generator, state
+        out = func(*args, **kwargs)
+        after = generator.get_state()
+        if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that only could draw
+            return out
+        values = _drawn_values(func, out)
+        key = (func, str(generator.device), state.numpy().tobytes())
+        kept = self._draws.get(key)
+        if kept is None:
+            if span is not None and span.stop - span.start == span.total and values is not None:
+                self._draws[key] = _Draw(func, values.clone(), after)
+            else:
+                self.has_unmatched_draws |= span is not None
+            return out
+        part = None if values is None or span is None else _rows_of(kept.values, values.shape, span)
+        if part is None:
+            self.has_unmatched_draws = True
+            return out
+        with torch.no_grad():
+            out = _with_values(func, out, values, part, args)
+        generator.set_state(kept.state_after)
+        return out
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Sees every operator of a run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rehearsal: Rehearsal, span: Span | None, rounding: torch.Generator | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rehearsal, self._span, self._rounding = rehearsal, span, rounding
+        self._born: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # higher-order operators: nothing to see
+            return func(*args, **kwargs)
+        if func.namespace in _NAMESPACES_OF_RANKS:
+            raise RanksError(str(func))
+        facts = _facts(func)
+        for position in facts.written:
+            written = args[position] if isinstance(position, int) and position < len(args) else None
+            written = kwargs.get(position, written) if isinstance(position, str) else written
+            for each in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(each, Tensor):
+                    self._rehearsal.keep(each, self._born)
+        out = self._rehearsal.draw(func, args, kwargs, self._span) if facts.is_random else func(*args, **kwargs)
+        if facts.makes_tensors:
+            self._note(func, out)
+        return out
+
+    def _note(self, func: Any, out: Any) -> None:
+        for each in out if isinstance(out, (list, tuple)) else (out,):
+            storage = _storage_of(each) if isinstance(each, Tensor) else None
+            if storage is not None:
+                self._born.add(_identity(storage))
+                if self._rounding is not None and (each.is_floating_point() or each.is_complex()):
+                    _round_differently(each, func, self._rounding)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    written: tuple[int | str, ...]  # positions, or names of keywords
+    is_random: bool
+    makes_tensors: bool  # of its own: its results are no views of its arguments
+
+
+@functools.cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema  # what an operator writes to stands nowhere else
+    written = [
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    names = [schema.arguments[position].name for position in written if isinstance(position, int)]
+    aliases = any(each.alias_info is not None for each in schema.returns)
+    return _Facts(
+        (*written, *names), torch.Tag.nondeterministic_seeded in func.tags, bool(schema.returns) and not aliases
+    )
+
+
+def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) -> None:
+    eps = torch.finfo(tensor.dtype).eps
+    if tensor.is_cuda and tensor.dtype is torch.float32 and "convolution" in str(func):
+        eps = max(eps, _TF32_EPS)
+    with torch.no_grad():
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if real.device != generator.device or not real.numel():
+            return
+        noise = torch.empty(real.shape, dtype=real.dtype, device=real.device).uniform_(-eps, eps, generator=generator)
+        real.add_(real * noise.where(real.frac() != 0, 0))  # whole numbers are exact: counts, masks, one-hot rows
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None where it has none of its own, as sparse tensors and wrappers of others."""
+    try:
+        return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    return int(storage._cdata)  # the same for all Python objects of one storage
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+# -------------------------------------------------------------------------------------------------------- random draws
+
+
+def _find_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Generator, bool] | None:
+    """Return the generator that an operator draws from, and whether it is the user's own."""
+    own = next((each for each in (*kwargs.values(), *args) if isinstance(each, torch.Generator)), None)
+    if own is not None:
+        return own, True
+    device = kwargs.get("device")
+    if device is None:
+        tensor = next((each for each in args if isinstance(each, Tensor)), None)
+        device = tensor.device if tensor is not None else "cpu"
+    generator = _rng.default_generator(torch.device(device))
+    return None if generator is None else (generator, False)
+
+
+def _drawn_values(func: Any, out: Any) -> Tensor | None:
+    """Return the tensor that an operator has drawn; None where it does not hand it out, or hands out more."""
+    if isinstance(out, Tensor):
+        return out
+    if func is torch.ops.aten.native_dropout.default:
+        mask: Tensor = out[1]
+        return mask
+    return None
+
+
+def _with_values(func: Any, out: Any, values: Tensor | None, part: Tensor, args: tuple[Any, ...]) -> Any:
+    """Return an operator's result as if it had drawn ``part``."""
+    assert values is not None  # noqa: S101 - else there would be no part
+    values.copy_(part)
+    if func is torch.ops.aten.native_dropout.default:
+        x, p = args[0], args[1]
+        out[0].copy_(x * values * (1 / (1 - p) if p < 1 else 0.0))
+    return out
+
+
+def _rows_of(kept: Tensor, shape: torch.Size, span: Span) -> Tensor | None:
+    """Cut from all rows' draws those of some rows: along the one dimension in which they differ."""
+    if kept.shape == shape:
+        return kept
+    differing = [dim for dim, (all_rows, some) in enumerate(zip(kept.shape, shape, strict=False)) if all_rows != some]
+    if kept.dim() != len(shape) or len(differing) != 1:
+        return None
+    dim, num_rows = differing[0], span.stop - span.start
+    factor, rest = divmod(kept.shape[dim], span.total)
+    if rest or shape[dim] != factor * num_rows:
+        return None
+    return kept.narrow(dim, factor * span.start, factor * num_rows)
+
+
+# ---------------------------------------------------------------------------------------------------------- attributes
+
+
+class _Attributes:
+    """Attributes of modules and of the user's objects, as they are now."""
+
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._owners: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        modules = [each for each in roots if isinstance(each, nn.Module)]
+        self._names = {id(each): name for root in modules for name, each in root.named_modules()}
+        todo: list[object] = list(roots)
+        while todo and len(self._seen) < _MAX_OBJECTS:
+            value = todo.pop()
+            if id(value) not in self._seen and _may_hold_state(value):
+                self._seen.add(id(value))
+                todo.extend(self._note(value))
+
+    def _note(self, value: Any) -> Sequence[object]:
+        """Note the state of one object; return what it holds."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            return list(_held_by_function(value))
+        if isinstance(value, _CONTAINERS):
+            if len(value) <= _MAX_COPIED:
+                self._containers.append((value, value.copy()))
+            inside = value.values() if isinstance(value, dict) else value
+            return list(inside) if len(value) <= _MAX_ITEMS else ()
+        if isinstance(value, (tuple, frozenset)):
+            return list(value) if len(value) <= _MAX_ITEMS else ()
+        skipped = _MODULE_MACHINERY if isinstance(value, nn.Module) else ()
+        own = {name: each for name, each in vars(value).items() if name not in skipped}
+        self._owners.append((value, own))
+        return list(own.values())
+
+    def restore(self) -> None:
+        """Put all attributes back that are not as they were."""
+        for container, copy in self._containers:
+            if not _is_same(container, copy):
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
+        for owner, attributes in self._owners:
+            now = vars(owner)
+            skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
+            for name in [name for name in now if name not in attributes and name not in skipped]:
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name, now) is not value:
+                    now[name] = value
+
+    def changed(self, written: set[int]) -> list[str]:
+        """Name what has changed, or lies in a storage that was written to, in modules."""
+        names: dict[str, None] = {}
+        for owner, attributes in self._owners:
+            place, now = self._names.get(id(owner), type(owner).__name__), vars(owner)
+            before = {**attributes, **attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
+            after = {**now, **now.get("_buffers", {}), **now.get("_parameters", {})}
+            for name, value in after.items():
+                storage = _storage_of(value) if isinstance(value, Tensor) else None
+                is_written = storage is not None and _identity(storage) in written
+                if is_written or (name in before and before[name] is not value and not name.startswith("_")):
+                    names[f"{place}.{name}" if place else name] = None
+        return list(names)
+
+
+def _may_hold_state(value: object) -> bool:
+    if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
+        return True
+    kind = type(value)
+    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not hasattr(value, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in _FOREIGN
+
+
+def _held_by_function(fn: Any) -> Iterator[object]:
+    if isinstance(fn, functools.partial):
+        yield from (fn.func, *fn.args, *fn.keywords.values())
+    elif isinstance(fn, types.MethodType):
+        yield from (fn.__self__, fn.__func__)
+    else:
+        yield from (fn.__defaults__ or (), fn.__kwdefaults__ or {})
+        with contextlib.suppress(ValueError, TypeError):  # a variable without a value yet
+            variables = inspect.getclosurevars(fn)
+            yield from variables.nonlocals.values()
+            yield from variables.globals.values()
+
+
+def _is_same(container: Any, copy: Any) -> bool:
+    """Whether a container holds the same objects as its copy."""
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and container[key] is value for key, value in copy.items())
+    if isinstance(container, set):
+        return bool(container == copy)
+    return all(one is other for one, other in zip(container, copy, strict=True))

@@ -1,0 +1,134 @@
+"""What a loss was divided by, read from its graph: it tells means over rows from means over tokens or classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TOLERANCE = 1e-4
+_MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
+_MAX_PATHS = 8  # more terms than this are not told apart
+
+Factor = float | Tensor
+Path = tuple[Factor, ...]
+Note = tuple[Factor, tuple[Path, ...]]  # a micro-batch's weight, and what `divisors` read from its loss
+
+
+def divisors(loss: Tensor) -> tuple[Path, ...]:
+    """Read from a loss's graph what each of its terms was divided by, without waiting for a device.
+
+    Args:
+        loss: 0-dim, with its graph.
+
+    Returns:
+        For each term the factors of its divisor, numbers or 0-dim tensors; the terms come in the order of the graph.
+        Empty where there are many terms.
+    """
+    paths = list(_walk(loss.grad_fn))
+    return tuple(paths) if len(paths) <= _MAX_PATHS else ()
+
+
+def _walk(node: Any) -> Iterator[Path]:
+    todo: list[tuple[Any, Path]] = [(node, ())]
+    for _ in range(_MAX_NODES):
+        if not todo:
+            return
+        node, path = todo.pop(0)
+        if node is None:
+            continue
+        factor, is_end = _read(node)
+        if factor is not None:
+            path = (*path, factor)
+        if is_end:
+            yield path
+        else:
+            todo += [(each, path) for each, _ in node.next_functions]
+
+
+def _read(node: Any) -> tuple[Factor | None, bool]:
+    """Return what a node divides by, and whether it makes one number of many."""
+    name = node.name().rstrip("0123456789")
+    if name == "MeanBackward":
+        return float(node._saved_self_sym_numel), True  # noqa: SLF001 - what a node has saved stands nowhere else
+    if name in {"NllLossBackward", "NllLoss2DBackward"}:
+        is_mean = node._saved_reduction == 1  # noqa: SLF001
+        return (node._saved_total_weight if is_mean else None), True  # noqa: SLF001
+    if name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy"):
+        is_mean = getattr(node, "_saved_reduction", None) == 1
+        return (float(node._saved_self.numel()) if is_mean else None), True  # noqa: SLF001
+    if name in {"DivBackward", "MulBackward"}:
+        other = getattr(node, "_saved_other", None)
+        if isinstance(other, Tensor):
+            other = other.detach() if other.numel() == 1 and not other.requires_grad else None
+        if other is None:
+            return None, name == "MulBackward"
+        return (other if name == "DivBackward" else 1.0 / other if other is not None else None), False
+    is_one_number = name in {"AddBackward", "SubBackward", "NegBackward", "ToCopyBackward", "ViewBackward"} | {
+        "SqueezeBackward",
+        "ReshapeAliasBackward",
+        "UnsafeViewBackward",
+        "CloneBackward",
+        "UnsqueezeBackward",
+    }
+    return None, not is_one_number
+
+
+class DivisorWatch:
+    """Notices micro-batches whose losses were divided by something that their weights are not in proportion to."""
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, Tensor] | None = None
+
+    def is_uneven(self, group: Sequence[Note]) -> bool:
+        """Say of the micro-batches of one step whether their divisors are not in proportion to their weights.
+
+        Values on an accelerator are read one call later, so that nothing waits for them.
+        """
+        lengths = {len(paths) for _, paths in group}
+        if len(group) < 2 or len(lengths) != 1 or not lengths.pop():
+            return False
+        columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]
+        table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
+        if not any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
+            return _is_uneven([[float(each) for each in line] for line in table])
+        return self._later(table)
+
+    def _later(self, table: list[list[Factor]]) -> bool:
+        previous, self._pending = self._pending, None
+        device = next(each.device for line in table for each in line if isinstance(each, Tensor) and not each.is_cpu)
+        values = [torch.as_tensor(each, dtype=torch.float32) for line in table for each in line]
+        flat = torch.stack([each.to(device, non_blocking=True) for each in values])
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=device.type == "cuda")
+        host.copy_(flat, non_blocking=True)
+        self._pending = len(table), host
+        return previous is not None and _is_uneven(previous[1].reshape(previous[0], -1).tolist())
+
+
+def _product(path: Sequence[Factor]) -> Factor:
+    result: Factor = 1.0
+    for factor in path:
+        result = result * (factor.detach() if isinstance(factor, Tensor) else factor)
+    return result
+
+
+def _is_uneven(table: Sequence[Sequence[float]]) -> bool:
+    """Whether one divisor changes from micro-batch to micro-batch, in another proportion than the weights.
+
+    Terms that are constant (a penalty on the weights) are right with any weights. Terms that change each in its own way
+    are not understood here: a sum over samples of each sample's mean.
+    """
+    weights, *paths = table
+    changing = [line for line in paths if max(line) - min(line) > _TOLERANCE * max(map(abs, line), default=0.0)]
+    if not changing or not all(_is_proportional(line, changing[0]) for line in changing[1:]):
+        return False
+    return not _is_proportional(changing[0], weights)
+
+
+def _is_proportional(one: Sequence[float], other: Sequence[float]) -> bool:
+    total, other_total = sum(one), sum(other)
+    if not (total and other_total):
+        return False
+    return all(abs(a / total - b / other_total) <= _TOLERANCE for a, b in zip(one, other, strict=True))

@@ -1,0 +1,818 @@
+"""Does splitting a batch keep its gradient? A check on a few rows, in the place of a real step, that always answers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from memkit._errors import InputError, StateError
+from memkit._loss import Loss, read_loss
+from memkit._oom import describe_error, drop_frames, is_out_of_memory
+from memkit._rehearsal import RanksError, Rehearsal, Span
+from memkit._streamed import without_hooks
+from memkit.train.gradients import has_reentrant_checkpoint
+from memkit.train.models import device_of
+from memkit.train.split import SplitFn, count_rows, cut_batch, join_rows, list_tensors, take_rows
+
+LossFn = Callable[[nn.Module, Any], Tensor | Loss]
+_NUM_ROWS = 8
+_LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
+# Relative errors per parameter up to which nothing more is asked; above, they are held against rounding.
+_QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
+_TOLERANCE = 1e-5
+_TIMES_ROUNDING = 10.0
+_EXACT_NUMEL, _WIDTH = 2048, 512  # of a sketch: elements that stand for themselves, and numbers for any more
+_MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
+
+Vector = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitVerdict:
+    """Whether the gradient of a batch's parts adds up to the gradient of the batch.
+
+    Attributes:
+        exact: None where it could not be checked; `reason` says why.
+        error: Largest relative error of a parameter's gradient when some rows are split.
+        modules: Modules in training mode that mix the rows: found at fault, or suspected where ``exact`` is None.
+        state: State that a forward changes and that reaches the gradient: names of buffers and
+            attributes, where they were found.
+        loss: What is wrong besides. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
+            ``"weights"``: the loss is a mean over something else than rows, or a sum. ``"state"``: see `state`.
+        reason: Why it was not checked.
+        is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
+    """
+
+    exact: bool | None
+    error: float | None = None
+    modules: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    loss: Literal["rows", "weights", "state"] | None = None
+    reason: str = ""
+    is_uninformative: bool = False
+
+    @property
+    def advice(self) -> str:
+        """The ways out, one sentence per cause; empty where there is none."""
+        sentences = []
+        if self.modules:
+            names = ", ".join(self.modules[:5]) + (f" and {len(self.modules) - 5} more" if self.modules[5:] else "")
+            sentences.append(
+                f"In training mode {names} would see the statistics of each micro-batch: use GroupNorm or LayerNorm, "
+                "or freeze the statistics with .eval()."
+            )
+        if self.loss == "rows":
+            sentences.append(
+                "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
+                "memkit.cached_backward gives its exact gradient; else keep the batch whole: one micro-batch, and "
+                "on_oom='raise'."
+            )
+        elif self.loss == "weights":
+            sentences.append(
+                "The loss is a mean over something else than rows (valid tokens, class weights), or a sum: return "
+                "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by."
+            )
+        elif self.loss == "state":
+            names = ", ".join(self.state) or "something that memkit cannot name"
+            sentences.append(
+                f"Each forward changes state that the gradient depends on ({names}), so it changes once per "
+                "micro-batch instead of once per batch: update it once per step, outside of forward, or keep the "
+                "batch whole."
+            )
+        return " ".join(sentences)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A batch to look at, and how it is cut.
+
+    Attributes:
+        whole: The batch.
+        size: Its rows, or elements.
+        parts: Its parts in order, with their sizes.
+        has_rows: Whether the sizes are rows, so that a part's random draws can be found in the whole's.
+    """
+
+    whole: Any
+    size: int
+    parts: tuple[tuple[Any, int], ...]
+    has_rows: bool
+
+
+@dataclass(slots=True)
+class _Gradient:
+    """A gradient of the loss's sum, a sketch for each parameter, and the count that it is to be divided by."""
+
+    vectors: list[Vector | None]
+    count: float
+
+    def mean(self) -> list[Vector | None]:
+        return [None if each is None else each / self.count for each in self.vectors]
+
+
+class CheckAttempt:
+    """One run of the user's forward and backward for the check: ``with attempt as micro: ...``. Leaves no trace.
+
+    Attributes:
+        part: The rows.
+        size: How many, or how many elements.
+        is_check: True: results of this run are dropped.
+        in_full_precision: Whether autocast is to be off.
+        error: What the block raised, as text.
+    """
+
+    is_check = True
+
+    def __init__(
+        self,
+        part: Any,
+        size: int,
+        take: Callable[[Loss, int], _Gradient],
+        around: contextlib.AbstractContextManager[None],
+        *,
+        in_full_precision: bool,
+    ) -> None:
+        self.part, self.size, self.in_full_precision = part, size, in_full_precision
+        self._take, self._around = take, around
+        self.gradient: _Gradient | None = None
+        self.error = ""
+        self.is_out_of_memory = self.is_between_ranks = False
+
+    def __enter__(self) -> Any:
+        self._around.__enter__()
+        return self.part
+
+    def backward(self, loss: Loss) -> None:
+        """Take the gradient of the run's loss."""
+        if self.gradient is not None:
+            raise StateError(
+                "trainer.backward(loss)",
+                got="a second call for one micro-batch",
+                expected="one call inside `with attempt as micro:`",
+                fix="add losses up before backward.",
+            )
+        self.gradient = self._take(loss, self.size)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, Exception):
+            # A part of some rows may be refused by a model that runs on the real parts; the verdict says so.
+            self._around.__exit__(None, None, None)
+            self.error = describe_error(error)
+            self.is_out_of_memory = is_out_of_memory(error)
+            self.is_between_ranks = isinstance(error, RanksError)
+            drop_frames(error)
+            return True
+        self._around.__exit__(kind, error, trace)
+        if error is None and self.gradient is None:
+            self.error = "trainer.backward(loss) was not called"
+        return False
+
+
+Attempts = Generator[CheckAttempt, None, Any]
+
+
+class Examination:
+    """The check of one batch: a series of attempts, to be run by whoever knows how, and the verdict.
+
+    Memory cost: activations of at most `_NUM_ROWS` rows, or of one micro-batch where the batch has no rows; for each
+    parameter a few kilobytes; a copy of what a forward changes. Time cost: three forwards and backwards of these rows,
+    more where they differ.
+
+    Args:
+        model: The model, as the user calls it.
+        parameters: Those that train.
+        roots: Further objects whose state a run may change: the loss function.
+        candidates: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
+        adds_up: The losses of parts add up to the batch's, where the loss function does not say what it weighs.
+        in_full_precision: Whether autocast is switched off at first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        roots: Sequence[object],
+        candidates: Sequence[Callable[[], Parts | None]],
+        *,
+        adds_up: bool = False,
+        in_full_precision: bool = False,
+    ) -> None:
+        self._model, self._parameters = model, list(parameters)
+        self._candidates, self._adds_up = candidates, adds_up
+        self._in_full_precision = in_full_precision
+        self._suspects = scan_modules(model)
+        self._roots = [model, *roots]
+        self._prepare: Callable[[], None] = _leave
+        self._attempt: CheckAttempt
+        self._rehearsal: Rehearsal
+        self._where: Parts
+        self.verdict = SplitVerdict(None, modules=self._suspects, reason="it was not finished")
+
+    def attempts(self) -> Iterator[CheckAttempt]:
+        """Yield attempts to be run; then `verdict` is there."""
+        try:
+            yield from self._examine()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        rehearsal = getattr(self, "_rehearsal", None)
+        if rehearsal is not None:
+            rehearsal.close()
+
+    def _examine(self) -> Attempts:
+        verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
+        for number, candidate in enumerate(self._candidates):
+            parts = candidate()
+            if parts is None:
+                continue
+            found = yield from self._judge(parts)
+            # A loss that compares rows is refused: ask twice. What holds for real parts, in their order, is decisive.
+            is_better = found.exact is not None and (verdict.loss != "rows" or found.exact)
+            if verdict.exact is None or is_better:
+                verdict = found
+            if verdict.exact is None or (verdict.loss == "rows" and number + 1 < len(self._candidates)):
+                continue
+            break
+        self.verdict = verdict
+
+    def _judge(self, parts: Parts) -> Attempts:
+        """Compare one way to cut; in a lower precision where full precision cannot be had."""
+        verdict = yield from self._compare_whole_and_parts(parts)
+        if verdict.exact is None and self._in_full_precision and not self._attempt.is_between_ranks:
+            self._in_full_precision = False  # the model may need autocast: a float32 input to half-precision weights
+            again = yield from self._compare_whole_and_parts(parts)
+            verdict = again if again.exact is not None else verdict
+        return verdict
+
+    def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
+        self._close()
+        self._rehearsal, self._where, self._prepare = Rehearsal(self._roots), parts, _leave
+        whole = yield from self._run_whole()
+        if whole is None:
+            return self._not_checked()
+        if not _is_finite(whole.vectors):
+            return (yield from self._judge_not_finite())
+        if not _norm(whole.vectors):
+            return self._uninformative("the gradient of the rows that were looked at is zero")
+        found = yield from self._run_parts()
+        if found is None:
+            if self._suspects and not self._attempt.is_out_of_memory:  # such as BatchNorm, which refuses a single row
+                return SplitVerdict(exact=False, modules=self._suspects)
+            return self._not_checked()
+        together, separate = found
+        error, is_equal = yield from self._weigh(whole, together)
+        if is_equal:
+            return SplitVerdict(exact=True, error=error)
+        if (yield from self._is_noise(whole)):
+            return (yield from self._judge_without_noise(parts))
+        return (yield from self._find_cause(whole, separate, error))
+
+    # ------------------------------------------------------------------ runs
+
+    def _run(self, part: Any, size: int, span: Span | None, **how: Any) -> Attempts:
+        """Run the user's code once; return its gradient, None where it failed."""
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            with self._rehearsal.run(span, **how):
+                if not how.get("goes_on"):
+                    self._prepare()
+                yield
+
+        self._attempt = CheckAttempt(part, size, self._take, around(), in_full_precision=self._in_full_precision)
+        yield self._attempt
+        return self._attempt.gradient if not self._attempt.error else None
+
+    def _run_whole(self, **how: Any) -> Attempts:
+        size = self._where.size
+        span = Span(0, size, size) if self._where.has_rows and not how.get("other_noise") else None
+        return (yield from self._run(self._where.whole, size, span, **how))
+
+    def _run_parts(self) -> Attempts:
+        """Run the parts one after the other, as a step does; return their sum, and each."""
+        separate: list[_Gradient] = []
+        total, start = None, 0
+        for part, size in self._where.parts:
+            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
+            gradient = yield from self._run(part, size, span, goes_on=bool(separate))
+            if gradient is None:
+                return None
+            separate.append(gradient)
+            total = gradient if total is None else _add(total, gradient)
+            start += size
+        if self._adds_up and total is not None:
+            total = _Gradient(total.vectors, separate[0].count)
+        return total, separate
+
+    def _take(self, loss: Loss, size: int) -> _Gradient:
+        """Take a run's gradient, a sketch of each parameter as soon as backward has it."""
+        if loss.count is None:
+            slope, count = (1.0, 1.0) if self._adds_up else (float(size), float(size))
+        else:
+            count = float(loss.count)
+            slope = count if loss.reduction == "mean" else 1.0
+        root = loss.value.reshape(())
+        if not count:
+            return _Gradient([None] * len(self._parameters), 0.0)
+        if not root.requires_grad:
+            raise InputError(
+                "loss_fn", got="a loss without a graph", expected="one computed with gradients", fix="do not detach it."
+            )
+        slopes = torch.full_like(root, slope)
+        if has_reentrant_checkpoint(root):
+            return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count)
+        return _Gradient(_sketches(root, slopes, self._parameters), count)
+
+    # ------------------------------------------------------------------ judgement
+
+    def _weigh(self, whole: _Gradient, parts: _Gradient) -> Attempts:
+        """Return the largest relative error of a parameter, and whether rounding explains all of them."""
+        errors, norms = _errors(whole, parts)
+        error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
+        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, _TOLERANCE) for each in self._parameters])
+        if not np.isfinite(errors).all():
+            return math.inf, False
+        if (errors <= limits * norms).all():
+            return error, True
+        generator = torch.Generator(device_of(self._model)).manual_seed(0)
+        rounded = yield from self._run_whole(rounding=generator)
+        if rounded is None or not _is_finite(rounded.vectors):
+            return error, False
+        rounding, _ = _errors(whole, rounded)
+        return error, bool((errors <= np.maximum(limits * norms, _TIMES_ROUNDING * rounding)).all())
+
+    def _is_noise(self, whole: _Gradient) -> Attempts:
+        """Whether draws that could not be repeated for each row reach the gradient."""
+        other = yield from self._run_whole(other_noise=True)
+        if other is None:
+            return False
+        errors, norms = _errors(whole, other)
+        if (errors <= _TOLERANCE * norms).all():
+            return False
+        if self._rehearsal.has_unmatched_draws:
+            return True
+        # All of torch's draws were repeated. Without them, do NumPy's and Python's still change the gradient?
+        hosts = yield from self._run(
+            self._where.whole, self._where.size, Span(0, self._where.size, self._where.size), other_host_noise=True
+        )
+        if hosts is None:
+            return False
+        errors, norms = _errors(whole, hosts)
+        return bool((errors > _TOLERANCE * norms).any())
+
+    def _judge_without_noise(self, parts: Parts) -> Attempts:
+        """Compare with dropout silent, where its draws cannot be repeated row by row."""
+        reason = "the gradient depends on random numbers that cannot be repeated for each row"
+        self._rehearsal.close()
+        self._rehearsal, self._where, self._prepare = Rehearsal(self._roots), parts, self._silence
+        whole = yield from self._run_whole()
+        if whole is None or not _is_finite(whole.vectors) or not _norm(whole.vectors):
+            return self._not_checked(reason)
+        if (yield from self._is_noise(whole)):
+            return self._not_checked(reason)
+        found = yield from self._run_parts()
+        if found is None:
+            return self._not_checked()
+        together, separate = found
+        error, is_equal = yield from self._weigh(whole, together)
+        if is_equal:
+            return SplitVerdict(exact=True, error=error)
+        return (yield from self._find_cause(whole, separate, error))
+
+    def _judge_not_finite(self) -> Attempts:
+        """Where the whole's gradient is not finite, parts are no worse if they are not finite either."""
+        found = yield from self._run_parts()
+        if found is not None and _is_finite(found[0].vectors):
+            return SplitVerdict(exact=False, error=math.inf, loss="rows")
+        return self._uninformative("the gradient of the rows that were looked at is not finite")
+
+    def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
+        """Find out what is at fault by leaving it out."""
+        prepare = self._prepare
+        names: tuple[str, ...] = ()
+        independent = []
+        start = 0
+        for part, size in self._where.parts:
+            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
+            gradient = yield from self._run(part, size, span)
+            if gradient is None:
+                independent = in_order
+                break
+            names = names or tuple(self._rehearsal.changed()[:5])
+            independent.append(gradient)
+            start += size
+        is_equal = (yield from self._weigh(whole, self._sum(independent)))[1]
+        if is_equal:
+            return SplitVerdict(exact=False, error=error, state=names, loss="state")
+        if self._fits_with_other_weights(whole, independent):
+            return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
+        if self._suspects:
+            self._prepare = lambda: (prepare(), self._freeze(self._suspects))[0]  # type: ignore[func-returns-value]
+            frozen, parts = yield from self._again()
+            if frozen is not None and parts is not None:
+                if (yield from self._weigh(frozen, self._sum(parts)))[1]:
+                    return SplitVerdict(exact=False, error=error, modules=self._suspects)
+                if self._fits_with_other_weights(frozen, parts):
+                    return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
+        unknown = yield from self._find_by_mode(prepare)
+        if unknown:
+            return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *unknown))
+        return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="rows")
+
+    def _again(self) -> Attempts:
+        """Run whole and parts, each from the start."""
+        whole = yield from self._run_whole()
+        if whole is None or not _norm(whole.vectors):
+            return None, None
+        parts, start = [], 0
+        for part, size in self._where.parts:
+            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
+            gradient = yield from self._run(part, size, span)
+            if gradient is None:
+                return whole, None
+            parts.append(gradient)
+            start += size
+        return whole, parts
+
+    def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
+        """Name modules that mix rows in training mode only and that the scan missed: a normalisation written by hand.
+
+        One class at a time goes back to training mode, so that a deep model takes no more runs than a shallow one.
+        """
+        by_class: dict[type[nn.Module], list[str]] = {}
+        for name, module in self._model.named_modules():
+            if module.training:
+                by_class.setdefault(type(module), []).append(name)
+
+        def only(names: Sequence[str]) -> Callable[[], None]:
+            def set_modes() -> None:
+                prepare()
+                for name, module in self._model.named_modules():
+                    module.training = module.training and name in names
+
+            return set_modes
+
+        self._prepare = only(())
+        if not (yield from self._is_equal_again()):
+            return []
+        found = []
+        for names in by_class.values():
+            self._prepare = only(names)
+            if not (yield from self._is_equal_again()):
+                found += [name or type(self._model).__name__ for name in names]
+        return found
+
+    def _is_equal_again(self) -> Attempts:
+        whole, parts = yield from self._again()
+        if whole is None or parts is None:
+            return False
+        return (yield from self._weigh(whole, self._sum(parts)))[1]
+
+    def _sum(self, parts: Sequence[_Gradient]) -> _Gradient:
+        total = parts[0]
+        for each in parts[1:]:
+            total = _add(total, each)
+        return _Gradient(total.vectors, parts[0].count) if self._adds_up else total
+
+    def _fits_with_other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> bool:
+        """Whether the whole is a weighted mean of the parts or their sum; what mixes rows is neither."""
+        if self._adds_up:
+            return False
+        if any(not each.count or not _is_finite(each.vectors) for each in parts):
+            return True  # a part without any item: 0 / 0
+        wanted = _flat(whole.mean(), whole.mean())
+        columns = np.stack([_flat(each.mean(), whole.mean()) for each in parts], axis=1)
+        limit = 1e-4 * float(np.linalg.norm(wanted))
+        shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
+        is_mean = abs(shares.sum() - 1) < 1e-3 and (shares > -1e-6).all()
+        is_sum = np.ptp(shares) < 1e-3  # the same factor for all: a sum, divided by what does not depend on the part
+        return bool((is_mean or is_sum) and np.linalg.norm(columns @ shares - wanted) <= limit)
+
+    def _not_checked(self, reason: str = "") -> SplitVerdict:
+        return SplitVerdict(None, modules=self._suspects, reason=reason or self._attempt.error)
+
+    def _uninformative(self, reason: str) -> SplitVerdict:
+        return SplitVerdict(None, modules=self._suspects, reason=reason, is_uninformative=True)
+
+    # ------------------------------------------------------------------ changes to the model, undone after each run
+
+    def _silence(self) -> None:
+        for module in self._model.modules():
+            if isinstance(module, _DropoutNd):
+                module.training = False
+            elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+                module.dropout = 0.0
+
+    def _freeze(self, names: Sequence[str]) -> None:
+        """Make batch normalisations independent of the batch; those without running statistics get some."""
+        for name in names:
+            norm: Any = self._model.get_submodule(name)
+            norm.training = False
+            if norm.running_mean is None:
+                dtype = None if norm.weight is None else norm.weight.dtype
+                norm.running_mean = torch.zeros(norm.num_features, device=device_of(norm), dtype=dtype)
+                norm.running_var = torch.ones(norm.num_features, device=device_of(norm), dtype=dtype)
+
+
+def scan_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of modules in training mode that normalise over the rows of the batch, without running any."""
+    return tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))
+
+
+def _normalises_over_rows(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def check_split(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    *,
+    parameters: Sequence[nn.Parameter] | None = None,
+    split_fn: SplitFn | None = None,
+    num_parts: int = 2,
+) -> SplitVerdict:
+    """Compare the gradient of a few rows at once with that of the same rows in parts.
+
+    The user's own model and loss function run, in place and in their own precision, and leave no trace: parameters,
+    gradients, buffers, attributes, modes and random state are as before. Random draws are the same for the whole and
+    its parts, row by row. What cannot be undone are effects outside of Python objects, such as lines in a log.
+
+    Args:
+        model: The model, on any device.
+        batch: A batch with rows in dimension 0 of its tensors, or one that ``split_fn`` cuts.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
+        parameters: Those that train; None takes the model's.
+        split_fn: ``split_fn(batch, n)`` returns a list of about n parts.
+        num_parts: Parts into which training cuts the batch.
+
+    Returns:
+        The verdict; ``exact`` is None where something stood in the way, which ``reason`` names.
+
+    Memory cost: activations of at most 8 rows, in place of a step's. Time cost: three forwards and backwards of them.
+
+    Example:
+        >>> import torch
+        >>> from memkit.train.split_check import check_split
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        >>> verdict = check_split(model, torch.randn(16, 4), lambda model, x: model(x).pow(3).mean())
+        >>> verdict.exact, verdict.modules
+        (False, ('1',))
+    """
+    trained = [each for each in parameters or model.parameters() if each.requires_grad]
+    if not trained:
+        return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")
+    try:
+        candidates = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
+    except InputError as error:
+        return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
+    examination = Examination(model, trained, [loss_fn], candidates)
+    for attempt in examination.attempts():
+        with attempt as micro:
+            attempt.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
+    return examination.verdict
+
+
+# ---------------------------------------------------------------------------------------------------- what to look at
+
+
+def ways_to_cut(
+    batch: Any, *, num_parts: int = 2, sizes: Sequence[int] = (), split_fn: SplitFn | None = None
+) -> list[Callable[[], Parts | None]]:
+    """List what to compare: a few unlike rows, then the first two real parts as they are.
+
+    Args:
+        batch: The batch.
+        num_parts: Parts that it is cut into.
+        sizes: The rows of each part, where that is known.
+        split_fn: Cuts a packed batch.
+
+    Raises:
+        InputError: The batch has no common rows, and there is no ``split_fn``.
+    """
+    if split_fn is not None:
+        return [lambda number=number: _packed(batch, number, split_fn) for number in (num_parts, num_parts // 2, 1)]  # type: ignore[misc]  # mypy knows no defaults of lambdas
+    num_rows = count_rows(batch)
+    if not sizes:
+        size, larger = divmod(num_rows, max(1, min(num_parts, num_rows)))
+        sizes = [size + 1] * larger + [size] * (num_parts - larger)
+    sizes = [size for size in sizes if size]
+    return [lambda: _few_rows(batch, num_rows, sizes), lambda: _first_parts(batch, num_rows, sizes)]
+
+
+def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+    """The first part of a packed batch that can be cut again."""
+    for part, size in cut_batch(batch, num_parts, size=1, split_fn=split_fn)[:3]:
+        parts = cut_batch(part, 2, size=size, split_fn=split_fn)
+        if len(parts) > 1:
+            return Parts(part, size, tuple(parts), has_rows=False)
+    return None
+
+
+def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+    if num_rows < 2:
+        return None
+    unit = math.gcd(_LARGEST_UNIT, *sizes)  # what may belong together stays together
+    wanted = min(num_rows, max(2, 2 * unit, min(_NUM_ROWS, max(sizes))))
+    blocks = _unlike_blocks(batch, num_rows, unit, max(2, wanted // unit))
+    rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
+    size = sum(stop - start for start, stop in blocks)
+    cut = max(1, len(blocks) * 5 // 8) * unit
+    return _cut(rows, size, [cut, size - cut])
+
+
+def _first_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+    """The first two parts as they are: rows in their own order and number."""
+    sizes = sizes[:2]
+    if len(sizes) < 2:
+        return None
+    return _cut(take_rows(batch, 0, sum(sizes), num_rows=num_rows), sum(sizes), sizes)
+
+
+def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
+    stops = np.cumsum(sizes).tolist()
+    parts = [
+        (take_rows(rows, stop - length, stop, num_rows=size), length) for stop, length in zip(stops, sizes, strict=True)
+    ]
+    return Parts(rows, size, tuple(parts), has_rows=True)
+
+
+def _unlike_blocks(batch: Any, num_rows: int, unit: int, num_blocks: int) -> list[tuple[int, int]]:
+    """Choose blocks of rows that are unlike each other, those with most labels and masks set first.
+
+    Equal rows would hide that a mean is over something else than rows: rows with little and with much padding, with
+    rare and with frequent classes are looked at together, and parted.
+    """
+    total = num_rows // unit
+    num_blocks = min(num_blocks, total)
+    facts = _facts_of_rows(batch, num_rows, unit, total)
+    chosen = [0]
+    if facts is not None:
+        distance = np.linalg.norm(facts - facts[0], axis=1)
+        while len(chosen) < num_blocks:
+            distance[chosen] = -1.0
+            chosen.append(int(distance.argmax()))  # of equals the first one
+            distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
+        chosen.sort(key=lambda block: (*(-facts[block]), block))
+    else:
+        chosen = list(range(num_blocks))
+    return [(block * unit, (block + 1) * unit) for block in chosen]
+
+
+def _facts_of_rows(batch: Any, num_rows: int, unit: int, total: int) -> npt.NDArray[np.float64] | None:
+    """A few numbers per block of rows: zeros, negative and not finite entries of each tensor, and sums of labels."""
+    columns = []
+    with torch.no_grad():
+        for leaf in list_tensors(batch):
+            if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
+                continue
+            rows = leaf.detach()[: total * unit].reshape(total, -1)
+            columns += [(rows == 0).sum(1), (rows < 0).sum(1)]
+            if not leaf.is_floating_point():
+                columns.append(rows.sum(1))
+            else:
+                columns.append((~rows.isfinite()).sum(1))
+        if not columns:
+            return None
+        facts = torch.stack([each.to(columns[0].device, torch.float32) for each in columns], dim=1).cpu()
+    spread = facts.amax(0) - facts.amin(0)
+    scaled: npt.NDArray[np.float64] = (facts / torch.where(spread > 0, spread, 1)).numpy().astype(np.float64)
+    return scaled
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+def _sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+    found: dict[int, Tensor] = {}
+
+    def catch(index: int, gradient: Tensor) -> Tensor | None:
+        found[index] = _sketch(gradient)
+        # What autograd goes on with, and holds until its end, takes no memory.
+        return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
+
+    with without_hooks(parameters), torch.autocast(loss.device.type, enabled=False):
+        handles = [
+            each.register_hook(lambda gradient, index=index: catch(index, gradient))  # type: ignore[no-untyped-call]
+            for index, each in enumerate(parameters)
+        ]
+        try:
+            torch.autograd.grad(loss, parameters, slope, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return _to_host(found, len(parameters))
+
+
+def _sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+    """The same through ``backward()``, the only way through a reentrant checkpoint."""
+    before = [each.grad for each in parameters]
+    try:
+        for each in parameters:
+            each.grad = None
+        torch.autograd.backward(loss, slope)
+        found = {index: _sketch(each.grad) for index, each in enumerate(parameters) if each.grad is not None}
+    finally:
+        for each, gradient in zip(parameters, before, strict=True):
+            each.grad = gradient
+    return _to_host(found, len(parameters))
+
+
+@torch.no_grad()
+def _sketch(gradient: Tensor) -> Tensor:
+    """A few numbers that are linear in a gradient, and whose norm is its norm, nearly."""
+    dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce()
+        gradient = gradient.to_dense() if gradient.numel() <= _EXACT_NUMEL else _folded(gradient)
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    flat = gradient.reshape(-1)
+    if len(flat) <= _EXACT_NUMEL:
+        return flat.to(dtype)
+    num_rows = len(flat) // _WIDTH
+    folded = _signs(num_rows, flat.device).to(dtype) @ flat[: num_rows * _WIDTH].view(num_rows, _WIDTH).to(dtype)
+    rest = flat[num_rows * _WIDTH :]
+    folded[: len(rest)] += rest
+    return folded
+
+
+def _folded(gradient: Tensor) -> Tensor:
+    """Fold the rows of a sparse gradient, with random signs, onto few."""
+    rows = gradient.indices()[0]
+    signs = (rows * 2654435761 % 4294967296 // 65536 % 2 * 2 - 1).to(gradient.dtype)
+    values = gradient.values().reshape(len(rows), -1) * signs[:, None]
+    return torch.zeros(16, values.shape[1], dtype=values.dtype, device=values.device).index_add_(0, rows % 16, values)
+
+
+def _signs(num: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(0, 2, (num,), generator=generator) * 2 - 1).to(device)
+
+
+def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
+    """Bring sketches to the host in one copy per device and dtype."""
+    vectors: list[Vector | None] = [None] * number
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, each in found.items():
+        kinds.setdefault((each.device, each.dtype), []).append(index)
+    for indices in kinds.values():
+        together = torch.cat([found[index] for index in indices]).cpu().double().numpy()
+        edges = np.cumsum([len(found[index]) for index in indices])[:-1]
+        for index, vector in zip(indices, np.split(together, edges), strict=True):
+            vectors[index] = vector
+    return vectors
+
+
+def _add(one: _Gradient, other: _Gradient) -> _Gradient:
+    vectors = [a if b is None else b if a is None else a + b for a, b in zip(one.vectors, other.vectors, strict=True)]
+    return _Gradient(vectors, one.count + other.count)
+
+
+def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
+    """Norms of the differences and of the whole, for each parameter."""
+    if not other.count:
+        return np.full(len(whole.vectors), np.inf), np.ones(len(whole.vectors))
+    pairs = list(zip(whole.mean(), other.mean(), strict=True))
+    differences = [0.0 if a is b else float(np.linalg.norm(_minus(a, b))) for a, b in pairs]
+    norms = [0.0 if a is None else float(np.linalg.norm(a)) for a, _ in pairs]
+    return np.array(differences), np.array(norms)
+
+
+def _minus(one: Vector | None, other: Vector | None) -> Vector:
+    if one is None or other is None:
+        there = one if other is None else other
+        return there if there is not None else np.zeros(0)
+    return one - other
+
+
+def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None]) -> Vector:
+    """All vectors in one; zeros where there is none."""
+    pairs = zip(vectors, like, strict=True)
+    filled = [each if each is not None else np.zeros(0 if other is None else len(other)) for each, other in pairs]
+    return np.concatenate(filled)
+
+
+def _norm(vectors: Sequence[Vector | None]) -> float:
+    return math.sqrt(sum(float(each @ each) for each in vectors if each is not None))
+
+
+def _is_finite(vectors: Sequence[Vector | None]) -> bool:
+    return all(np.isfinite(each).all() for each in vectors if each is not None)
+
+
+def _leave() -> None:
+    """Leave the model as it is."""

@@ -1,0 +1,143 @@
+"""When a split batch is checked, and what is said of it: a warning once per cause, or a refusal."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memkit._errors import ConfigError, MemkitWarning
+from memkit.train.split import list_leaves
+from memkit.train.split_check import SplitVerdict
+
+Probe = bool | Literal["require"]
+_PATIENCE = 8  # checks in a row that saw no finite gradient other than zero, before it is said
+
+
+class SplitWatch:
+    """Decides which batches are examined.
+
+    The first one that is split; again where the loss function, the mode of a module, the structure of the batch or the
+    evenness of its parts is new, or where the losses were divided by something else than rows; and at the 2nd, 4th,
+    8th ... split batch, since state and data change.
+
+    Args:
+        model: The model.
+        probe: Whether to check; ``"require"`` refuses where that was not possible.
+        call: The user's call, for messages.
+    """
+
+    def __init__(self, model: nn.Module, probe: Probe, *, call: str) -> None:
+        self._modules = list(model.modules())
+        self._probe, self._call = probe, call
+        self._known: set[object] = set()
+        self._key: object = None
+        self._told: set[str] = set()
+        self._num_split = 0
+        self._num_uninformative = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether batches are checked at all."""
+        return self._probe is not False
+
+    def is_due(self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool) -> bool:
+        """Say whether to examine a batch; call it once for each batch that is split.
+
+        Args:
+            batch: The batch.
+            loss_fn: The loss function; None where the caller keeps the loop.
+            sizes: Sizes of the parts.
+            is_uneven: Whether losses were visibly divided by something that the parts' weights do not follow.
+        """
+        if not self.is_on:
+            return False
+        self._num_split += 1
+        modes = tuple([module.training for module in self._modules])
+        self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)
+        return self._key not in self._known or self._num_split & (self._num_split - 1) == 0
+
+    def report(self, verdict: SplitVerdict, *, num_ooms: int = 0) -> None:
+        """Say what came out.
+
+        Raises:
+            ConfigError: The loss mixes the rows: parts of the batch would train something else. Or, with
+                ``probe="require"``, it could not be checked.
+
+        Warns:
+            MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
+        """
+        if verdict.is_uninformative and not verdict.modules:
+            self._num_uninformative += 1
+            if self._num_uninformative < _PATIENCE and self._probe != "require":
+                return  # the next batch is looked at
+        else:
+            self._num_uninformative = 0
+        self._known.add(self._key)
+        because = " (memory ran out, so it was split)" if num_ooms else ""
+        if verdict.loss == "rows":
+            error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"
+            raise ConfigError(
+                self._call,
+                got=f"a gradient that is off by {error} when the batch is split{because}",
+                expected="a loss that adds up over the rows of the batch",
+                fix=verdict.advice,
+            )
+        if verdict.exact is None:
+            self._say_not_checked(verdict)
+        if verdict.advice:
+            verb = "changes" if verdict.exact is False else "may change"
+            text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
+            self._say(text, verdict.advice)
+
+    def _say_not_checked(self, verdict: SplitVerdict) -> None:
+        fix = (
+            "pass probe=False if you know that the loss is a mean over independent rows; else check it once by itself: "
+            "memkit.train.split_check.check_split(model, batch, loss_fn)."
+        )
+        if self._probe == "require":
+            raise ConfigError(
+                f"{self._call}(probe='require')",
+                got=f"a split that could not be checked: {verdict.reason}",
+                expected="a split whose gradient was compared with the whole batch's",
+                fix=fix.replace("pass probe=False", "pass probe=True or probe=False"),
+            )
+        self._say(
+            f"{self._call}: could not check that splitting the batch keeps its gradient: {verdict.reason}. {fix}",
+            f"not checked: {verdict.reason}",
+        )
+
+    def _say(self, text: str, cause: str) -> None:
+        if cause not in self._told:
+            self._told.add(cause)
+            warnings.warn(text, MemkitWarning, stacklevel=2)
+
+
+def _identity(fn: object) -> object:
+    """What stays the same from step to step where a loop makes its lambda anew, and differs for another function."""
+    if isinstance(fn, functools.partial):
+        return _identity(fn.func), tuple(_identity(each) for each in (*fn.args, *fn.keywords.values()))
+    if isinstance(fn, types.MethodType):
+        return fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else fn.__func__, id(fn.__self__)
+    if isinstance(fn, types.FunctionType):
+        cells = []
+        for cell in fn.__closure__ or ():
+            try:
+                cells.append(cell.cell_contents)
+            except ValueError:  # a variable without a value yet
+                continue
+        return fn.__code__, tuple(_identity(each) for each in cells if callable(each))
+    return (type(fn), id(fn)) if callable(fn) and not isinstance(fn, torch.Tensor) else None
+
+
+def _structure(batch: Any) -> tuple[object, ...]:
+    """Dtypes and dimensions of tensors, types of all else; not sizes, which change with every batch of sentences."""
+    return tuple(
+        (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in list_leaves(batch)
+    )
