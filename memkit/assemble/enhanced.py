@@ -20,6 +20,7 @@ from memkit.memory.manager import MemoryManager
 from memkit.train.evaluation import Evaluation
 from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
 from memkit.train.models import device_of, eval_mode
+from memkit.train.order import repeat_epoch
 from memkit.train.reducers import Reducer
 from memkit.train.sizes import SizeMemory
 from memkit.train.stopping import StopSignal
@@ -336,6 +337,7 @@ def _validation(
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
+        repeat_epoch(loader)
         batches = itertools.islice(loader, num_batches)
         with eval_mode(model), torch.no_grad():
             return validate(evaluate, batches, fn, device=device, reducers=reducers, should_stop=stop.is_set)
@@ -350,7 +352,11 @@ def _own_validation(
     fn: ValidationFn | None,
     reducers: Mapping[str, Reducer] | None,
 ) -> Callable[[], dict[str, Any] | None]:
-    return lambda: loop.validate(itertools.islice(loader, num_batches), fn, reducers)
+    def run() -> dict[str, Any] | None:
+        repeat_epoch(loader)
+        return loop.validate(itertools.islice(loader, num_batches), fn, reducers)
+
+    return run
 
 
 def _refuse(got: str, expected: str, fix: str) -> NoReturn:
