@@ -94,7 +94,9 @@ class TestAStepThatTrainsNothing:
 
     def test_a_group_that_weighs_nothing_is_none(self):
         _, trainer = make()
-        assert not trainer.train_step(torch.randn(6, 4), lambda model, x: (model(x).sum() * 0, 0)).stepped
+        assert not trainer.train_step(
+            torch.randn(6, 4), lambda model, x: mk.Loss(sum=model(x).sum() * 0, count=0)
+        ).stepped
 
 
 class TestAfterClose:
