@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import Sampler
 
-from memkit._errors import FileFormatError
+from memkit._errors import FileFormatError, MemkitWarning
 from memkit._settings import Checker
 
 _VERSION = 3
@@ -32,6 +33,7 @@ class EpochOrder(Sampler[list[int]], ABC):
         self._num_replicas = check.whole("num_replicas", num_replicas, 1)
         self._rank = check.whole("rank", rank, 0, self._num_replicas - 1)
         self._start = self._num_given = 0
+        self._is_over = False  # all batches of this epoch were given, and nobody has spoken of the next one
 
     @abstractmethod
     def _batches_from(self, start: int) -> Iterator[list[int]]:
@@ -44,11 +46,17 @@ class EpochOrder(Sampler[list[int]], ABC):
     def _plan_epoch(self) -> None:
         """Seed or epoch are others than before."""
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; call it before each. Without, all epochs are alike.
+    def _is_drawn(self) -> bool:
+        """Say whether another epoch has another order."""
+        return True
 
-        The epoch that a state was loaded into goes on where it stood.
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; call it before each. Without, all are alike, which is warned of.
+
+        The epoch that a state was loaded into goes on where it stood. The same number again says that the same batches
+        are meant, as in a validation.
         """
+        self._is_over = False
         if epoch != self.epoch:
             self.epoch = epoch
             self._start = self._num_given = 0
@@ -90,10 +98,24 @@ class EpochOrder(Sampler[list[int]], ABC):
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start = self._num_given = state["num_done"]
+        self._is_over = False
         self._plan_epoch()
 
     def _give(self, start: int) -> Iterator[list[int]]:
         self._start = 0  # with the first batch: a DataLoader with workers makes an iterator that it does not use
+        if self._is_over and self._is_drawn():
+            self._warn()
         for batch in self._batches_from(start):
             self._num_given += 1  # before it leaves: who asks then for a state has this batch
             yield batch
+        self._is_over = self._num_given > 1  # one batch has no order
+
+    def _warn(self) -> None:
+        name = type(self).__name__
+        warnings.warn(
+            f"{name}: epoch {self.epoch} begins once more, with the same batches in the same order. Call "
+            f"set_epoch(epoch) of the {name}, or of the ResumableLoader, before each epoch (memkit's loops do); where "
+            f"the same batches are meant, as in a validation, call set_epoch({self.epoch}).",
+            MemkitWarning,
+            stacklevel=3,
+        )

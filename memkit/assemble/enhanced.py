@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +16,12 @@ from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
 from memkit._settings import Checker
 from memkit._units import parse_bytes
-from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, stateful_parts
+from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, images_and_condition, stateful_parts
 from memkit.memory.manager import MemoryManager
 from memkit.train.evaluation import Evaluation
 from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
 from memkit.train.models import device_of, eval_mode
+from memkit.train.order import repeat_epoch
 from memkit.train.reducers import Reducer
 from memkit.train.sizes import SizeMemory
 from memkit.train.stopping import StopSignal
@@ -50,6 +52,7 @@ class EnhancedTrainLoop:
         run: Callable[[], Any],
         *,
         validate_now: Callable[[], dict[str, Any] | None] | None,
+        look: Callable[[], None] | None,
         val_interval: int,
         memory: MemoryManager,
         monitor: ValidationMonitor | None,
@@ -58,7 +61,7 @@ class EnhancedTrainLoop:
         stop: StopSignal,
     ) -> None:
         self._base, self._run = base, run
-        self._validate_now, self._interval = validate_now, val_interval
+        self._validate_now, self._look, self._interval = validate_now, look, val_interval
         self._monitor, self._state = monitor, state
         self._counters = Counters(base)
         self._objects = {**objects, "enhanced": self, "counters": self._counters}
@@ -76,9 +79,14 @@ class EnhancedTrainLoop:
 
         Returns:
             Why it ended: ``"epochs"`` (by itself), ``"early stopping"`` or ``"SIGTERM"``.
+
+        Raises:
+            InputTypeError: Before the first step: ``val_dataloader`` gives batches that a diffusion cannot validate on.
         """
         if self._state is not None:
             self._state.restore(**self._objects)
+        if self._look is not None:
+            self._look()
         ended_by, is_early = self._must_end(), False
         if ended_by is None:
             result = None
@@ -254,7 +262,7 @@ def create_enhanced_train_loop(
     if not isinstance(model, nn.Module):
         _refuse("no model", "a loop with a module as `model`, or model=...", "pass model=...")
     stop = StopSignal()
-    validate_now = None
+    validate_now = look = None
     if enable_validation and val_dataloader is not None:
         _check_batches(val_dataloader, num_val_batches)
         if is_own:
@@ -263,7 +271,10 @@ def create_enhanced_train_loop(
             fn = val_fn or diffusion_losses(base)
             if fn is None:
                 _refuse("a loop that says nothing of its losses", "val_fn=... to validate with", "pass val_fn=...")
-            validate_now = _validation(model, val_dataloader, num_val_batches, fn, reducers, stop)
+            batches = _Batches(val_dataloader, num_val_batches)
+            validate_now = _validation(model, batches, fn, reducers, stop)
+            if val_fn is None:
+                look = functools.partial(batches.look, functools.partial(images_and_condition, model))
     elif monitor is not None:
         _refuse("a monitor without a validation", "val_dataloader and enable_validation", "pass val_dataloader=...")
     if isinstance(base, FunctionLoop) and state is not None and not objects:
@@ -275,6 +286,7 @@ def create_enhanced_train_loop(
         base,
         run,
         validate_now=validate_now,
+        look=look,
         val_interval=val_interval,
         memory=MemoryManager(device_of(model), budget),
         monitor=monitor,
@@ -324,10 +336,29 @@ def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
         )
 
 
+class _Batches:
+    """The batches of each validation: the loader's first ones, or an iterator's next ones."""
+
+    def __init__(self, loader: Iterable[Any], num_batches: int | None) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        repeat_epoch(self._loader)
+        return itertools.islice(self._loader, self._num_batches)
+
+    def look(self, check: Callable[[Any], Any]) -> None:
+        """Look at a batch now, not at the first validation, hours later; an iterator gives it again."""
+        with _rng.preserved():
+            batches = iter(self._loader)
+            for first in itertools.islice(batches, 1):
+                check(first)
+                if isinstance(self._loader, Iterator):
+                    self._loader = itertools.chain([first], batches)
+
+
 def _validation(
     model: nn.Module,
-    loader: Iterable[Any],
-    num_batches: int | None,
+    batches: Iterable[Any],
     fn: ValidationFn,
     reducers: Mapping[str, Reducer] | None,
     stop: StopSignal,
@@ -336,7 +367,6 @@ def _validation(
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
-        batches = itertools.islice(loader, num_batches)
         with eval_mode(model), torch.no_grad():
             return validate(evaluate, batches, fn, device=device, reducers=reducers, should_stop=stop.is_set)
 
@@ -350,7 +380,8 @@ def _own_validation(
     fn: ValidationFn | None,
     reducers: Mapping[str, Reducer] | None,
 ) -> Callable[[], dict[str, Any] | None]:
-    return lambda: loop.validate(itertools.islice(loader, num_batches), fn, reducers)
+    batches = _Batches(loader, num_batches)
+    return lambda: loop.validate(batches, fn, reducers)
 
 
 def _refuse(got: str, expected: str, fix: str) -> NoReturn:

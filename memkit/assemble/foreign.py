@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import FileFormatError
+from memkit._errors import FileFormatError, InputTypeError
+from memkit.train.models import unwrap_model
 from memkit.train.position import Position
 
 _VERSION = 1
@@ -161,9 +163,43 @@ def diffusion_losses(loop: Any) -> Callable[[nn.Module, Any], dict[str, Tensor]]
         return None
 
     def losses_of(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        images, condition = batch
+        images, condition = images_and_condition(model, batch)
         times, weights = loop.schedule_sampler.sample(images.shape[0], images.device)
         losses = loop.diffusion.training_losses(model, images, times, model_kwargs=condition)["loss"]
         return {"loss": losses * weights}
 
     return losses_of
+
+
+def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Take a diffusion loop's batch apart: images, and what its model is given besides, by name.
+
+    A condition that is a tensor goes to the one argument that the model's forward has beside images and times.
+
+    Raises:
+        InputTypeError: The batch is no such pair, or the condition may be one of several arguments.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        images, condition = batch
+        names = _condition_names(model)
+        if condition is None or isinstance(condition, Mapping):
+            return images, condition or {}
+        if isinstance(condition, Tensor) and len(names) == 1:
+            return images, {names[0]: condition}
+        got = f"a condition that is a {type(condition).__name__}, for a model that takes {', '.join(names) or 'none'}"
+    else:
+        got = f"a batch that is a {type(batch).__name__}" + (
+            f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        )
+    raise InputTypeError(
+        "create_enhanced_train_loop(val_dataloader=...)",
+        got=got,
+        expected="batches (images, condition), with a mapping from arguments of the model to tensors",
+        fix="let the loader give (images, {'y': labels}), or pass val_fn=..., which takes any batch.",
+    )
+
+
+def _condition_names(model: nn.Module) -> list[str]:
+    """The arguments of a diffusion's model beside images and times."""
+    arguments = list(inspect.signature(unwrap_model(model).forward).parameters.values())[2:]
+    return [each.name for each in arguments if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]

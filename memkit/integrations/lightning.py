@@ -26,6 +26,7 @@ from memkit.integrations.lightning_parts import Part, Parts, detached, rows_of, 
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import list_parameters, multiply_gradients
 from memkit.train.models import may_recover_alone
+from memkit.train.order import tell_epoch
 from memkit.train.split import count_rows
 from memkit.train.split_loss import SplitLoss
 
@@ -205,7 +206,8 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     """Logs what the memory does, keeps in checkpoints which sizes fit, and writes a file about a final out-of-memory.
 
     Each batch logs ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` where the device counts them, and for a
-    `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far.
+    `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far. Data sets
+    and batch samplers with a ``set_epoch`` are told the epoch.
 
     Args:
         memory: Gets a phase ``"step"`` for each batch, an event for each optimiser step, and a mark ``"oom"`` for each
@@ -256,6 +258,14 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             if self._sizes:
                 pl_module.split_loss.load_state_dict(self._sizes)
                 self._sizes = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the epoch that a run begins, or goes on, with."""
+        tell_epoch(trainer.train_dataloader, trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell data sets and batch samplers that draw by the epoch: Lightning tells samplers only."""
+        tell_epoch(trainer.train_dataloader, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a phase; note where a group of accumulated batches begins."""

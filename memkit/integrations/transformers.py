@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from memkit._errors import ConfigError, InputError
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import graph_nodes
+from memkit.train.order import tell_epoch
 from memkit.train.replay import BufferWatch
 from memkit.train.split import SplitFn, count_rows
 from memkit.train.split_loss import SplitLoss
@@ -34,7 +35,8 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     Next to each logged ``loss`` come ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` of the device (left out
     where it has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
     ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimiser step is a
-    phase ``"step"`` of the memory manager, with a mark ``"oom"`` where it survived out-of-memory.
+    phase ``"step"`` of the memory manager, with a mark ``"oom"`` where it survived out-of-memory. Data sets and
+    samplers with a ``set_epoch`` are told the epoch.
 
     A `MemoryEfficientTrainer` has one by itself. Give one of your own for a log file:
     ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`. There
@@ -78,6 +80,13 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, Mapping) and saved["attributes"]["sizes"]:
             self.sizes = saved["attributes"]["sizes"]
+
+    def on_epoch_begin(
+        self, _args: TrainingArguments, state: TrainerState, *_: Any, train_dataloader: Any = None, **__: Any
+    ) -> None:
+        """Tell samplers and data sets that draw by the epoch; accelerate tells most, but not all."""
+        if train_dataloader is not None:
+            tell_epoch(train_dataloader, int(state.epoch or 0))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin a step's phase."""

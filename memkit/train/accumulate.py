@@ -19,6 +19,7 @@ from memkit.train.checks import (
     check_group,
     check_loss,
     check_norm,
+    check_open,
     check_reduction,
     check_state,
     check_steps,
@@ -30,6 +31,7 @@ from memkit.train.checks import (
     refuse_lost_gradients,
     refuse_missing_gradients,
     warn_of_foreign_gradients,
+    warn_of_idle_step,
 )
 from memkit.train.gradients import (
     add_gradients,
@@ -144,7 +146,7 @@ class GradientAccumulator(Closing):
         self._predivisor: float | None = None
         self._count: float | torch.Tensor = 0.0
         self._has_gradients = False
-        self.is_torn = False
+        self.is_torn = self._is_closed = False
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
@@ -308,6 +310,7 @@ class GradientAccumulator(Closing):
         if isinstance(self._ranks, Replicas):
             self._ranks.close()
         narrow_gradients(self._parameters, self._accumulate_dtype)
+        self._is_closed = True
 
     def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
         if not weight:
@@ -340,6 +343,7 @@ class GradientAccumulator(Closing):
             widen_gradients(self._parameters, self._accumulate_dtype)
 
     def _check_group(self) -> None:
+        check_open(self._is_closed, call="GradientAccumulator")
         check_group(self._optimizers, is_torn=self.is_torn)
         if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
             refuse_lost_gradients(self.num_microbatches)
@@ -378,6 +382,8 @@ class GradientAccumulator(Closing):
 
     def _step_optimizers(self) -> bool:
         active = [each for each in self._optimizers if has_gradient(each)]
+        if not active:
+            warn_of_idle_step()
         if self._scaler:
             for optimizer in active:
                 retry_once(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
@@ -182,6 +183,37 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
             refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
 
 
+def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
+    """Refuse optimizers that hold no parameter of a model with trainable ones: no step would train it.
+
+    One optimizer of several may belong to something else, such as a criterion with parameters of its own.
+    """
+    held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+    if any(parameter.requires_grad for parameter in model.parameters()) and held.isdisjoint(
+        map(id, model.parameters())
+    ):
+        name = type(optimizers[0]).__name__
+        raise ConfigError(
+            f"{call}(model, optimizer)",
+            got=f"{name} over {len(held)} tensors, none of which is a parameter of the model",
+            expected="an optimizer over parameters of this very model",
+            fix="build it from the model as it is now, after wrapping or sharding: "
+            f"{name}(model.parameters(), ...). To train only something else through this model, call "
+            "model.requires_grad_(False) first.",
+        )
+
+
+def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is checked
+    """Refuse a call after `close`: precision, hooks and the exchange between ranks are gone by then."""
+    if is_closed:
+        raise StateError(
+            call,
+            got="a call after close()",
+            expected="steps before close()",
+            fix="call close() after the last step, or build a new one to go on training.",
+        )
+
+
 def refuse(name: str, value: object, expected: str, *, call: str = "GradientAccumulator") -> NoReturn:
     """Refuse a setting."""
     raise ConfigError(f"{call}({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")
@@ -229,6 +261,17 @@ def refuse_missing_gradients() -> NoReturn:
         expected="gradients that fully_shard hands over in each backward",
         fix="restart from the last checkpoint if an error came out of a backward before: fully_shard does not recover "
         "from one. Else compute the loss from these parameters.",
+    )
+
+
+def warn_of_idle_step() -> None:
+    """Warn that a step had nothing to do, though its group weighed something."""
+    warnings.warn(
+        "GradientAccumulator.step: nothing was trained, as no parameter of the optimizer got a gradient from this "
+        "group's losses. Compute the loss from these parameters; see whether they are all frozen "
+        "(requires_grad=False), or whether the optimizer was built before the model's parameters were replaced.",
+        MemkitWarning,
+        stacklevel=6,
     )
 
 

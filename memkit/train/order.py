@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._epochs import EpochOrder
 from memkit._errors import ConfigError, InputTypeError
@@ -96,6 +96,9 @@ class ResumableBatchSampler(EpochOrder):
     def _made_of(self) -> str:
         return self._settings
 
+    def _is_drawn(self) -> bool:
+        return self._shuffle
+
     def _permute(self) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(self._num_samples)
@@ -104,22 +107,65 @@ class ResumableBatchSampler(EpochOrder):
         return bits.random_raw(self._num_samples).argsort(kind="stable")
 
 
-def drawing_datasets(loader: object) -> Iterator[Any]:
-    """Yield the data sets behind a loader that draw by the epoch: its own, and those that it is a subset of."""
-    dataset = getattr(loader, "dataset", None)
-    seen: set[int] = set()
-    while dataset is not None and id(dataset) not in seen:  # some name themselves
-        seen.add(id(dataset))
-        if hasattr(dataset, "set_epoch"):
-            yield dataset
-        dataset = getattr(dataset, "dataset", None)
+_NAMES = ("dataset", "sampler", "batch_sampler", "loader", "dataloader")
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and everything in it that draws by the epoch, which one comes next.
+
+    Samplers and data sets are found at any depth: a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
+    `DistributedSampler`, a wrapper of one's own. What holds another is told after it, and so has the last word.
+
+    Args:
+        loader: A loader, or a list or mapping of loaders.
+        epoch: 0 or more.
+    """
+    if isinstance(loader, ResumableLoader):  # first, as it must see that its order has another epoch
+        loader.set_epoch(epoch)
+    for each in _drawing_parts(loader, set()):
+        each.set_epoch(epoch)
+
+
+def repeat_epoch(loader: Any) -> None:
+    """Say that a pass over the same batches is meant, as that of a validation is."""
+    for each in _drawing_parts(loader, set()):
+        if isinstance(each, EpochOrder):
+            each.set_epoch(each.epoch)
+
+
+def _drawing_parts(node: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what has a ``set_epoch`` in a loader, the innermost first."""
+    if id(node) in seen:  # some data sets name themselves
+        return
+    seen.add(id(node))
+    for part in _parts(node):
+        yield from _drawing_parts(part, seen)
+    if _is_part(node) and callable(getattr(node, "set_epoch", None)):
+        yield node
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    attributes = {"loader": node} if isinstance(node, Mapping | list | tuple) else getattr(node, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, Mapping | list | tuple):
+            elements = value.values() if isinstance(value, Mapping) else value
+            if _is_part(next(iter(elements), None)):  # else a million samples
+                yield from filter(_is_part, elements)
+        elif name in _NAMES or _is_part(value):
+            yield value
+
+
+def _is_part(value: Any) -> bool:
+    is_known = isinstance(value, DataLoader | Dataset | Sampler) or callable(getattr(value, "set_epoch", None))
+    return is_known and not isinstance(value, type)
 
 
 @final
 class ResumableLoader:
     """A DataLoader that knows how many of its batches the loop has taken, whatever its workers have fetched.
 
-    A data set that draws by the epoch, such as `VoxelDataset`, is told it when another epoch than the last is chosen.
+    Data sets that draw by the epoch, such as `VoxelDataset`, also in a `Subset` or `ConcatDataset`, are told it when
+    another epoch than the last is chosen.
 
     Save after the training step of a batch: the batch that the loop holds counts as done.
 
@@ -172,14 +218,13 @@ class ResumableLoader:
         """Choose the epoch whose batches come next; the epoch that a state was loaded into goes on where it stood."""
         if epoch != self._order.epoch:
             self._start = self._num_done = 0
-            self._order.set_epoch(epoch)
+        self._order.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the loader's batches of the epoch; after `load_state_dict` once those that are left."""
         if self._order.epoch != self._told:
             self._told = self._order.epoch
-            for dataset in drawing_datasets(self.loader):
-                dataset.set_epoch(self._told)
+            tell_epoch(self.loader, self._told)
         self._num_done, self._start = self._start, 0
         for batch in self.loader:
             self._num_done += 1

@@ -11,7 +11,7 @@ import torch
 from memkit import _rng
 from memkit._errors import FileFormatError
 from memkit._protocols import ResumableOrder
-from memkit.train.order import ResumableLoader, drawing_datasets
+from memkit.train.order import ResumableLoader, tell_epoch
 
 _VERSION = 2
 
@@ -21,8 +21,8 @@ class Position:
 
     A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) goes on at once. Any
     other loader is replayed: the random state of the epoch's start is put back, the loader begins the same epoch, its
-    first batches are passed over, and the random state of now is put back. Sampler, batch sampler and data set are told
-    the epoch if they have a ``set_epoch``.
+    first batches are passed over, and the random state of now is put back. Samplers and data sets that have a
+    ``set_epoch`` are told the epoch, at any depth.
 
     Args:
         loader: The batches of an epoch; a `ResumableLoader` is taken for the DataLoader in it.
@@ -34,18 +34,15 @@ class Position:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader.loader if isinstance(loader, ResumableLoader) else loader
-        samplers = [getattr(self._loader, name, None) for name in ("batch_sampler", "sampler")]
-        self._epochs: list[Any] = [each for each in samplers if hasattr(each, "set_epoch")]
-        self._epochs += drawing_datasets(self._loader)
-        self._order = samplers[0] if isinstance(samplers[0], ResumableOrder) else None
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
         self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
         self.epoch = self.num_batches = 0
 
     def batches(self) -> Iterator[Any]:
         """Return the rest of the epoch."""
-        for each in self._epochs:
-            each.set_epoch(self.epoch)
+        tell_epoch(self._loader, self.epoch)
         if self.num_batches == 0 or self._start is None:
             self._start = {
                 "random": _rng.capture().state_dict(),

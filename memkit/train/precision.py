@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from memkit import _device
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, MemkitWarning
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
 
@@ -45,6 +46,14 @@ class Precision:
             )
         if name == "auto":
             name = "bf16-mixed" if _device.prefers_bfloat16(device) else None
+        if name == "fp16-mixed" and device.type == "cpu":
+            warnings.warn(
+                "precision='fp16-mixed' on a CPU, which emulates float16: steps are 4 to 60 times slower than in "
+                "float32 and save hardly any memory. Use precision=None, or 'bf16-mixed' on a CPU that has bfloat16; a "
+                "model for an accelerator goes there first: model.to('cuda').",
+                MemkitWarning,
+                stacklevel=3,
+            )
         self.name = name
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16-mixed" else None
         self._device_type = device.type

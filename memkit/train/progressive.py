@@ -14,6 +14,7 @@ from torch.optim.swa_utils import update_bn
 from memkit._errors import ConfigError, FileFormatError, InputError
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
+from memkit.train.order import tell_epoch
 from memkit.train.split import count_rows, join_rows, take_rows
 
 _LOGGER = logging.getLogger("memkit")
@@ -117,7 +118,8 @@ class ProgressiveTrainer:
         """Run all stages, or those that are left after `load_state_dict`.
 
         Args:
-            loader: Batches of any size, with the rows in dimension 0; iterated once an epoch.
+            loader: Batches of any size, with the rows in dimension 0; iterated once an epoch. Samplers and data sets
+                that have a ``set_epoch`` are told the epoch, which is counted on from stage to stage.
 
         Returns:
             The steps of this run.
@@ -134,9 +136,12 @@ class ProgressiveTrainer:
                 continue
             begun = first_epoch if number == first_stage else 0
             _LOGGER.info("stage %d: %s, %d rows at a time", number, stage, size)
+            num_earlier = sum(each.epochs for each in self._stages[:number])
             if number and not begun:
+                tell_epoch(loader, num_earlier)
                 self._estimate_batch_norm(loader, stage)
             for epoch in range(begun, stage.epochs):
+                tell_epoch(loader, num_earlier + epoch)
                 num_before = num_steps
                 for batch in self._batches(loader, stage):
                     self._step_fn(batch, size)

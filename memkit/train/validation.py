@@ -15,6 +15,7 @@ from memkit._loss import read_loss
 from memkit.train.checks import refuse
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
+from memkit.train.order import repeat_epoch
 from memkit.train.reducers import Mean, Reducer, WeightedMean
 from memkit.train.split import count_rows
 
@@ -147,6 +148,7 @@ def validate(
     for reducer in given.values():
         reducer.reset()
     has_batch = False
+    repeat_epoch(loader)
 
     def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
         return to_device(_check_figures(fn(model, part)), _HOST)

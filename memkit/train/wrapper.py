@@ -16,7 +16,7 @@ from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.checks import check_callable, check_loss, check_reduction, list_optimizers
+from memkit.train.checks import check_callable, check_loss, check_open, check_owner, check_reduction, list_optimizers
 from memkit.train.divisors import DivisorWatch, Note, divisors
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
@@ -106,6 +106,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         check_settings(accumulation_steps, on_oom, offload, memory, scheduler, split_fn, max_grad_norm)
         self.model, self.memory, self._device = model, memory, device_of(model)
         self._optimizers = list_optimizers(optimizer)
+        check_owner(model, self._optimizers, call="MemoryEfficientTrainingWrapper")
         self._accumulation_steps = accumulation_steps
         self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
         self._split_watch = SplitWatch(model, probe, call=CALL)
@@ -113,6 +114,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
         self._window: Window | None = None
         self._attempt: Attempt | CheckAttempt | None = None
+        self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
             self._precision = Precision(model, precision, self._device)
             cleanup.callback(self._precision.close)
@@ -164,7 +166,9 @@ class MemoryEfficientTrainingWrapper(Closing):
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
             InputTypeError: ``loss_fn`` is no function.
+            StateError: `close` was called.
         """
+        check_open(self._is_closed, call="trainer.train_step")
         check_callable("loss_fn", loss_fn, call="trainer.train_step")
         num_parts, num_graphs = self._accumulation_steps, count_compilations()
         if self._foresight.is_on:
@@ -203,8 +207,9 @@ class MemoryEfficientTrainingWrapper(Closing):
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
-            StateError: `step` was not called after the batch before.
+            StateError: `step` was not called after the batch before, or `close` was called.
         """
+        check_open(self._is_closed, call="trainer.microbatches")
         yield from self._attempts(self._open_window(batch, self._accumulation_steps), None)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -308,6 +313,7 @@ class MemoryEfficientTrainingWrapper(Closing):
 
     def close(self) -> None:
         """Leave the model as it was found: own forwards, own dtypes, no hooks, DDP synchronising in backward."""
+        self._is_closed = True
         self._cleanup.close()
 
     def _follow(self, stepped: bool) -> bool:  # noqa: FBT001 - its only argument

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from memkit._errors import ConfigError, InputTypeError
+from memkit._errors import ConfigError, InputTypeError, MemkitWarning
 from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation
 from memkit.voxel.layout import VoxelLayout
+
+_MOST_AGAIN = 0.5  # of the samples that were seen, without a new one in between: then it is a second pass
+_EPOCH, _NUM_SEEN, _NUM_AGAIN, _HAS_WARNED = range(4)  # what lies in shared memory
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -32,8 +36,9 @@ class VoxelDataset(Dataset[Any]):
 
     A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, of
     which all undergo the same flips and turns; what is no volume in it (labels, names) is handed on. Parameters are
-    drawn from the seed, the epoch and the sample's index: 0 and N workers hand out the same. The samples of the source
-    are never written to.
+    drawn from the seed, the epoch and the sample's index: 0 and N workers hand out the same, and each epoch can be
+    drawn again. So the epoch must be told, by `set_epoch` or by a loop of memkit; a pass that repeats the one before is
+    warned of. The samples of the source are never written to.
 
     Args:
         samples: Anything with a length and samples by index. It must be one that workers can have copies of.
@@ -49,7 +54,7 @@ class VoxelDataset(Dataset[Any]):
     Raises:
         ConfigError: A key of the configuration is wrong; the message names it. Or two settings exclude each other.
 
-    Memory cost: one sample.
+    Memory cost: one sample, and 1 byte of shared memory for each sample of the source.
 
     Source: `docs/augmentation.md`.
 
@@ -93,8 +98,18 @@ class VoxelDataset(Dataset[Any]):
         self._photometric = photometric
         self._layouts = layouts
         self._seed = check.whole("seed", seed)
-        # In shared memory, so that workers that live on from epoch to epoch see it change.
-        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._told = torch.zeros(4, dtype=torch.int64)
+        self._seen = torch.zeros(len(samples), dtype=torch.uint8)  # in this epoch
+        self._share()
+
+    def _share(self) -> None:
+        """Move to shared memory what workers that live on from epoch to epoch must see change, and change."""
+        for each in (self._told, self._seen):
+            each.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()  # a copy's tensors are not: its workers would stay in the first epoch
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -103,12 +118,15 @@ class VoxelDataset(Dataset[Any]):
         """Draw anew. Call it before an epoch's loop begins; workers that live on see it as well.
 
         Args:
-            epoch: 0 or more.
+            epoch: 0 or more. The same number again says that the same draws are meant.
 
         Raises:
             ConfigError: It is no such number.
         """
-        self._epoch.fill_(Checker("VoxelDataset.set_epoch(epoch)").whole("epoch", epoch))
+        number = Checker("VoxelDataset.set_epoch(epoch)").whole("epoch", epoch)
+        self._told.zero_()
+        self._seen.zero_()
+        self._told[_EPOCH] = number
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
@@ -133,11 +151,35 @@ class VoxelDataset(Dataset[Any]):
             )
         first = next(iter(volumes.values()))
         shape = first.shape if isinstance(first, Tensor) else (first.features.shape[1], *first.shape)
-        drawn = self._augmentation.sample(
-            shape, seed=self._seed, epoch=int(self._epoch), index=index if index >= 0 else index + len(self)
-        )
+        place = index if index >= 0 else index + len(self)
+        self._note(place)
+        drawn = self._augmentation.sample(shape, seed=self._seed, epoch=int(self._told[_EPOCH]), index=place)
         moved = self._augmentation.apply_joint(volumes, drawn, photometric=self._photometric, layouts=self._layouts)
         return {name: moved.get(name, each) for name, each in sample.items()}
+
+    def _note(self, place: int) -> None:
+        """Warn of a second pass with the same draws. A few may be looked at twice, or drawn with replacement."""
+        if place >= len(self._seen):  # of a source that grows
+            return
+        is_again = bool(self._seen[place])
+        self._seen[place] = 1
+        if is_again:
+            self._told[_NUM_AGAIN] += 1
+        else:
+            self._told[_NUM_SEEN] += 1
+            self._told[_NUM_AGAIN] = 0
+        _, num_seen, num_again, has_warned = self._told.tolist()
+        if is_again and num_again > max(2, _MOST_AGAIN * num_seen) and not has_warned:
+            self._told[_HAS_WARNED] = 1
+            epoch = int(self._told[_EPOCH])
+            warnings.warn(
+                f"VoxelDataset: {min(num_again, num_seen)} of {num_seen} samples of epoch {epoch} were handed out once "
+                "more, with the same draws. Call dataset.set_epoch(epoch) before each epoch's loop (memkit's loops "
+                f"do); where the same draws are meant, call set_epoch({epoch}); for a validation pass "
+                "use_augmentation=False.",
+                MemkitWarning,
+                stacklevel=3,
+            )
 
 
 def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:

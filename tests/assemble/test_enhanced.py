@@ -398,3 +398,86 @@ class Slotted:
 def test_what_cannot_work_is_said_at_once(base, settings, error, text):
     with pytest.raises(error, match=text):
         create_enhanced_train_loop(base, **settings)
+
+
+class Conditioned(nn.Module):
+    """A diffusion's model: images, times, classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.classes = nn.Linear(64, 64), nn.Embedding(10, 64)
+
+    def forward(self, x, timesteps, y=None):
+        return self.net(x + timesteps[:, None]) + self.classes(y)
+
+
+class Diffusion:
+    def training_losses(self, model, images, times, model_kwargs):
+        return {"loss": (model(images, times, **model_kwargs) - images).square().mean(1)}
+
+
+class ConditionedLoop(TrainLoop):
+    """Its own step takes classes as a tensor."""
+
+    def __init__(self, num_steps):
+        super().__init__(num_steps)
+        self.model = Conditioned()
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.master_params, self.ema_params, self.diffusion = [], [[]], Diffusion()
+
+    def run_step(self, batch, cond):
+        super().run_step(batch, {"y": cond["classes"]})
+
+
+def pairs(condition):
+    images, classes = digits(100)
+    return [(images[rows], condition(classes[rows])) for rows in torch.arange(100).split(30)]
+
+
+class TestConditions:
+    @pytest.mark.parametrize("condition", [lambda classes: classes, lambda classes: {"y": classes}])
+    @pytest.mark.parametrize("is_stream", [False, True])
+    def test_a_tensor_goes_where_the_model_takes_it(self, condition, is_stream):
+        figures = []
+        for each in (condition, lambda classes: {"y": classes}):
+            batches = pairs(each)
+            base = ConditionedLoop(4)
+            loop = create_enhanced_train_loop(
+                base, iter(batches * 2) if is_stream else batches, val_interval=2, num_val_batches=4
+            )
+            assert loop.run_loop() == "epochs"
+            figures.append(loop.figures)
+        assert figures[0] == figures[1]
+
+    @pytest.mark.parametrize(
+        ("batches", "match"),
+        [
+            (pairs(lambda classes: [classes]), "a condition that is a list, for a model that takes y"),
+            ([digits(30)[0]], "a batch that is a Tensor"),
+            ([[digits(30)[0]]], "a batch that is a list of 1"),
+        ],
+    )
+    def test_others_are_refused_before_the_first_step(self, batches, match):
+        base = ConditionedLoop(4)
+        loop = create_enhanced_train_loop(base, batches, val_interval=2)
+        with pytest.raises(mk.InputTypeError, match=match + r".*\(images, \{'y': labels\}\), or pass val_fn"):
+            loop.run_loop()
+        assert base.step == 0
+
+    def test_a_tensor_for_a_model_of_several_arguments(self):
+        base = ConditionedLoop(4)
+        base.model.forward = lambda x, timesteps, y=None, low_res=None: x
+        loop = create_enhanced_train_loop(base, pairs(lambda classes: classes), val_interval=2)
+        with pytest.raises(mk.InputTypeError, match="a Tensor, for a model that takes y, low_res"):
+            loop.run_loop()
+
+    def test_looking_draws_nothing(self):
+        images, classes = digits(100)
+        loader = DataLoader(TensorDataset(images, classes), batch_size=30, shuffle=True)
+        plain, watched = ConditionedLoop(4), ConditionedLoop(4)
+        watched.model.load_state_dict(plain.model.state_dict())
+        torch.manual_seed(1)
+        plain.run_loop()
+        torch.manual_seed(1)
+        create_enhanced_train_loop(watched, loader, val_interval=2).run_loop()
+        assert torch.equal(weights(watched.model), weights(plain.model))

@@ -226,3 +226,36 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
     assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory", "step"]
     assert events[1].note == {"num_ooms": 1, "sizes": [1, 1, 1, 1, 1]}
     assert "planted" in json.loads((tmp_path / "out-of-memory.json").read_text())["error"]
+
+
+class Seeing(MemoryEfficientModule):
+    """Keeps the volumes that it is trained on."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(1, 1), []
+
+    def training_step(self, batch, batch_idx):
+        if self._part is not None:
+            self.seen.append(batch)
+        return self.layer(batch.mean().reshape(1, 1)).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_callback_tells_data_sets_and_batch_samplers_the_epoch():
+    """Lightning tells samplers alone: a data set that draws by the epoch would draw the same in all of them."""
+    volumes = [torch.arange(8.0).reshape(1, 2, 2, 2) + number for number in range(8)]
+    dataset = mk.VoxelDataset(volumes, augmentation_config={"noise_std": 0.1})
+    order = mk.ResumableBatchSampler(8, 4)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=3, callbacks=[MemoryCallback()], **QUIET)
+    module = Seeing()
+    trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_sampler=order))
+    again = mk.ResumableBatchSampler(8, 4)
+    expected = []
+    for epoch in range(3):
+        again.set_epoch(epoch)
+        dataset.set_epoch(epoch)
+        expected += [torch.stack([dataset[index] for index in batch]) for batch in again]
+    torch.testing.assert_close(module.seen, expected, rtol=0, atol=0)

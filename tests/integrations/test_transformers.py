@@ -394,3 +394,29 @@ def test_the_callback_alone_watches_any_trainer(tmp_path):
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["memkit/host_bytes"] > 0 and "memkit/num_ooms" not in entry for entry in logged)
     assert len(logged) == memory.num_steps == 2
+
+
+class ByTheEpoch(torch.utils.data.Dataset):
+    """Keeps which epochs it was told before its samples were read."""
+
+    epoch, read_in = None, ()
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.read_in = (*self.read_in, self.epoch)
+        return {"input_ids": tokens()["input_ids"][index], "labels": torch.tensor(0.5, dtype=torch.float64)}
+
+
+def test_the_callback_tells_a_data_set_inside_another_the_epoch(tmp_path):
+    """Accelerate tells the loader's own data set only."""
+    dataset = ByTheEpoch()
+    subset = torch.utils.data.Subset(dataset, range(6))
+    options = {"num_train_epochs": 3, "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(tmp_path), per_device_train_batch_size=6, **options)
+    Trainer(OwnModule().double(), arguments, train_dataset=subset, callbacks=[MemoryCallback()]).train()
+    assert dataset.read_in == (0,) * 6 + (1,) * 6 + (2,) * 6

@@ -221,6 +221,7 @@ def test_early_stopping_ends_the_run_and_stays_ended(tmp_path):
         assert again.run(num_epochs=10).num_steps == result.num_steps
 
 
+@pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
 def test_the_schedule_waits_for_a_step_that_was_skipped():
     """An infinite loss in the third batch: float16's scaler skips that step, and the schedule must not move."""
     model = nn.Linear(64, 10)

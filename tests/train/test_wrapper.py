@@ -129,6 +129,7 @@ def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_starts():
 
 
 class TestSchedulesAndAverages:
+    @pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
     def test_they_follow_real_steps_only(self):
         torch.manual_seed(0)
         model = nn.Linear(4, 3)
@@ -149,6 +150,7 @@ class TestSchedulesAndAverages:
 
 
 class TestPrecision:
+    @pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
     @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16)])
     def test_mixed(self, precision, dtype):
         model, optimizer, _ = make()
@@ -607,7 +609,6 @@ def test_no_host_sync(max_grad_norm):
     )
     x = torch.randn(8, 4)
     trainer.train_step(x, row_loss_of_tensor)
-    trainer.close()
     with CountReads() as plain:
         model(x).pow(2).mean().backward()
         optimizer.step()

@@ -134,6 +134,7 @@ def test_checkpointing_changes_no_bit():
     assert states[0]["blocks.0.1.num_batches_tracked"] == 9
 
 
+@pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
 @pytest.mark.parametrize(
     ("loss_fn", "settings", "num_reads"),
     [

@@ -194,6 +194,7 @@ def test_workers_hand_out_what_one_process_does_in_every_epoch():
         batches = list(loader)
         assert [name for each in batches for name in each["name"]] == [str(each) for each in range(8)]
         epochs.append(torch.cat([each["radar"] for each in batches]))
+        dataset.set_epoch(epoch)
         alone = torch.stack([dataset[index]["radar"] for index in range(8)])
         assert torch.equal(epochs[-1], alone)
     assert not torch.equal(*epochs)
@@ -212,7 +213,9 @@ def test_volumes_of_a_sample_move_together_and_the_source_stays_as_it_is():
         assert torch.equal(sample["radar"][0], sample["labels"][0].float())
         assert not torch.equal(sample["radar"], before)
     assert torch.equal(source[0]["radar"], before)
+    dataset.set_epoch(3)
     assert dataset[-1]["name"] == dataset[1]["name"] == "1"
+    dataset.set_epoch(3)
     assert torch.equal(dataset[-1]["radar"], dataset[1]["radar"])
     plain = VoxelDataset(source, use_augmentation=False)
     assert plain[0] is source[0]

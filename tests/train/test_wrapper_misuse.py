@@ -1,0 +1,129 @@
+"""What would train nothing, or not as asked: optimizers of other models, steps after close, float16 on a CPU."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+
+ADAM = torch.optim.Adam
+
+
+def make(**keywords):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, mk.MemoryEfficientTrainingWrapper(model, ADAM(model.parameters()), **keywords)
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+class TestAnOptimizerOfAnotherModel:
+    def test_is_refused(self):
+        model = make()[0]
+        other = copy.deepcopy(model)
+        with pytest.raises(mk.ConfigError, match=r"Adam over 4 tensors, none of which .*Adam\(model\.parameters\(\)"):
+            mk.MemoryEfficientTrainingWrapper(model, ADAM(other.parameters()))
+
+    def test_also_where_the_parameters_were_replaced_later(self):
+        model = make()[0]
+        optimizer = ADAM(model.parameters())
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+        with pytest.raises(mk.ConfigError, match="none of which is a parameter of the model"):
+            mk.MemoryEfficientTrainingWrapper(model, optimizer)
+
+    @pytest.mark.parametrize(
+        "choose",
+        [
+            lambda model: ADAM([*model.parameters(), nn.Parameter(torch.ones(2))]),  # a superset
+            lambda model: ADAM(model[2].parameters()),  # a subset
+            lambda model: [ADAM(model.parameters()), ADAM(nn.Linear(2, 2).parameters())],  # a criterion's own
+            lambda model: [ADAM(model[0].parameters()), ADAM(model[2].parameters())],
+            lambda model: torch.optim.Adam([{"params": model[0].weight}, {"params": model[2].bias}]),
+        ],
+    )
+    def test_others_go_on_working(self, choose):
+        model = make()[0]
+        trainer = mk.MemoryEfficientTrainingWrapper(model, choose(model))
+        assert trainer.train_step(torch.randn(6, 4), square).stepped
+
+    def test_lazy_parameters(self):
+        model = nn.Sequential(nn.LazyLinear(3))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model(torch.ones(1, 4))
+        assert trainer.train_step(torch.randn(6, 4), square).stepped
+
+    def test_adapters_over_a_frozen_model(self):
+        """As with LoRA: the adapter's parameters are the only ones that train."""
+        model = make()[0].requires_grad_(False)
+        model.append(nn.Linear(2, 2))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, ADAM(p for p in model.parameters() if p.requires_grad))
+        assert trainer.train_step(torch.randn(6, 4), square).stepped
+
+    def test_a_prompt_through_a_frozen_model(self):
+        model = make()[0]
+        prompt = nn.Parameter(torch.zeros(4))
+        with pytest.raises(mk.ConfigError, match=r"model\.requires_grad_\(False\) first"):
+            mk.MemoryEfficientTrainingWrapper(model, ADAM([prompt]))
+        trainer = mk.MemoryEfficientTrainingWrapper(model.requires_grad_(False), ADAM([prompt]))
+        assert trainer.train_step(torch.randn(6, 4), lambda model, x: model(x + prompt).square().mean()).stepped
+
+    def test_a_compiled_model(self):
+        model = make()[0]
+        optimizer = ADAM(model.parameters())
+        mk.MemoryEfficientTrainingWrapper(torch.compile(model), optimizer)
+
+
+class TestAStepThatTrainsNothing:
+    def test_a_loss_of_another_model_is_warned_of(self):
+        _, trainer = make()
+        other = make()[0]
+        with pytest.warns(mk.MemkitWarning, match="nothing was trained"):
+            assert not trainer.train_step(torch.randn(6, 4), lambda model, x: other(x).square().mean()).stepped
+
+    def test_adapters_that_came_after_the_optimizer(self):
+        model = make()[0]
+        optimizer = ADAM(model.parameters())
+        model.requires_grad_(False).append(nn.Linear(2, 2))
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+        with pytest.warns(mk.MemkitWarning, match=r"all frozen \(requires_grad=False\)"):
+            trainer.train_step(torch.randn(6, 4), square)
+
+    def test_a_group_that_weighs_nothing_is_none(self):
+        _, trainer = make()
+        assert not trainer.train_step(
+            torch.randn(6, 4), lambda model, x: mk.Loss(sum=model(x).sum() * 0, count=0)
+        ).stepped
+
+
+class TestAfterClose:
+    def test_a_step_is_refused_before_anything_runs(self):
+        _, trainer = make()
+        trainer.close()
+        with pytest.raises(mk.StateError, match=r"trainer\.train_step: got a call after close\(\)"):
+            trainer.train_step(torch.randn(6, 4), lambda model, x: pytest.fail("must not run"))
+        with pytest.raises(mk.StateError, match=r"trainer\.microbatches: got a call after close\(\)"):
+            next(trainer.microbatches(torch.randn(6, 4)))
+
+    def test_state_and_evaluation_stay(self):
+        _, trainer = make()
+        trainer.train_step(torch.randn(6, 4), square)
+        trainer.close()
+        assert trainer.state_dict()["accumulator"]["num_steps"] == 1
+        with trainer.evaluation() as evaluate:
+            evaluate(torch.randn(6, 4), lambda model, x: {"loss": model(x).square().mean(1)})
+
+    def test_an_accumulator(self):
+        model = make()[0]
+        with mk.GradientAccumulator(ADAM(model.parameters())) as accumulator:
+            pass
+        with pytest.raises(mk.StateError, match=r"GradientAccumulator: got a call after close\(\)"):
+            accumulator.backward(square(model, torch.randn(6, 4)))
+
+
+def test_float16_on_a_cpu_is_warned_of():
+    with pytest.warns(mk.MemkitWarning, match=r"precision='fp16-mixed' on a CPU.*Use precision=None"):
+        make(precision="fp16-mixed")
