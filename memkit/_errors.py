@@ -12,6 +12,9 @@ MemkitWarning               something works, but not as the user may think  (Use
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "ConfigError",
     "FileFormatError",
@@ -89,3 +92,11 @@ class MemkitOutOfMemoryError(MemkitError, RuntimeError):
 
 class MemkitWarning(UserWarning):
     """Something works, but not in the way that the user may think."""
+
+
+def warn_user(text: str) -> None:
+    """Give a `MemkitWarning` at the line of the user's code that led to it, however deep in memkit it arises."""
+    frame, level = sys._getframe(1), 2  # noqa: SLF001 - warnings.warn(skip_file_prefixes=...) needs Python 3.12
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memkit."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, MemkitWarning, stacklevel=level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from memkit._device import release_cached_memory
 from memkit._errors import InputError, StateError
 from memkit._loss import Loss, read_loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
@@ -36,6 +38,7 @@ _EXACT_NUMEL, _WIDTH = 2048, 512  # of a sketch: elements that stand for themsel
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
 
 Vector = npt.NDArray[np.float64]
+Vector2d = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,19 @@ class Parts:
     size: int
     parts: tuple[tuple[Any, int], ...]
     has_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to cut a batch for a look.
+
+    Attributes:
+        make: Cuts; None where it cannot be cut so.
+        is_smallest: For when memory is short.
+    """
+
+    make: Callable[[], Parts | None]
+    is_smallest: bool = False
 
 
 @dataclass(slots=True)
@@ -195,7 +211,7 @@ class Examination:
         model: The model, as the user calls it.
         parameters: Those that train.
         roots: Further objects whose state a run may change: the loss function.
-        candidates: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
+        ways: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
         adds_up: The losses of parts add up to the batch's, where the loss function does not say what it weighs.
         in_full_precision: Whether autocast is switched off at first.
     """
@@ -205,13 +221,13 @@ class Examination:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         roots: Sequence[object],
-        candidates: Sequence[Callable[[], Parts | None]],
+        ways: Sequence[Way],
         *,
         adds_up: bool = False,
         in_full_precision: bool = False,
     ) -> None:
         self._model, self._parameters = model, list(parameters)
-        self._candidates, self._adds_up = candidates, adds_up
+        self._ways, self._adds_up = ways, adds_up
         self._in_full_precision = in_full_precision
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
@@ -235,18 +251,23 @@ class Examination:
 
     def _examine(self) -> Attempts:
         verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
-        for number, candidate in enumerate(self._candidates):
-            parts = candidate()
+        is_out_of_memory = False
+        for way in self._ways:
+            if way.is_smallest != is_out_of_memory:
+                continue
+            parts = way.make()
             if parts is None:
                 continue
             found = yield from self._judge(parts)
-            # A loss that compares rows is refused: ask twice. What holds for real parts, in their order, is decisive.
-            is_better = found.exact is not None and (verdict.loss != "rows" or found.exact)
-            if verdict.exact is None or is_better:
+            if verdict.exact is None or found.exact is not None:
                 verdict = found
-            if verdict.exact is None or (verdict.loss == "rows" and number + 1 < len(self._candidates)):
-                continue
-            break
+            # A loss that compares rows is refused, so ask twice: real parts, in their order, are decisive.
+            if verdict.exact is not None and verdict.loss != "rows":
+                break
+            is_out_of_memory = is_out_of_memory or self._attempt.is_out_of_memory
+            if self._attempt.is_out_of_memory:
+                self._close()
+                release_cached_memory()
         self.verdict = verdict
 
     def _judge(self, parts: Parts) -> Attempts:
@@ -577,10 +598,10 @@ def check_split(
     if not trained:
         return SplitVerdict(None, modules=scan_modules(model), reason="the model has no parameter to train")
     try:
-        candidates = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
+        ways = ways_to_cut(batch, num_parts=num_parts, split_fn=split_fn)
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
-    examination = Examination(model, trained, [loss_fn], candidates)
+    examination = Examination(model, trained, [loss_fn], ways)
     for attempt in examination.attempts():
         with attempt as micro:
             attempt.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
@@ -591,27 +612,40 @@ def check_split(
 
 
 def ways_to_cut(
-    batch: Any, *, num_parts: int = 2, sizes: Sequence[int] = (), split_fn: SplitFn | None = None
-) -> list[Callable[[], Parts | None]]:
-    """List what to compare: a few unlike rows, then the first two real parts as they are.
+    batch: Any,
+    *,
+    num_parts: int = 2,
+    sizes: Sequence[int] = (),
+    split_fn: SplitFn | None = None,
+    is_uneven: bool = False,
+) -> list[Way]:
+    """List what to compare: a few unlike rows; the two real parts that are most unlike; two rows, if memory is short.
 
     Args:
         batch: The batch.
         num_parts: Parts that it is cut into.
         sizes: The rows of each part, where that is known.
         split_fn: Cuts a packed batch.
+        is_uneven: Real parts first: their losses were divided by something that their rows do not follow.
 
     Raises:
         InputError: The batch has no common rows, and there is no ``split_fn``.
     """
     if split_fn is not None:
-        return [lambda number=number: _packed(batch, number, split_fn) for number in (num_parts, num_parts // 2, 1)]  # type: ignore[misc]  # mypy knows no defaults of lambdas
+        return [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
     num_rows = count_rows(batch)
     if not sizes:
         size, larger = divmod(num_rows, max(1, min(num_parts, num_rows)))
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
     sizes = [size for size in sizes if size]
-    return [lambda: _few_rows(batch, num_rows, sizes), lambda: _first_parts(batch, num_rows, sizes)]
+    ways = [
+        Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS)),
+        Way(functools.partial(_two_parts, batch, num_rows, sizes)),
+    ]
+    return [
+        *ways[:: -1 if is_uneven else 1],
+        Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smallest=True),
+    ]
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
@@ -623,24 +657,32 @@ def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
     return None
 
 
-def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
     if num_rows < 2:
         return None
+    wanted = min(num_rows, max(2, min(at_most, max(sizes))))  # no more than a part has: that is known to fit
     unit = math.gcd(_LARGEST_UNIT, *sizes)  # what may belong together stays together
-    wanted = min(num_rows, max(2, 2 * unit, min(_NUM_ROWS, max(sizes))))
-    blocks = _unlike_blocks(batch, num_rows, unit, max(2, wanted // unit))
+    while 2 * unit > wanted:
+        unit //= 2
+    edges = [block * unit for block in range(num_rows // unit + 1)]
+    blocks = _unlike(batch, num_rows, edges, wanted // unit)
     rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
-    size = sum(stop - start for start, stop in blocks)
+    size = unit * len(blocks)
     cut = max(1, len(blocks) * 5 // 8) * unit
     return _cut(rows, size, [cut, size - cut])
 
 
-def _first_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
-    """The first two parts as they are: rows in their own order and number."""
-    sizes = sizes[:2]
+def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+    """Two real parts, in their own order and number of rows: those that are most unlike."""
     if len(sizes) < 2:
         return None
-    return _cut(take_rows(batch, 0, sum(sizes), num_rows=num_rows), sum(sizes), sizes)
+    edges = [0, *np.cumsum(sizes).tolist()]
+    blocks = sorted(_unlike(batch, num_rows, edges, 2))
+    rows = [take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks]
+    if blocks[0][1] == blocks[1][0]:  # neighbors need no copy
+        rows = [take_rows(batch, blocks[0][0], blocks[1][1], num_rows=num_rows)]
+    lengths = [stop - start for start, stop in blocks]
+    return _cut(join_rows(rows), sum(lengths), lengths)
 
 
 def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
@@ -651,46 +693,51 @@ def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
     return Parts(rows, size, tuple(parts), has_rows=True)
 
 
-def _unlike_blocks(batch: Any, num_rows: int, unit: int, num_blocks: int) -> list[tuple[int, int]]:
-    """Choose blocks of rows that are unlike each other, those with most labels and masks set first.
+def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Choose blocks of rows that are unlike each other, those with most padding and labels first.
 
     Equal rows would hide that a mean is over something else than rows: rows with little and with much padding, with
     rare and with frequent classes are looked at together, and parted.
+
+    Args:
+        batch: The batch.
+        num_rows: Its rows.
+        edges: Where blocks begin and end.
+        number: How many blocks.
     """
-    total = num_rows // unit
-    num_blocks = min(num_blocks, total)
-    facts = _facts_of_rows(batch, num_rows, unit, total)
-    chosen = [0]
-    if facts is not None:
-        distance = np.linalg.norm(facts - facts[0], axis=1)
-        while len(chosen) < num_blocks:
-            distance[chosen] = -1.0
-            chosen.append(int(distance.argmax()))  # of equals the first one
-            distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
-        chosen.sort(key=lambda block: (*(-facts[block]), block))
-    else:
-        chosen = list(range(num_blocks))
-    return [(block * unit, (block + 1) * unit) for block in chosen]
+    number = min(number, len(edges) - 1)
+    facts = _facts_of_blocks(batch, num_rows, edges)
+    chosen = [int(np.linalg.norm(facts - facts.mean(0), axis=1).argmax())]
+    distance = np.full(len(facts), np.inf)
+    while len(chosen) < number:
+        distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
+        distance[chosen] = -1.0
+        chosen.append(int(distance.argmax()))  # of equals the first one
+    chosen.sort(key=lambda block: (*(-facts[block]), block))
+    return [(edges[block], edges[block + 1]) for block in chosen]
 
 
-def _facts_of_rows(batch: Any, num_rows: int, unit: int, total: int) -> npt.NDArray[np.float64] | None:
-    """A few numbers per block of rows: zeros, negative and not finite entries of each tensor, and sums of labels."""
-    columns = []
+def _facts_of_blocks(batch: Any, num_rows: int, edges: Sequence[int]) -> Vector2d:
+    """A few numbers per row of a block, each between 0 and 1: of labels and masks first, then of features."""
+    labels, features = [], []
     with torch.no_grad():
         for leaf in list_tensors(batch):
             if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
                 continue
-            rows = leaf.detach()[: total * unit].reshape(total, -1)
-            columns += [(rows == 0).sum(1), (rows < 0).sum(1)]
-            if not leaf.is_floating_point():
-                columns.append(rows.sum(1))
+            rows = leaf.detach().reshape(num_rows, -1)
+            if leaf.is_floating_point():
+                features += [(rows == 0).sum(1), (~rows.isfinite()).sum(1)]
             else:
-                columns.append((~rows.isfinite()).sum(1))
+                labels += [(rows < 0).sum(1), (rows == 0).sum(1), rows.sum(1)]
+        columns = [*labels, *features]
         if not columns:
-            return None
-        facts = torch.stack([each.to(columns[0].device, torch.float32) for each in columns], dim=1).cpu()
-    spread = facts.amax(0) - facts.amin(0)
-    scaled: npt.NDArray[np.float64] = (facts / torch.where(spread > 0, spread, 1)).numpy().astype(np.float64)
+            return np.zeros((len(edges) - 1, 1))
+        facts = torch.stack([each.to(columns[0].device, torch.float64) for each in columns]).cpu().numpy()
+    sizes = np.maximum(np.diff(edges), 1)
+    means = (np.add.reduceat(facts[:, : edges[-1]], edges[:-1], axis=1) / sizes).T
+    spread = np.ptp(means, axis=0)
+    weights = np.array([1.0] * len(labels) + [0.3] * len(features))
+    scaled: Vector2d = (means - means.min(0)) / np.where(spread > 0, spread, 1.0) * weights
     return scaled
 
 

@@ -236,7 +236,9 @@ class SplitLoss:
             self._own,
             parameters,
             [loss_fn],
-            ways_to_cut(window.batch, num_parts=len(self.sizes), sizes=self.sizes, split_fn=self._split_fn),
+            ways_to_cut(
+                window.batch, num_parts=len(self.sizes), sizes=self.sizes, split_fn=self._split_fn, is_uneven=is_uneven
+            ),
             adds_up=self._reduction == "sum",
         )
         self.is_checking = True

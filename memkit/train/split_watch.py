@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import types
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, MemkitWarning
+from memkit._errors import ConfigError, warn_user
 from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict
 
@@ -108,15 +107,14 @@ class SplitWatch:
                 expected="a split whose gradient was compared with the whole batch's",
                 fix=fix.replace("pass probe=False", "pass probe=True or probe=False"),
             )
-        self._say(
-            f"{self._call}: could not check that splitting the batch keeps its gradient: {verdict.reason}. {fix}",
-            f"not checked: {verdict.reason}",
-        )
+        reason = verdict.reason.rstrip(".")
+        text = f"{self._call}: could not check that splitting the batch keeps its gradient: {reason}. Way out: {fix}"
+        self._say(text, f"not checked: {reason}")
 
     def _say(self, text: str, cause: str) -> None:
         if cause not in self._told:
             self._told.add(cause)
-            warnings.warn(text, MemkitWarning, stacklevel=2)
+            warn_user(text)
 
 
 def _identity(fn: object) -> object:
