@@ -12,7 +12,7 @@ from torch import nn
 
 from memkit._captured import named_tensors
 from memkit._errors import ConfigError, InputError
-from memkit._loss import Loss, read_loss
+from memkit._loss import Loss, detached, read_loss
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (
@@ -68,6 +68,7 @@ class SplitLoss:
 
     Attributes:
         sizes: Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``.
+        outputs: The ``outputs`` of each micro-batch's `Loss`, detached, in order; held until the next batch.
         num_ooms: Out-of-memory errors survived so far.
 
     Raises:
@@ -113,6 +114,7 @@ class SplitLoss:
         self._wants_probe = probe and split_fn is None
         self._watch, self._memory = BufferWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
+        self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
 
     def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
@@ -144,6 +146,7 @@ class SplitLoss:
             refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
+            self.outputs = (detached(whole.outputs),)
             return torch.zeros_like(whole.value) if count == 0 else whole.average()
         # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
@@ -168,6 +171,7 @@ class SplitLoss:
 
     def _run(self, batch: Any, loss_fn: LossFn, scale: float | torch.Tensor) -> _Total:
         total = _Total(list_trained(self._own))
+        self.outputs = ()  # before this batch's peak
         # Whose gradient would be lost; asked before a loss function can make leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
@@ -185,10 +189,12 @@ class SplitLoss:
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
-                self._add(total, micro, loss_fn, scale, share=share, leaves=None if is_checked else leaves)
+                attempt.loss = self._add(
+                    total, micro, loss_fn, scale, share=share, leaves=None if is_checked else leaves
+                )
                 attempt.is_added = is_checked = True
             window.settle(attempt)
-        self.sizes = window.sizes
+        self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
         self.num_ooms += window.num_ooms
         return total
 
@@ -201,7 +207,7 @@ class SplitLoss:
         *,
         share: float,
         leaves: dict[int, str] | None,
-    ) -> None:
+    ) -> Loss:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
         check_loss(loss.value, call=CALL_LOSS)
@@ -215,9 +221,18 @@ class SplitLoss:
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
         total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
+        return loss.detached(share if count is None else count)
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
-        loss = read_loss(loss_fn(self._own, micro), call=CALL_LOSS)
+        result = loss_fn(self._own, micro)
+        loss = read_loss(result, call=CALL_LOSS)
+        if self._reduction == "sum" and isinstance(result, Loss) and loss.count is None:
+            raise InputError(
+                f"{CALL}(reduction='sum')",
+                got="mk.Loss(mean=...) without its count, to be added up",
+                expected="a sum over rows, or a loss with its count",
+                fix="return mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n); or the bare sum.",
+            )
         if loss.count is None:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))

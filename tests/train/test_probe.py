@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import ConfigError, MemkitWarning
+from memkit import ConfigError, Loss, MemkitWarning
 from memkit.train import probe as probe_module
 from memkit.train.probe import SplitVerdict, probe_split, warn_or_refuse
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -176,7 +176,7 @@ def token_mean(model, batch):
 
 def token_sum(model, batch):
     loss_sum = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return loss_sum, (batch[1] != -100).sum()
+    return Loss(sum=loss_sum, count=(batch[1] != -100).sum())
 
 
 def class_weights(model):
@@ -189,7 +189,8 @@ def class_weighted(model, batch):
 
 def class_weighted_sum(model, batch):
     weight = class_weights(model)
-    return F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="sum"), weight[batch[1]].sum()
+    loss_sum = F.cross_entropy(model(batch[0]), batch[1], weight=weight, reduction="sum")
+    return Loss(sum=loss_sum, count=weight[batch[1]].sum())
 
 
 def plain_sum(model, batch):
@@ -197,7 +198,7 @@ def plain_sum(model, batch):
 
 
 def sum_with_count(model, batch):
-    return model(batch).pow(2).sum(), len(batch)
+    return Loss(sum=model(batch).pow(2).sum(), count=len(batch))
 
 
 def autocast_loss(model, batch):
@@ -357,7 +358,7 @@ def test_what_cannot_be_split_and_why(name):
     assert verdict.error > 1e-3
     assert (verdict.modules, verdict.loss) == (modules, loss)
     assert all(module in verdict.advice for module in modules)
-    assert {"rows": "cached_backward", "weights": "(loss_sum, count)", None: ""}[loss] in verdict.advice
+    assert {"rows": "cached_backward", "weights": "mk.Loss(mean=loss, count=n)", None: ""}[loss] in verdict.advice
 
 
 @pytest.mark.parametrize("num_rows", range(2, 8))
@@ -585,7 +586,7 @@ UNKNOWN = SplitVerdict(None, reason="the batch has a single row")
         (UNKNOWN, nullcontext()),
         (WITH_NORM, pytest.warns(MemkitWarning, match=r"train_step: .* 1, body.2 .* GroupNorm .* \.eval\(\)")),
         (SUSPECTED, pytest.warns(MemkitWarning, match=r"In training mode 1 would see")),
-        (UNEVEN, pytest.warns(MemkitWarning, match=r"return \(loss_sum, count\) from loss_fn")),
+        (UNEVEN, pytest.warns(MemkitWarning, match=r"return mk.Loss\(mean=loss, count=n\) from loss_fn")),
         (
             COUPLED,
             pytest.raises(ConfigError, match=r"off by 0.46 .* Way out: .*memkit.cached_backward .*on_oom='raise'"),
