@@ -22,6 +22,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GraphConv
 
 from benchmarks.result import write_result
+from memkit._loss import Loss
 from memkit.integrations.torch_geometric import split_graphs
 from memkit.points.packed import split_packed
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
@@ -101,8 +102,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def loss_fn(model: nn.Module, data: Any) -> tuple[torch.Tensor, int]:
-    return F.cross_entropy(model(data), data.y, reduction="sum"), len(data.y)
+def loss_fn(model: nn.Module, data: Any) -> Loss:
+    return Loss(sum=F.cross_entropy(model(data), data.y, reduction="sum"), count=len(data.y))
 
 
 def held(num_parts: int) -> dict[str, Any]:

@@ -48,10 +48,10 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def summed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def summed_loss(model: nn.Module, batch: Batch) -> mk.Loss:
     """Sum over the valid elements, and their number as a tensor, as a padded batch gives it."""
     valid = batch[1] > 0
-    return ((model(batch[0]) - batch[1]).square() * valid).sum(), valid.sum()
+    return mk.Loss(sum=((model(batch[0]) - batch[1]).square() * valid).sum(), count=valid.sum())
 
 
 def make(width: int, rows: int) -> tuple[nn.Module, torch.optim.Optimizer, Batch]:
@@ -124,7 +124,7 @@ def main() -> None:
     host_reads = {
         "mean loss": count_host_reads(mean_loss),
         "mean loss, clipping": count_host_reads(mean_loss, max_grad_norm=1.0),
-        "(loss_sum, count tensor)": count_host_reads(summed_loss),
+        "mk.Loss(sum, count tensor)": count_host_reads(summed_loss),
         "fp16 scaler": count_host_reads(mean_loss, precision="fp16-mixed"),
     }
     for name, row in overhead.items():

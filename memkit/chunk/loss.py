@@ -35,8 +35,8 @@ def chunked_loss(
     unequal weight are exact, as a mean of the chunks' means would not be.
 
     Args:
-        fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a `Loss` with the
-            chunk's sum or mean, 0-dim, and the count that it is the mean over: valid tokens, a sum of weights.
+        fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a `memkit.Loss` with the chunk's
+            sum or mean and the divisor of the mean: the number of valid tokens, a sum of weights.
         *rows: Tensors (N, ...), alone or in containers, that are cut along dimension 0; their gradients are taken where
             they require grad. Other values, and 0-dim tensors, are passed to every chunk as they are.
         chunk_size: Rows per chunk: a few thousand for a small MLP; below some hundreds, overhead shows. Or ``"auto"``:
@@ -145,7 +145,7 @@ class _Problem:
                 _read_sum(output, self.name) if isinstance(output, Loss) else _read_losses(output, chunk, self.name)
             )
             count = count + chunk_count
-            dtype = loss_sum.dtype if isinstance(output, Loss) else output.dtype
+            dtype = output.value.dtype if isinstance(output, Loss) else output.dtype
             return loss_sum
 
         total = sum_of_chunks(
@@ -229,18 +229,17 @@ def _read_losses(losses: object, chunk: tuple[Any, ...], call: str) -> tuple[Ten
 
 
 def _read_sum(loss: Loss, call: str) -> tuple[Tensor, float | Tensor]:
-    count, value = loss.count, loss.value
-    is_weight = count.dim() == 0 if isinstance(count, Tensor) else isinstance(count, int | float)
-    if value.dim() or count is None or not is_weight:
+    count, value = loss.count, loss.value.reshape(())
+    if count is None or loss.outputs is not None:
         raise InputError(
             call,
-            got=f"mk.Loss({loss.reduction}={_describe(value)}, count={_describe(count)}) from fn",
-            expected="a 0-dim loss, and a number or 0-dim tensor as its count",
-            fix="return mk.Loss(sum=losses.sum(), count=valid.sum()).",
+            got="mk.Loss(mean=...) without its count from fn" if count is None else "mk.Loss(outputs=...) from fn",
+            expected="a loss and its count: the chunks' counts are added up, and what is returned is one tensor",
+            fix="return mk.Loss(sum=losses.sum(), count=valid.sum()); compute other outputs with chunked_map.",
         )
-    weight = count.detach().to(accumulator_dtype(count.dtype)) if isinstance(count, Tensor) else count
-    return value if loss.reduction == "sum" else value * weight, weight
-
-
-def _describe(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    weight = count.detach().to(accumulator_dtype(count.dtype)).reshape(()) if isinstance(count, Tensor) else count
+    if loss.reduction == "sum":
+        return value, weight
+    value = value.to(accumulator_dtype(value.dtype))  # float16 holds no large sums
+    # A mean over nothing is NaN, and so is zero times its gradient.
+    return value * weight if weight else torch.zeros_like(value), weight

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_callback import ExportableState
 
 from memkit._errors import ConfigError, InputError
+from memkit._loss import Loss
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import graph_nodes
 from memkit.train.order import tell_epoch
@@ -221,8 +222,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
             loss = ask(copy.copy(part))
             if adds_up:
                 return loss
-            count = _count_items(loss, part)
-            return loss * count, count
+            return Loss(mean=loss, count=_count_items(loss, part))
 
         scaler = self.accelerator.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from memkit import _rng
 from memkit._errors import InputTypeError
-from memkit._loss import read_loss
+from memkit._loss import Loss, detached, read_loss
 from memkit._recorder import Recorder
 from memkit._resizing import UNSHARD
 from memkit._whereabouts import Whereabouts
@@ -107,9 +107,13 @@ class DryRun:
 
     def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer, device_type: str) -> None:
         dtype = None if self.precision is None else _PRECISIONS[self.precision]
-        for _ in range(min(2, self.accumulation_steps)):  # a third micro-batch finds what the second finds
+        outputs: list[Any] = []  # held for as long as a real step's result is
+        for number in range(self.accumulation_steps):
+            if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
+                break  # a third micro-batch finds what the second finds
             with torch.autocast(device_type, dtype) if dtype else nullcontext():
                 loss = loss_fn(model, batch)
+            outputs.append(detached(loss.outputs) if isinstance(loss, Loss) else None)
             loss = mean_of(loss)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps

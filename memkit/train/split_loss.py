@@ -71,6 +71,7 @@ class SplitLoss:
 
     Attributes:
         sizes: Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``.
+        outputs: The ``outputs`` of each micro-batch's `Loss`, detached, in order; held until the next batch.
         num_ooms: Out-of-memory errors survived so far.
         is_checking: The loss function runs for the check: its results are dropped.
 
@@ -117,6 +118,7 @@ class SplitLoss:
         self._split_watch, self._divisors = SplitWatch(self._own, probe, call=CALL), DivisorWatch()
         self._watch, self._memory = BufferWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
+        self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
         self.is_checking = False
 
@@ -149,6 +151,7 @@ class SplitLoss:
             refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
+            self.outputs = (detached(whole.outputs),)
             return torch.zeros_like(whole.value) if count == 0 else whole.average()
         # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
@@ -170,6 +173,7 @@ class SplitLoss:
 
     def _run(self, batch: Any, loss_fn: LossFn, scale: float | torch.Tensor) -> _Total:
         total = _Total(list_trained(self._own))
+        self.outputs = ()  # before this batch's peak
         # Whose gradient would be lost; asked before a loss function can make leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
@@ -187,10 +191,12 @@ class SplitLoss:
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
-                attempt.note = self._add(total, micro, loss_fn, scale, share, leaves=None if is_checked else leaves)
+                attempt.loss, attempt.note = self._add(
+                    total, micro, loss_fn, scale, share, leaves=None if is_checked else leaves
+                )
                 attempt.is_added = is_checked = True
             window.settle(attempt)
-        self.sizes = window.sizes
+        self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
         self.num_ooms += window.num_ooms
         if len(self.sizes) > 1:
             self._check_split(window, total.parameters, loss_fn)
@@ -205,7 +211,7 @@ class SplitLoss:
         share: float,
         *,
         leaves: dict[int, str] | None,
-    ) -> Note:
+    ) -> tuple[Loss, Note]:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
         check_loss(loss.value, call=CALL_LOSS)
@@ -220,10 +226,18 @@ class SplitLoss:
             )
         note = (share if count is None else count), divisors(loss.value)
         total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
-        return note
+        return loss.detached(note[0]), note
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
-        loss = read_loss(loss_fn(self._own, micro), call=CALL_LOSS)
+        result = loss_fn(self._own, micro)
+        loss = read_loss(result, call=CALL_LOSS)
+        if self._reduction == "sum" and isinstance(result, Loss) and loss.count is None:
+            raise InputError(
+                f"{CALL}(reduction='sum')",
+                got="mk.Loss(mean=...) without its count, to be added up",
+                expected="a sum over rows, or a loss with its count",
+                fix="return mk.Loss(mean=loss, count=n) or mk.Loss(sum=loss, count=n); or the bare sum.",
+            )
         if loss.count is None:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))

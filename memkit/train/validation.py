@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memkit import _rng
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit._loss import read_loss
-from memkit.train.checks import refuse
+from memkit.train.checks import read_count, refuse
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
 from memkit.train.order import repeat_epoch
@@ -21,6 +21,7 @@ from memkit.train.split import count_rows
 
 _VERSION = 1
 _CALL = "ValidationMonitor"
+_CALL_COUNT = "count of loss_fn of a validation"
 _HOST = torch.device("cpu")
 ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
 
@@ -208,7 +209,7 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
         loss = read_loss(loss_fn(model, batch), call="loss_fn of a validation")
-        count = loss.count
+        count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
         try:
             num_rows = count_rows(batch)
         except InputError as error:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
@@ -220,7 +221,9 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
                     expected="what it weighs among the losses of other batches",
                     fix="return mk.Loss(mean=loss, count=n), or pass val_fn=...",
                 ) from error
-        weight = torch.as_tensor(num_rows if count is None else count, dtype=loss.value.dtype, device=loss.value.device)
-        return {"loss": (loss.average().expand(num_rows), (weight / num_rows).expand(num_rows))}
+        mean = loss.average().reshape(())
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        weight = mean.new_tensor(num_rows if count is None else count, dtype=dtype) / num_rows
+        return {"loss": (mean.expand(num_rows), weight.expand(num_rows))}
 
     return rows_fn

@@ -158,7 +158,8 @@ class MemoryEfficientTrainingWrapper(Closing):
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or
-                `Loss` for losses with other weights (valid tokens, a sum of class weights) and for further outputs.
+                a `Loss`: for a mean over something else (valid tokens, a sum of class weights), and for further
+                outputs.
 
         Returns:
             What the step did. Nothing in it has waited for the device.

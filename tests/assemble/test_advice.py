@@ -351,7 +351,7 @@ def test_wrong_arguments(batch):
         advise("model", batch, classify)
     with pytest.raises(mk.ConfigError, match="None or 'bf16-mixed'"):
         advise(mlp(64, 10), batch, classify, precision="fp16")
-    with pytest.raises(mk.InputTypeError, match="the mean loss as a tensor"):
+    with pytest.raises(mk.InputTypeError, match="the mean loss as a 0-dim tensor"):
         advise(mlp(64, 10), batch, lambda model, batch: 1.0)
     with pytest.raises(mk.InputTypeError, match="the name of a card as text, or a GPU"):
         advise(mlp(64, 10), batch, classify, target=None)

@@ -127,7 +127,7 @@ def memkit_script():
 
 
 def run(script, recorder, **options):
-    names = {"QUIET": QUIET}
+    names = {"QUIET": QUIET, "mk": mk}
     exec(compile(script, "script.py", "exec"), names)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Lightning divides the gradient", mk.MemkitWarning)  # tested below
@@ -185,7 +185,8 @@ def test_parts_with_wrong_weights_would_be_noticed(plain):
         return list(zip(*(each.tensor_split(n) for each in batch), strict=True))
 
     recorder = Recorder(split_options={"num_microbatches": 3, "split_fn": cut})  # 11, 11 and 10 rows, each counted as 1
-    trainer, model = run(memkit_script().replace('"loss": loss,', '"loss": (loss, 1),'), recorder)
+    script = memkit_script().replace('"loss": loss,', '"loss": mk.Loss(mean=loss, count=1),')
+    trainer, model = run(script, recorder)
     with pytest.raises(AssertionError):
         assert_same(plain, trainer, model, recorder, tolerance=1e-6)
 

@@ -108,7 +108,7 @@ def test_a_count_weighs_the_loss_and_none_skips_the_batch():
         kept = x[x[:, 0] > 0.3]  # none in the first part, two rows in the second
         loss_sum = module.net(kept).square().sum()
         module.log("loss", loss_sum / max(1, len(kept)), on_epoch=True)
-        return loss_sum, len(kept)
+        return mk.Loss(sum=loss_sum, count=len(kept))
 
     outputs, module = Outputs(), Linear(counted)
     whole = mean_square(module, X[X[:, 0] > 0.3][:2])

@@ -268,7 +268,7 @@ def train(loader, model, optimizer, losses):
 def train_with_memkit(loader, model, optimizer, losses, **settings):
     def loss_fn(model, data):
         out = model(data.x, data.edge_index, data.edge_weight, data.batch)
-        return F.cross_entropy(out, data.y, reduction="sum"), len(data.y)
+        return mk.Loss(sum=F.cross_entropy(out, data.y, reduction="sum"), count=len(data.y))
 
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, split_fn=split_graphs, **settings)
     model.train()

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memkit import Loss
 from tests import zoo
 from tests.planning.step import STEPS, Step, case, classify, from_zoo, labels, momentum, regress
 
@@ -32,10 +33,10 @@ def mlp_bfloat16() -> Step:
 
 @case
 def prelu_with_loss_sum() -> Step:
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Loss:
         valid = batch[1] != 3
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        return (losses * valid).sum(), valid.sum()
+        return Loss(sum=(losses * valid).sum(), count=valid.sum())
 
     model = nn.Sequential(nn.Linear(32, 64), nn.PReLU(), nn.Linear(64, 10), nn.Hardswish())
     return Step(model, (torch.randn(64, 32), labels(10, 64)), loss_fn, torch.optim.RMSprop)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from memkit import Loss
 from tests import zoo
 from tests.planning.step import STEPS, Step, case, classify, from_zoo, labels, language, momentum, regress
 
@@ -92,12 +93,12 @@ def packed_lengths() -> Step:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 6))
     batch = torch.randn(3, 20, 8), labels(6, 3, 20), torch.tensor([15, 12, 9])
 
-    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
         x, y, lengths = batch
         longest = int(lengths.max())
         valid = torch.arange(longest) < lengths[:, None]
         losses = F.cross_entropy(model(x[:, :longest]).transpose(1, 2), y[:, :longest], reduction="none")
-        return (losses * valid).sum(), valid.sum()
+        return Loss(sum=(losses * valid).sum(), count=valid.sum())
 
     return Step(model, batch, loss_fn)
 

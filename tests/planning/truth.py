@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from memkit._loss import Loss, detached
 from memkit._recorder import Recorder
 from memkit._recording import Recording
 from memkit._workspace import WorkspaceRecorder
@@ -33,11 +34,13 @@ def real_step(step: Step):
         optimizer = named.get(optimizer, optimizer)(step.model.parameters())
 
     def run():
+        outputs = []
         for _ in range(step.accumulation_steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=step.precision is not None):
                 loss = step.loss_fn(step.model, step.batch)
-            if isinstance(loss, tuple):
-                loss = loss[0] / loss[1]
+            if isinstance(loss, Loss):
+                outputs.append(detached(loss.outputs))
+                loss = loss.average()
             if step.accumulation_steps > 1:
                 loss = loss / step.accumulation_steps
             loss.backward()

@@ -105,7 +105,7 @@ class MemkitTrainer:
 
     def loss_fn(self, model, part):
         count = int((part["segment"] != -1).sum())
-        return model(dict(part))["loss"] * count, count
+        return mk.Loss(mean=model(dict(part))["loss"], count=count)
 
 
 def in_parts(num_parts):

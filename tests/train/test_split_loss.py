@@ -150,27 +150,27 @@ def test_weighting_parts_alike_is_not_the_batchs_gradient():
 def masked_loss(model, batch):
     x, y = batch
     valid = x[:, 0] > 0.3
-    return F.mse_loss(model(x[valid]), y[valid], reduction="sum"), valid.sum()
+    return mk.Loss(sum=F.mse_loss(model(x[valid]), y[valid], reduction="sum"), count=valid.sum())
 
 
 def test_a_sum_with_its_count_is_weighed_by_it_and_a_count_of_zero_adds_nothing():
     model = make().eval()
-    loss_sum, count = masked_loss(model, rows())
-    (loss_sum / count).backward()
+    whole = masked_loss(model, rows()).average()
+    whole.backward()
     want = gradients(model)
     model.zero_grad()
     split = mk.SplitLoss(model, num_microbatches=ROWS)  # parts of one row: most of them count nothing
     loss = split(rows(), masked_loss)
     loss.backward()
-    assert_same(loss.detach(), (loss_sum / count).detach(), 1e-15)
+    assert_same(loss.detach(), whole.detach(), 1e-15)
     assert_same(gradients(model), want, 1e-15)
     model.zero_grad()
-    loss = split(rows(), lambda m, b: (m(b[0]).sum() * math.nan, 0))
+    loss = split(rows(), lambda m, b: mk.Loss(sum=m(b[0]).sum() * math.nan, count=0))
     loss.backward()
     assert loss.item() == 0
     assert all(each.abs().max() == 0 for each in gradients(model))
     with torch.no_grad():
-        assert_same(split(rows(), masked_loss), (loss_sum / count).detach())
+        assert_same(split(rows(), masked_loss), whole.detach())
         assert_same(split(rows(), loss_fn), loss_fn(model, rows()))
 
 
@@ -208,7 +208,7 @@ def test_packed_batches_are_cut_by_split_fn():
 
     packed = dict(zip("xy", rows(), strict=True))
     split = mk.SplitLoss(model, num_microbatches=3, split_fn=cut)
-    split(packed, lambda m, b: (F.mse_loss(m(b["x"]), b["y"], reduction="sum"), len(b["x"]))).backward()
+    split(packed, lambda m, b: mk.Loss(mean=F.mse_loss(m(b["x"]), b["y"]), count=len(b["x"]))).backward()
     assert_same(gradients(model), want, 1e-15)
     assert split.sizes == (28, 35, 28)
     with pytest.raises(mk.InputError, match="the weight of the part"):

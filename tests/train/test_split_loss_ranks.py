@@ -53,7 +53,7 @@ def replica_worker(rank, folder):
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
     # A rank none of whose rows counts does not let the other one wait.
     optimizer.zero_grad()
-    split(rows(), lambda m, b: (m(b[0]).sum(), 0 if rank else ROWS)).backward()
+    split(rows(), lambda m, b: mk.Loss(sum=m(b[0]).sum(), count=0 if rank else ROWS)).backward()
     assert model.module.body[0].weight.grad.abs().max() > 0
     with pytest.raises(mk.ConfigError, match="a part of it"):
         mk.SplitLoss(nn.Sequential(model))

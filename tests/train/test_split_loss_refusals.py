@@ -96,10 +96,15 @@ def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypat
 def test_parts_of_which_some_have_a_count_are_refused(model):
     with pytest.raises(mk.InputError, match="a count with some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(
-            (X, Y), lambda m, b: (loss_fn(m, b), 4) if b[0][0, 0] > 0 else loss_fn(m, b)
+            (X, Y), lambda m, b: mk.Loss(sum=loss_fn(m, b), count=4) if b[0][0, 0] > 0 else loss_fn(m, b)
         )
-    with pytest.raises(mk.InputError, match="a tuple of 3"):
-        mk.SplitLoss(model)((X, Y), lambda m, b: (loss_fn(m, b), 4, 4))
+
+
+def test_a_mean_among_losses_that_add_up_is_refused(model):
+    split = mk.SplitLoss(model, num_microbatches=2, reduction="sum", probe=False)
+    with pytest.raises(mk.InputError, match=r"reduction='sum'.*mk.Loss\(mean=...\) without its count"):
+        split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b)))
+    split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b), count=len(b[0]))).backward()
 
 
 def test_what_trains_may_change_between_batches_but_something_must(model):
@@ -121,7 +126,7 @@ def test_what_is_no_module_is_refused(wrong):
 def test_nothing_to_count_is_a_loss_of_zero(model):
     split = mk.SplitLoss(model, num_microbatches=2)
     with torch.no_grad():
-        assert split((X, Y), lambda m, b: (loss_fn(m, b), 0)).item() == 0
+        assert split((X, Y), lambda m, b: mk.Loss(sum=loss_fn(m, b), count=0)).item() == 0
     loss = split((X[:0], Y[:0]), loss_fn)
     loss.backward()
     assert loss.item() == 0

@@ -120,15 +120,33 @@ def test_a_batch_that_does_not_fit_gives_the_same_figures():
 def test_weighted_losses_and_a_batch_that_weighs_nothing():
     def loss_fn(model, batch):
         valid = batch["valid"]
-        return (model(batch["x"]).square()[:, 0] * valid).sum(), valid.sum()
+        return mk.Loss(sum=(model(batch["x"]).square()[:, 0] * valid).sum(), count=valid.sum())
 
     model = nn.Linear(3, 1)
     loader = [
         {"x": torch.randn(4, 3), "valid": torch.tensor(v)} for v in ([1.0, 1, 0, 1], [0.0, 0, 0, 0], [0.0, 1, 0, 0])
     ]
-    found = run(make(model), loader, rows_of_loss(loss_fn))
-    total = sum(loss_fn(model, batch)[0] for batch in loader) / 4
-    assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
+    total = sum(loss_fn(model, batch).sum for batch in loader) / 4
+    averaged = lambda model, batch: mk.Loss(mean=loss_fn(model, batch).average(), count=batch["valid"].sum())  # noqa: E731
+    for each in (loss_fn, averaged):  # the mean over nothing is NaN
+        found = run(make(model), loader, rows_of_loss(each))
+        assert found["loss"] == pytest.approx(total.item(), rel=1e-6)
+
+
+def test_counts_of_losses_in_half_precision_are_exact():
+    """1001 is no number in bfloat16, and 70,000 none in float16."""
+    for dtype, counts in ((torch.bfloat16, (1001, 1)), (torch.float16, (70_000, 7))):
+        loader = [{"x": torch.tensor([float(place)]), "count": count} for place, count in enumerate(counts)]
+        loss_fn = lambda _, batch, dtype=dtype: mk.Loss(mean=batch["x"].mean().to(dtype), count=batch["count"])  # noqa: E731
+        found = run(make(nn.Linear(3, 1)), loader, rows_of_loss(loss_fn))
+        assert found["loss"] == pytest.approx(counts[1] / sum(counts), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), torch.tensor(-1)])
+def test_a_count_that_is_no_weight_is_refused(count):
+    loss_fn = lambda model, rows: mk.Loss(mean=model(rows).mean(), count=count)  # noqa: E731
+    with pytest.raises(mk.InputError, match=r"count of loss_fn of a validation.*zero or more"):
+        run(make(nn.Linear(3, 1)), [torch.ones(2, 3)], rows_of_loss(loss_fn))
 
 
 def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
@@ -140,10 +158,14 @@ def test_losses_of_batches_without_rows_are_weighed_by_their_counts():
     model = nn.Linear(3, 1)
     loader = [{"x": torch.randn(num, 3), "edges": torch.zeros(2, 5 * num)} for num in (3, 100)]
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), on_oom="raise")
-    found = run(trainer, loader, rows_of_loss(lambda model, graphs: (losses(model, graphs).sum(), len(graphs["x"]))))
+
+    def summed(model, graphs):
+        return mk.Loss(sum=losses(model, graphs).sum(), count=len(graphs["x"]))
+
+    found = run(trainer, loader, rows_of_loss(summed))
     expected = losses(model, {"x": torch.cat([graphs["x"] for graphs in loader])}).mean()
     assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
-    with pytest.raises(mk.InputError, match=r"a loss without its count.*return \(loss_sum, count\)"):
+    with pytest.raises(mk.InputError, match=r"a loss without its count.*return mk.Loss\(mean=loss, count=n\)"):
         run(trainer, loader, rows_of_loss(lambda model, graphs: losses(model, graphs).mean()))
 
 

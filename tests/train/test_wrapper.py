@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
-from memkit.train.validation import rows_of_loss
 
 
 def make(width=16, **keywords):
@@ -35,7 +34,8 @@ def row_loss(model, micro):
 
 
 def token_loss(model, micro):
-    return F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] != -100).sum()
+    loss_sum = F.cross_entropy(model(micro[0]), micro[1], reduction="sum")
+    return mk.Loss(sum=loss_sum, count=(micro[1] != -100).sum())
 
 
 def train_plainly(loss_fn):
@@ -43,7 +43,7 @@ def train_plainly(loss_fn):
     losses = []
     for x, y in batches():
         loss = loss_fn(model, (x, y))
-        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss = loss.average() if isinstance(loss, mk.Loss) else loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -71,7 +71,7 @@ def test_a_mean_over_tokens_without_its_count_is_told():
     def mean_loss(model, micro):
         return F.cross_entropy(model(micro[0]), micro[1])
 
-    with pytest.warns(mk.MemkitWarning, match=r"return \(loss_sum, count\)"):
+    with pytest.warns(mk.MemkitWarning, match=r"return mk.Loss\(mean=loss, count=n\)"):
         trainer.train_step(first, mean_loss)
     for batch in others:
         trainer.train_step(batch, mean_loss)
@@ -267,28 +267,6 @@ class TestSettings:
         with pytest.raises(mk.ConfigError, match=r"MemoryEfficientTrainingWrapper\(max_grad_norm=-1\)"):
             make(max_grad_norm=-1)
 
-    @pytest.mark.parametrize(
-        ("result", "error", "text"),
-        [
-            (lambda loss: (loss, 2, {"accuracy": 1}), mk.InputError, r"got a tuple of 3; expected the loss, or"),
-            (lambda loss: (loss,), mk.InputError, "got a tuple of 1;"),
-            (lambda loss: (loss, None), mk.InputError, "with a count of None"),
-            (lambda loss: loss.item(), mk.InputTypeError, "got a float"),
-            (lambda loss: {"loss": loss}, mk.InputTypeError, "got a dict"),
-        ],
-    )
-    def test_what_a_loss_function_may_return(self, result, error, text):
-        """The same in a step, in a loss that is split, and in a validation without figures of its own."""
-        model, _, trainer = make()
-        x = next(batches())[0]
-        loss_fn = lambda model, x: result(model(x).pow(2).mean())  # noqa: E731
-        with pytest.raises(error, match=f"loss_fn of trainer.train_step.*{text}"):
-            trainer.train_step(x, loss_fn)
-        with pytest.raises(error, match=f"SplitLoss.*{text}"):
-            mk.SplitLoss(model)(x, loss_fn)
-        with pytest.raises(error, match=f"loss_fn of a validation.*{text}"):
-            rows_of_loss(loss_fn)(model, x)
-
 
 class TestEvaluation:
     def test_modes_come_back_one_by_one(self):
@@ -321,7 +299,7 @@ class TestPackedBatches:
     def loss(model, batch):
         points, offsets = batch
         scenes = model(points).tensor_split(offsets[:-1])
-        return torch.stack([scene.mean(0).pow(2).sum() for scene in scenes]).sum(), len(offsets)
+        return mk.Loss(sum=torch.stack([scene.mean(0).pow(2).sum() for scene in scenes]).sum(), count=len(offsets))
 
     def data(self):
         torch.manual_seed(3)
@@ -338,8 +316,7 @@ class TestPackedBatches:
 
         result = trainer.train_step(self.data(), limited)
         plain, optimizer, _ = make()
-        loss, count = self.loss(plain, self.data())
-        (loss / count).backward()
+        self.loss(plain, self.data()).average().backward()
         optimizer.step()
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
         assert (result.num_ooms > 0) == (capacity < 60)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from memkit._loss import Loss, detached
 from memkit._recorder import Recorder
 from memkit._recording import Recording
 from memkit._workspace import WorkspaceRecorder
@@ -75,7 +76,9 @@ class Step:
     def _run_plainly(self, optimizer: Optimizer) -> None:
         with torch.autocast(self.device_type, torch.bfloat16) if self.precision else nullcontext():
             loss = self.loss_fn(self.model, self.batch)
-        mean_of(loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        _outputs = detached(loss.outputs) if isinstance(loss, Loss) else None  # held, as by a real step's result
+        loss = mean_of(loss)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
 
