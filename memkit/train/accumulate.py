@@ -33,6 +33,7 @@ from memkit.train.checks import (
     warn_of_foreign_gradients,
     warn_of_idle_step,
 )
+from memkit.train.divisors import WeightCheck
 from memkit.train.gradients import (
     add_gradients,
     clear_gradients,
@@ -83,6 +84,9 @@ class GradientAccumulator(Closing):
         guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole, and
             go on (``docs/optimizer-step.md``).
 
+        check_weights: Warn once where the micro-batches' losses were visibly divided by something that their counts do
+            not follow (a short last micro-batch, padding), and where a batch normalization sees each by itself.
+
     Attributes:
         num_microbatches: Micro-batches in the group that is under way.
         num_steps: Optimiser steps that really happened.
@@ -123,6 +127,7 @@ class GradientAccumulator(Closing):
         gradients_of: Literal["optimizer", "all"] = "optimizer",
         accumulate_dtype: torch.dtype | None = None,
         guard_steps: bool = False,
+        check_weights: bool = True,
     ) -> None:
         self._optimizers = list_optimizers(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -145,6 +150,7 @@ class GradientAccumulator(Closing):
         # power of two, which rounds nothing, from the first weight that comes; or what `expect` was told.
         self._predivisor: float | None = None
         self._count: float | torch.Tensor = 0.0
+        self._weights = WeightCheck() if check_weights and objective == "mean" else None
         self._has_gradients = False
         self.is_torn = self._is_closed = False
         self.num_microbatches = 0
@@ -214,11 +220,14 @@ class GradientAccumulator(Closing):
         weight = 0.0 if isinstance(weight_sum, float) and weight_sum == 0 else 1.0
         if reduction == "mean":
             weight = float(weight_sum)
+        note = None if self._weights is None else self._weights.read(loss, weight_sum)
         if (weight and self._parameters) or self.shards:  # the other shards wait for this rank's backward
             weight /= self._predivisor or 1.0
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
         self.num_microbatches += 1
+        if note is not None and self._weights is not None:
+            self._weights.add(note)
 
     def expect(self, count: float) -> None:
         """Say, between two groups, what the next one will weigh if that is known: its step need not normalise then."""
@@ -251,6 +260,8 @@ class GradientAccumulator(Closing):
         clear_gradients(self._parameters, self._accumulate_dtype)
         self._count, self.num_microbatches = 0.0, 0
         self._has_gradients = self.is_torn = False
+        if self._weights is not None:
+            self._weights.discard()
 
     def flush(self) -> bool:
         """Step with the incomplete last group, exactly weighted; does nothing where none is under way.
@@ -359,6 +370,8 @@ class GradientAccumulator(Closing):
                 total, present, everybody_is_here = self._ranks.agree(self._parameters, total, is_last=last)
             check_total(total)
             if total > 0:
+                if self._weights is not None:
+                    self._weights.end_group()
                 if self.shards and not any(present):
                     refuse_missing_gradients()
                 self._normalize(total)

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit._errors import warn_user
+from memkit.train.gradients import graph_nodes
+
 _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
+_BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
 _MAX_PATHS = 8  # more terms than this are not told apart
 
 Factor = float | Tensor
@@ -29,6 +33,20 @@ def divisors(loss: Tensor) -> tuple[Path, ...]:
     """
     paths = list(_walk(loss.grad_fn))
     return tuple(paths) if len(paths) <= _MAX_PATHS else ()
+
+
+def normalizes_over_batch(loss: Tensor) -> bool:
+    """Say whether a batch normalization in training mode, of whatever module or function, is in a loss's graph."""
+    return any(
+        node.name().rstrip("0123456789") in _BATCH_NORMS and node._saved_training and not _is_per_sample(node)  # noqa: SLF001 - see `_read`
+        for node in graph_nodes(loss)
+    )
+
+
+def _is_per_sample(node: Any) -> bool:
+    """Whether it is an instance normalization: torch runs one as a batch normalization of one row, viewed so."""
+    before = node.next_functions[0][0]
+    return len(node._saved_input) == 1 and before is not None and "View" in before.name()  # noqa: SLF001 - see `_read`
 
 
 def _walk(node: Any) -> Iterator[Path]:
@@ -105,6 +123,45 @@ class DivisorWatch:
         host.copy_(flat, non_blocking=True)
         self._pending = len(table), host
         return previous is not None and _is_uneven(previous[1].reshape(previous[0], -1).tolist())
+
+
+class WeightCheck:
+    """Warns of an accumulator's groups that are not the mean over their items, as far as the losses' graphs tell."""
+
+    def __init__(self) -> None:
+        self._divisors = DivisorWatch()
+        self._group: list[Note] = []
+        self._has_warned_of_weights = self._has_looked_for_norms = False
+
+    def read(self, loss: Tensor, weight: Factor) -> Note | None:
+        """Read a micro-batch's loss, before backward frees its graph; None where there is nothing more to say."""
+        if self._group and not self._has_looked_for_norms:
+            self._has_looked_for_norms = True
+            if normalizes_over_batch(loss):
+                warn_user(
+                    "GradientAccumulator: a batch normalization in training mode sees the statistics of each "
+                    "micro-batch, so the group's gradient is not that of one large batch. Use GroupNorm or LayerNorm, "
+                    "or freeze the statistics with .eval()."
+                )
+        return None if self._has_warned_of_weights else (weight, divisors(loss))
+
+    def add(self, note: Note) -> None:
+        """Add a micro-batch whose backward is through."""
+        self._group.append(note)
+
+    def discard(self) -> None:
+        """Forget the group that is under way."""
+        self._group.clear()
+
+    def end_group(self) -> None:
+        """Warn, once, if the losses of the group were divided by something that their weights do not follow."""
+        if not self._has_warned_of_weights and self._divisors.is_uneven(self._group):
+            self._has_warned_of_weights = True
+            warn_user(
+                "GradientAccumulator: the losses of a group were means over different numbers of items (rows, valid "
+                "tokens, class weights), and their counts do not say so, so the group's gradient is not the mean over "
+                "its items. Call accumulator.backward(loss, count=n), n being what the loss was divided by."
+            )
 
 
 def _product(path: Sequence[Factor]) -> Factor:

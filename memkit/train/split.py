@@ -68,11 +68,15 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None) -> l
 
     Returns:
         The parts with their numbers of rows, in order. A single part is the batch itself.
+
+    Raises:
+        InputError: A list of as many numbers as there are rows: one for each row, or a size that belongs to all?
     """
     rows = count_rows(batch) if num_rows is None else num_rows
     num_parts = max(1, min(num_parts, rows))
     if num_parts == 1:
         return [(batch, rows)]
+    _refuse_ambiguous(batch, rows)
     smaller, num_larger = divmod(rows, num_parts)
     edges = [part * smaller + min(part, num_larger) for part in range(num_parts + 1)]
     return [(_slice(batch, slice(start, stop), rows), stop - start) for start, stop in itertools.pairwise(edges)]
@@ -288,6 +292,25 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _is_column(node: Any, rows: int) -> bool:
-    """Whether a list holds one plain value per row, or a tuple one text per row, as a DataLoader collates texts."""
-    kinds = _SHARED if isinstance(node, list) else (str, bytes)
-    return len(node) == rows and all(isinstance(value, kinds) for value in node)
+    """Whether a list or tuple holds one text per row, as a DataLoader collates texts."""
+    return len(node) == rows and all(isinstance(value, (str, bytes)) for value in node)
+
+
+def _refuse_ambiguous(batch: Any, num_rows: int) -> None:
+    """Refuse a list of plain values that may be one per row, or by chance as long: a size such as [224, 224, 3, 1]."""
+    nodes = [batch]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Mapping):
+            nodes += node.values()
+        elif isinstance(node, (list, tuple)):
+            is_plain = bool(node) and all(isinstance(value, _SHARED) for value in node)
+            if type(node) is list and len(node) == num_rows and is_plain and not _is_column(node, num_rows):
+                raise InputError(
+                    "splitting a batch",
+                    got=f"{node!r:.60}, as many values as the batch has rows",
+                    expected="values that certainly belong to each row, or to all rows",
+                    fix="make it a tensor if it has one value per row, a tuple if it belongs to all rows.",
+                )
+            if not is_plain:
+                nodes += node

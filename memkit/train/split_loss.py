@@ -12,7 +12,7 @@ from torch import nn
 
 from memkit._captured import named_tensors
 from memkit._errors import InputError
-from memkit._loss import Loss, read_loss
+from memkit._loss import Loss, detached, read_loss
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (

@@ -18,7 +18,7 @@ from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_onc
 from memkit.train.divisors import Note
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import SplitFn, cut_batch, measure_batch, shape_key
+from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, shape_key
 
 
 class Sums(Protocol):
@@ -143,6 +143,8 @@ class Window:
         self.num_ooms = 0
         self.is_complete = False
         self._done: list[Attempt] = []
+        tensors = [] if on_oom == "raise" else [each for each in list_tensors(batch) if not each.is_inference()]
+        self._versions = [(each, each._version) for each in tensors]  # noqa: SLF001 - no public form
         self._rollback = self._take_rollback()
         self.batch = batch
         self._todo = self._cut(self._choose_num_parts(num_parts))
@@ -212,12 +214,25 @@ class Window:
             return
         self.num_ooms += 1
         release_cached_memory()
+        self._check_batch(attempt)
         self._sizes.note_failure(self._key, attempt.size)
         if self._accumulator.is_torn or attempt.is_added or attempt.rollback is None:
             self._start_over()
         else:
             attempt.rollback.restore()
         self._plan_smaller(attempt)
+
+    def _check_batch(self, failed: Attempt) -> None:
+        """Refuse to run again with tensors that the failed attempt, or one before, has changed in place."""
+        if all(tensor._version == version for tensor, version in self._versions):  # noqa: SLF001 - no public form
+            return
+        raise MemkitOutOfMemoryError(
+            self._call,
+            got=f"out of memory with a micro-batch of {failed.size} {self._unit}, whose forward changes the batch in "
+            f"place, so that it cannot run again: {failed.failure}",
+            expected="a batch that stays as it is",
+            fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn; or do it before the step.",
+        )
 
     def _start_over(self) -> None:
         """Go back to the start of the window: the failed attempt is in the gradients, or nobody noted its start."""

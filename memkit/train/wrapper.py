@@ -130,6 +130,7 @@ class MemoryEfficientTrainingWrapper(Closing):
                 model=model,
                 accumulate_dtype=sum_dtype,
                 guard_steps=on_oom == "split" or "optimizer" in offload,
+                check_weights=False,  # the split check sees more
             )
             cleanup.callback(self._accumulator.close)
             self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
