@@ -33,6 +33,8 @@ _MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may
 _MAX_ITEMS = 4096  # of a list or dict that may hold such objects
 _MAX_COPIED = 100_000  # items of a list or dict that is put back as it was
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
+# What native_batch_norm writes to, though its schema does not say so.
+_WRITTEN_UNSAID = ("running_mean", "running_var")
 _TF32_EPS = 2.0**-10
 _CONTAINERS = (list, dict, set, collections.deque)
 # Machinery of every module; a forward does not change it.
@@ -241,7 +243,7 @@ def _facts(func: Any) -> _Facts:
     written = [
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _WRITTEN_UNSAID
     ]
     names = [schema.arguments[position].name for position in written if isinstance(position, int)]
     aliases = any(each.alias_info is not None for each in schema.returns)

@@ -98,7 +98,8 @@ class DivisorWatch:
     """Notices micro-batches whose losses were divided by something that their weights are not in proportion to."""
 
     def __init__(self) -> None:
-        self._pending: tuple[int, Tensor] | None = None
+        self._pending: Tensor | None = None
+        self._arrival: torch.Event | None = None
 
     def is_uneven(self, group: Sequence[Note]) -> bool:
         """Say of the micro-batches of one step whether their divisors are not in proportion to their weights.
@@ -111,18 +112,28 @@ class DivisorWatch:
         columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]
         table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
         if not any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
-            return _is_uneven([[float(each) for each in line] for line in table])
+            return _is_uneven(_stacked(table).tolist())
         return self._later(table)
 
     def _later(self, table: list[list[Factor]]) -> bool:
-        previous, self._pending = self._pending, None
+        previous, is_there = self._pending, self._arrival is None or self._arrival.query()
+        if not is_there:  # the host is more than a step ahead: this group is passed over
+            return False
         device = next(each.device for line in table for each in line if isinstance(each, Tensor) and not each.is_cpu)
-        values = [torch.as_tensor(each, dtype=torch.float32) for line in table for each in line]
-        flat = torch.stack([each.to(device, non_blocking=True) for each in values])
-        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=device.type == "cuda")
-        host.copy_(flat, non_blocking=True)
-        self._pending = len(table), host
-        return previous is not None and _is_uneven(previous[1].reshape(previous[0], -1).tolist())
+        values = _stacked(table, device)
+        self._pending = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+        self._pending.copy_(values, non_blocking=True)
+        self._arrival = torch.Event(device)
+        self._arrival.record()
+        return previous is not None and _is_uneven(previous.tolist())
+
+
+def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = None) -> Tensor:
+    """Put numbers and 0-dim tensors into one matrix."""
+    lines = [[torch.as_tensor(each, dtype=torch.float32) for each in line] for line in table]
+    return torch.stack(
+        [torch.stack([each.reshape(()).to(device, non_blocking=True) for each in line]) for line in lines]
+    )
 
 
 class WeightCheck:

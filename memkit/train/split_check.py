@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,9 +23,10 @@ from memkit._loss import Loss, read_loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
+from memkit._units import MIB
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
-from memkit.train.split import SplitFn, count_rows, cut_batch, join_rows, list_tensors, take_rows
+from memkit.train.split import SplitFn, count_rows, cut_batch, join_rows, list_tensors, map_leaves, take_rows
 
 LossFn = Callable[[nn.Module, Any], Tensor | Loss]
 _NUM_ROWS = 8
@@ -34,6 +35,8 @@ _LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
 _TIMES_ROUNDING = 10.0
+_MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are looked at in float32
+_FIT = 1e-3  # how well other weights must explain the whole
 _EXACT_NUMEL, _WIDTH = 2048, 512  # of a sketch: elements that stand for themselves, and numbers for any more
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
 
@@ -132,6 +135,7 @@ class _Gradient:
 
     vectors: list[Vector | None]
     count: float
+    adds_up: bool = False  # to the batch's without being divided
 
     def mean(self) -> list[Vector | None]:
         return [None if each is None else each / self.count for each in self.vectors]
@@ -213,7 +217,7 @@ class Examination:
         roots: Further objects whose state a run may change: the loss function.
         ways: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
         adds_up: The losses of parts add up to the batch's, where the loss function does not say what it weighs.
-        in_full_precision: Whether autocast is switched off at first.
+        has_autocast: Whether the caller's step runs under autocast, which is off for a look in full precision.
     """
 
     def __init__(
@@ -224,14 +228,17 @@ class Examination:
         ways: Sequence[Way],
         *,
         adds_up: bool = False,
-        in_full_precision: bool = False,
+        has_autocast: bool = False,
     ) -> None:
         self._model, self._parameters = model, list(parameters)
         self._ways, self._adds_up = ways, adds_up
-        self._in_full_precision = in_full_precision
+        # Rounding in half precision hides all but large differences.
+        self._in_full_precision = has_autocast or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
+        self._failure = ""
+        self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
         self._where: Parts
@@ -255,8 +262,9 @@ class Examination:
         for way in self._ways:
             if way.is_smallest != is_out_of_memory:
                 continue
-            parts = way.make()
+            parts = self._make(way)
             if parts is None:
+                is_out_of_memory = is_out_of_memory or bool(self._failure)
                 continue
             found = yield from self._judge(parts)
             if verdict.exact is None or found.exact is not None:
@@ -268,16 +276,31 @@ class Examination:
             if self._attempt.is_out_of_memory:
                 self._close()
                 release_cached_memory()
+        if verdict.exact is None and self._failure:
+            verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure)
         self.verdict = verdict
+
+    def _make(self, way: Way) -> Parts | None:
+        try:
+            return way.make()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._failure = describe_error(error)
+            drop_frames(error)
+        release_cached_memory()
+        return None
 
     def _judge(self, parts: Parts) -> Attempts:
         """Compare one way to cut; in a lower precision where full precision cannot be had."""
-        verdict = yield from self._compare_whole_and_parts(parts)
-        if verdict.exact is None and self._in_full_precision and not self._attempt.is_between_ranks:
-            self._in_full_precision = False  # the model may need autocast: a float32 input to half-precision weights
-            again = yield from self._compare_whole_and_parts(parts)
-            verdict = again if again.exact is not None else verdict
-        return verdict
+        if self._in_full_precision:
+            with _in_float32(self._model, parts) as in_float32:
+                verdict = yield from self._compare_whole_and_parts(in_float32)
+            failed = verdict.exact is None and not verdict.is_uninformative
+            if not failed or self._attempt.is_between_ranks or self._attempt.is_out_of_memory:
+                return verdict
+            self._in_full_precision = False  # the model may need its own precision: it casts to half by itself
+        return (yield from self._compare_whole_and_parts(parts))
 
     def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
         self._close()
@@ -335,14 +358,13 @@ class Examination:
             separate.append(gradient)
             total = gradient if total is None else _add(total, gradient)
             start += size
-        if self._adds_up and total is not None:
-            total = _Gradient(total.vectors, separate[0].count)
         return total, separate
 
     def _take(self, loss: Loss, size: int) -> _Gradient:
         """Take a run's gradient, a sketch of each parameter as soon as backward has it."""
+        adds_up = self._adds_up and loss.count is None
         if loss.count is None:
-            slope, count = (1.0, 1.0) if self._adds_up else (float(size), float(size))
+            slope, count = (1.0, 1.0) if adds_up else (float(size), float(size))
         else:
             count = float(loss.count)
             slope = count if loss.reduction == "mean" else 1.0
@@ -355,8 +377,8 @@ class Examination:
             )
         slopes = torch.full_like(root, slope)
         if has_reentrant_checkpoint(root):
-            return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count)
-        return _Gradient(_sketches(root, slopes, self._parameters), count)
+            return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count, adds_up)
+        return _Gradient(_sketches(root, slopes, self._parameters), count, adds_up)
 
     # ------------------------------------------------------------------ judgement
 
@@ -373,8 +395,8 @@ class Examination:
         rounded = yield from self._run_whole(rounding=generator)
         if rounded is None or not _is_finite(rounded.vectors):
             return error, False
-        rounding, _ = _errors(whole, rounded)
-        return error, bool((errors <= np.maximum(limits * norms, _TIMES_ROUNDING * rounding)).all())
+        self._rounding, _ = _errors(whole, rounded)
+        return error, bool((errors <= np.maximum(limits * norms, _TIMES_ROUNDING * self._rounding)).all())
 
     def _is_noise(self, whole: _Gradient) -> Attempts:
         """Whether draws that could not be repeated for each row reach the gradient."""
@@ -507,21 +529,28 @@ class Examination:
         total = parts[0]
         for each in parts[1:]:
             total = _add(total, each)
-        return _Gradient(total.vectors, parts[0].count) if self._adds_up else total
+        return total
 
     def _fits_with_other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> bool:
         """Whether the whole is a weighted mean of the parts or their sum; what mixes rows is neither."""
-        if self._adds_up:
+        if whole.adds_up:
             return False
         if any(not each.count or not _is_finite(each.vectors) for each in parts):
             return True  # a part without any item: 0 / 0
-        wanted = _flat(whole.mean(), whole.mean())
-        columns = np.stack([_flat(each.mean(), whole.mean()) for each in parts], axis=1)
-        limit = 1e-4 * float(np.linalg.norm(wanted))
+        # Each parameter counts alike; one whose gradient is nothing but rounding says nothing.
+        norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
+        scales = np.where(norms > _TIMES_ROUNDING * self._rounding, 1 / np.where(norms > 0, norms, 1.0), 0.0)
+        wanted = _flat(whole.mean(), whole.mean(), scales)
+        columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
-        is_mean = abs(shares.sum() - 1) < 1e-3 and (shares > -1e-6).all()
-        is_sum = np.ptp(shares) < 1e-3  # the same factor for all: a sum, divided by what does not depend on the part
-        return bool((is_mean or is_sum) and np.linalg.norm(columns @ shares - wanted) <= limit)
+        is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
+        is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by what does not depend on the part
+        return bool((is_mean or is_sum) and np.linalg.norm(columns @ shares - wanted) <= self._fit_limit(norms))
+
+    def _fit_limit(self, norms: Vector) -> float:
+        """Residual of a fit that rounding explains, of a gradient whose parameters have norm 1."""
+        relative = self._rounding / np.where(norms > 0, norms, 1.0)
+        return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(relative[relative < 1 / _TIMES_ROUNDING])))
 
     def _not_checked(self, reason: str = "") -> SplitVerdict:
         return SplitVerdict(None, modules=self._suspects, reason=reason or self._attempt.error)
@@ -608,6 +637,40 @@ def check_split(
     return examination.verdict
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _half_tensors(model: nn.Module) -> list[Tensor]:
+    return [each for each in (*model.parameters(), *model.buffers()) if each.dtype in _HALF]
+
+
+def _half_bytes(model: nn.Module) -> int:
+    return sum(each.nbytes for each in _half_tensors(model))
+
+
+@contextlib.contextmanager
+def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
+    """Run a model of half-precision parameters and its batch in float32."""
+    before = [(each, each.data) for each in _half_tensors(model)]
+
+    def widen(batch: Any) -> Any:
+        return map_leaves(
+            lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf, batch
+        )
+
+    try:
+        for tensor, data in before:
+            tensor.data = data.float()
+        if before:
+            parts = replace(
+                parts, whole=widen(parts.whole), parts=tuple((widen(part), size) for part, size in parts.parts)
+            )
+        yield parts
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
 # ---------------------------------------------------------------------------------------------------- what to look at
 
 
@@ -635,9 +698,9 @@ def ways_to_cut(
         return [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
     num_rows = count_rows(batch)
     if not sizes:
-        size, larger = divmod(num_rows, max(1, min(num_parts, num_rows)))
+        num_parts = max(1, min(num_parts, num_rows))
+        size, larger = divmod(num_rows, num_parts)
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
-    sizes = [size for size in sizes if size]
     ways = [
         Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS)),
         Way(functools.partial(_two_parts, batch, num_rows, sizes)),
@@ -668,7 +731,7 @@ def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> 
     blocks = _unlike(batch, num_rows, edges, wanted // unit)
     rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
     size = unit * len(blocks)
-    cut = max(1, len(blocks) * 5 // 8) * unit
+    cut = (len(blocks) * 5 + 4) // 8 * unit
     return _cut(rows, size, [cut, size - cut])
 
 
@@ -826,7 +889,8 @@ def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
 
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:
     vectors = [a if b is None else b if a is None else a + b for a, b in zip(one.vectors, other.vectors, strict=True)]
-    return _Gradient(vectors, one.count + other.count)
+    adds_up = one.adds_up and other.adds_up
+    return _Gradient(vectors, one.count if adds_up else one.count + other.count, adds_up)
 
 
 def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
@@ -846,10 +910,10 @@ def _minus(one: Vector | None, other: Vector | None) -> Vector:
     return one - other
 
 
-def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None]) -> Vector:
-    """All vectors in one; zeros where there is none."""
-    pairs = zip(vectors, like, strict=True)
-    filled = [each if each is not None else np.zeros(0 if other is None else len(other)) for each, other in pairs]
+def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None], scales: Vector) -> Vector:
+    """All vectors in one, scaled; zeros where there is none."""
+    pairs = zip(vectors, like, scales, strict=True)
+    filled = [np.zeros(0 if other is None else len(other)) if each is None else each * s for each, other, s in pairs]
     return np.concatenate(filled)
 
 

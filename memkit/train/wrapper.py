@@ -399,7 +399,7 @@ class MemoryEfficientTrainingWrapper(Closing):
             list_parameters(self._optimizers),
             [] if loss_fn is None else [loss_fn],
             ways_to_cut(batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_uneven=is_uneven),
-            in_full_precision=self._precision.is_mixed,
+            has_autocast=self._precision.is_mixed,
         )
         try:
             for attempt in examination.attempts():
