@@ -286,6 +286,14 @@ class TrainingStateManager(Closing):
     def _prune(self) -> None:
         states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # a link is not ours
         best = self._find_best(states)
+        others = {notes["mode"] for notes in _read_notes(states).values()} - {None, self.mode or "min"}
+        if self.mode is not None and others:
+            warnings.warn(
+                f"TrainingStateManager(mode={self.mode!r}): {self.directory} has states that were saved with "
+                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out.",
+                MemkitWarning,
+                stacklevel=2,
+            )
         remove_states(state for state in states[self._keep :] if state != best)
 
     def use_mode(self, mode: Literal["min", "max"]) -> None:
@@ -305,10 +313,8 @@ class TrainingStateManager(Closing):
 
     def _find_best(self, states: list[SavedState]) -> SavedState | None:
         metrics, mode = {}, None
-        for state in reversed(states):  # of equal ones the first that was saved
-            with contextlib.suppress(OSError, ValueError):
-                notes = state.read_manifest()
-                metrics[state], mode = notes["metric"], notes.get("mode") or mode  # the newest that was told
+        for state, notes in _read_notes(states).items():
+            metrics[state], mode = notes["metric"], notes["mode"] or mode  # the newest that was told
         mode = self.mode or mode
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
         sign = -1 if mode == "max" else 1
@@ -343,6 +349,15 @@ class TrainingStateManager(Closing):
             expected="files that are what was written",
             fix="look at the warnings for the reasons; move the folders away to start from the beginning.",
         )
+
+
+def _read_notes(states: list[SavedState]) -> dict[SavedState, dict[str, Any]]:
+    """Return what the manifests say that can be read, the first that was saved first."""
+    notes = {}
+    for state in reversed(states):
+        with contextlib.suppress(OSError, ValueError):
+            notes[state] = state.read_manifest()
+    return notes
 
 
 def _find_problem(saved: SavedState, crew: Crew) -> str | None:

@@ -213,6 +213,8 @@ def remove_states(states: Iterable[SavedState]) -> None:
         if not _is_own_folder(state.path):
             _warn_of_what_stays(state.path, "something in it was not written by memkit")
             continue
+        if not any(state.path.iterdir()):  # nor is an empty folder one that was written here
+            continue
         hidden = _free_path(state.path.with_name(f".memkit-{state.path.name}"))
         try:
             state.path.rename(hidden)

@@ -65,9 +65,9 @@ def _is_manifest(content: Mapping[str, Any]) -> bool:
     files, num_ranks = content.get("files"), content.get("num_ranks")
     if type(content.get("step")) is not int or type(num_ranks) is not int or num_ranks < 1:
         return False
-    if type(content.get("metric")) not in {float, type(None)} or type(content.get("is_sharded")) is not bool:
+    if type(content.get("metric", "")) not in {float, type(None)} or type(content.get("is_sharded")) is not bool:
         return False
-    if content.get("mode") not in (None, "min", "max") or not isinstance(files, dict):
+    if content.get("mode", "") not in (None, "min", "max") or not isinstance(files, dict):
         return False
     is_whole = all(file_of_rank(rank) in files for rank in range(min(num_ranks, len(files) + 1)))
     return is_whole and all(

@@ -255,11 +255,13 @@ def _check_entries(name: str, target: Stateful, saved: object, live: object, pla
     """Compare the entries of a schedule, and of the schedules in it, or of a scaler."""
     if not isinstance(live, Mapping):
         return
-    if not isinstance(saved, Mapping) or not live.keys() <= saved.keys() or (saved and not live):
-        what = _join(sorted(saved)) if isinstance(saved, Mapping) and saved else "nothing"
-        _refuse(
-            name, f"{what}{place}", f"{_join(sorted(live)) or 'nothing'}, as a {type(target).__name__} made alike has"
-        )
+    kind = f"a {type(target).__name__} made alike"
+    if not isinstance(saved, Mapping):
+        _refuse(name, f"nothing{place}", f"the state of {kind}")
+    if missing := sorted(live.keys() - saved.keys()):
+        _refuse(name, f"no {_join(missing)}{place}", f"the state of {kind}")
+    if saved and not live:
+        _refuse(name, f"{_join(sorted(saved))}{place}", f"nothing, as {kind} has")
     for key in ("base_lrs", "_schedulers"):
         theirs, own = saved.get(key), live.get(key)
         if isinstance(own, list):

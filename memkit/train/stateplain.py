@@ -83,8 +83,8 @@ class Flattener:
 
     def _key(self, key: Any, name: str) -> Any:
         if isinstance(key, torch.Tensor):  # what is read is another tensor, and so another key
-            _refuse(key, f"a key of {name}")
-        return self.plain(key, f"a key of {name}")
+            _refuse(key, f"{name}, as a key")
+        return self.plain(key, f"{name}, as a key")
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if hasattr(tensor, "device_mesh"):
