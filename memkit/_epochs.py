@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import Sampler
 
-from memkit._errors import FileFormatError, MemkitWarning
+from memkit._errors import FileFormatError, MemkitWarning, StateError
 from memkit._settings import Checker
 
 _VERSION = 3
@@ -33,6 +33,7 @@ class EpochOrder(Sampler[list[int]], ABC):
         self._num_replicas = check.whole("num_replicas", num_replicas, 1)
         self._rank = check.whole("rank", rank, 0, self._num_replicas - 1)
         self._start = self._num_given = 0
+        self._num_loads = 0
         self._is_over = False  # all batches of this epoch were given, and nobody has spoken of the next one
 
     @abstractmethod
@@ -98,6 +99,7 @@ class EpochOrder(Sampler[list[int]], ABC):
             )
         self.seed, self.epoch = state["seed"], state["epoch"]
         self._start = self._num_given = state["num_done"]
+        self._num_loads += 1
         self._is_over = False
         self._plan_epoch()
 
@@ -105,7 +107,10 @@ class EpochOrder(Sampler[list[int]], ABC):
         self._start = 0  # with the first batch: a DataLoader with workers makes an iterator that it does not use
         if self._is_over and self._is_drawn():
             self._warn()
+        num_loads = self._num_loads
         for batch in self._batches_from(start):
+            if num_loads != self._num_loads:
+                refuse_to_go_on(type(self).__name__)
             self._num_given += 1  # before it leaves: who asks then for a state has this batch
             yield batch
         self._is_over = self._num_given > 1  # one batch has no order
@@ -119,3 +124,17 @@ class EpochOrder(Sampler[list[int]], ABC):
             MemkitWarning,
             stacklevel=3,
         )
+
+
+def refuse_to_go_on(name: str) -> NoReturn:
+    """Refuse the next batch of a loop that began before a state was loaded: it would count as one of the state's.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{name}.load_state_dict(state)",
+        got="a state that was loaded while a loop over the batches was running",
+        expected="a loop that begins after the state was loaded",
+        fix="restore before the loop, or leave the loop with break and begin it again.",
+    )

@@ -45,6 +45,11 @@ class RandomState:
     host: HostRandomState
     others: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def num_devices(self) -> int:
+        """Accelerators whose states these are."""
+        return (self.accelerator is not None) + len(self.others)
+
     def state_dict(self) -> dict[str, Any]:
         """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state)."""
         name, key, position, has_gauss, cached_gaussian = self.host.numpy

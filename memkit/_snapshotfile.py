@@ -1,32 +1,22 @@
 """Take CUDA memory snapshots apart, as ``torch.cuda.memory._dump_snapshot`` writes them. No torch.
 
-A pickle can run any code: only the operations that build lists, tuples, dicts, texts and numbers are let through, and
-every class is refused. No field is required: torch has added fields over the years, and old files are read too.
+A snapshot is a pickle of lists, tuples, dicts, texts and numbers; any other is refused before it is loaded. No field is
+required: torch has added fields over the years, and old files are read too.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-from memkit._errors import InputError
 from memkit._events import require_count, short
+from memkit._pickles import load_plain, refuse
 
 NO_PLACE = "not recorded"
 _MOST_CARDS = 1024
 _IN_USE = "active_allocated"
-# Operations whose arguments have a fixed length, in runs; then those with texts, by the size of the text's length.
-_PLAIN = re.compile(
-    rb"(?s:[]}()N\x88\x89t\x85\x86\x87aesu\x94]|[\x80Khq].|M..|[Jj].{4}|[\x95G].{8}|\x8a(?:"
-    + b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(10))
-    + rb"))*+"
-)
-_TEXTS = {b"\x8c": 1, b"X": 4, b"\x8d": 8}
-_PUT, _STOP = b"r", b"."
 _PYTHON = re.compile(r"\.pyw?$|^<(ipython|stdin|string)")
 _LIBRARY = re.compile(r"(site|dist)-packages|(^|[/\\])torch[/\\]|[/\\]lib[/\\]python3|^<frozen")
 _OPERATOR = re.compile(r"at::_ops::(\w+)::")
@@ -63,37 +53,6 @@ class Entry(NamedTuple):
     free_bytes: int | None
 
 
-def _load(data: bytes) -> object:
-    """Load a pickle of plain values; before that, see that no operation of it does anything else or takes much memory.
-
-    An index of the memo makes an array of that length: none may be beyond the number of bytes in the file.
-    """
-    place = 0
-    while True:
-        found = _PLAIN.match(data, place)
-        place = found.end() if found else place
-        code = data[place : place + 1]
-        if code == _STOP:
-            break
-        width = 4 if code == _PUT else _TEXTS.get(code, 0)
-        number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
-        if not width or number > len(data):
-            what = f"operation {code!r} at byte {place}, which no snapshot has" if code else "no end: it was cut"
-            refuse(f"a pickle with {what}", "plain lists, dicts, texts and numbers")
-        place += 1 + width + (0 if code == _PUT else number)
-    try:
-        return _Builtins(io.BytesIO(data)).load()
-    except Exception as error:  # noqa: BLE001 - a damaged pickle makes the unpickler raise whatever it comes upon
-        refuse(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
-
-
-class _Builtins(pickle.Unpickler):
-    """Makes no object of any class."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
-
-
 class Snapshot:
     """A snapshot's parts, with names of places instead of stacks.
 
@@ -106,7 +65,7 @@ class Snapshot:
     """
 
     def __init__(self, data: bytes) -> None:
-        value = _load(data)
+        value = load_plain(data, "snapshot")
         snapshot = {"segments": value} if isinstance(value, list) else value  # torch.cuda.memory_snapshot()
         if not isinstance(snapshot, dict) or not {"segments", "device_traces"} & snapshot.keys():
             refuse(f"a pickle of {short(value)}", "the segments or device_traces of a CUDA memory snapshot")
@@ -253,7 +212,3 @@ def _text(record: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         refuse(f"{name}={short(value)}", "text that is not empty")
     return value
-
-
-def refuse(got: str, expected: str) -> NoReturn:
-    raise InputError("", got=got, expected=expected, fix="")

@@ -8,7 +8,8 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from memkit._events import Event, LoggedDevice, LogHeader, Origin
-from memkit._snapshotfile import NO_PLACE, Block, Entry, Segment, Snapshot, refuse
+from memkit._pickles import refuse
+from memkit._snapshotfile import NO_PLACE, Block, Entry, Segment, Snapshot
 
 _UNIT_BYTES = 512  # the allocator rounds up to these at least
 _DEVICE_KEYS = ("name", "total_bytes", "backend")

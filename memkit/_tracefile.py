@@ -11,7 +11,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from memkit._events import Event, LoggedDevice, LogHeader, Origin, require_count, short
-from memkit._snapshotfile import NO_PLACE, is_library, place_name, refuse
+from memkit._pickles import refuse
+from memkit._snapshotfile import NO_PLACE, is_library, place_name
 from memkit._snapshotlog import Imported
 
 _MEMORY = "[memory]"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from memkit._epochs import EpochOrder
+from memkit._epochs import EpochOrder, refuse_to_go_on
 from memkit._errors import ConfigError, InputTypeError
 from memkit._protocols import ResumableOrder
 from memkit._settings import Checker
@@ -206,7 +206,7 @@ class ResumableLoader:
             )
         self.loader = loader
         self._order: ResumableOrder = order
-        self._start = self._num_done = 0
+        self._start = self._num_done = self._num_loads = 0
         self._told = 0  # the epoch that the data sets are at; where no other is chosen, they keep what they have
 
     @property
@@ -225,8 +225,10 @@ class ResumableLoader:
         if self._order.epoch != self._told:
             self._told = self._order.epoch
             tell_epoch(self.loader, self._told)
-        self._num_done, self._start = self._start, 0
+        self._num_done, self._start, num_loads = self._start, 0, self._num_loads
         for batch in self.loader:
+            if num_loads != self._num_loads:
+                refuse_to_go_on("ResumableLoader")
             self._num_done += 1
             yield batch
 
@@ -239,6 +241,11 @@ class ResumableLoader:
         return self._order.state_dict(num_done=self._num_done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of an epoch."""
+        """Continue in the middle of an epoch; a loop that is running is refused its next batch.
+
+        Raises:
+            FileFormatError: The state is of other settings.
+        """
         self._order.load_state_dict(state)
         self._start = self._num_done = state["num_done"]
+        self._num_loads += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
 import threading
 import warnings
@@ -17,28 +16,31 @@ import torch
 from memkit import _rng
 from memkit._errors import ConfigError, FileFormatError, InputError, MemkitWarning, StateError
 from memkit._protocols import Closing
+from memkit.train.statechecks import as_metric, as_step, check_given, check_which
 from memkit.train.statefiles import (
     Draft,
     SavedState,
     describe_file,
     drafting,
     list_states,
+    list_strays,
     locked,
     remove_states,
     write_file,
 )
+from memkit.train.statemanifest import file_of_rank
 from memkit.train.stateobjects import (
     check_objects,
+    describe,
     find_replicated,
-    load_into,
+    name_parameters,
     own_part,
     state_of,
-    with_own_parts,
 )
-from memkit.train.stateplain import Flattener, ShardedTensors, fill_placeholders
-from memkit.train.stateranks import Crew, read_shards, write_shards
-
-_RANDOM = "random"
+from memkit.train.stateplain import Flattener, has_placeholders
+from memkit.train.stateranks import Crew
+from memkit.train.staterestore import RANDOM, Restoration
+from memkit.train.stateshards import write_shards
 
 
 @final
@@ -47,9 +49,8 @@ class TrainingStateManager(Closing):
 
     A state is a folder that is there as a whole or not at all, with a checksum of each file. `restore` takes the newest
     one that is whole, and names in a warning what it passed over. The random state of torch, NumPy and Python is always
-    part of a state, and an optimiser's gradients where there are some, so a state may be saved in the middle of an
-    accumulation group. Files are read with ``torch.load(weights_only=True)``: loading one runs no code from it. (The
-    index of sharded tensors is torch.distributed.checkpoint's own file, which is a pickle.)
+    part of a state, and an optimizer's gradients where there are some, so a state may be saved in the middle of an
+    accumulation group. No file is unpickled: restoring a state runs no code from it.
 
     On several ranks all must call `save` and `restore`. Models in DistributedDataParallel and their optimisers are
     written once (gradients by each rank), sharded tensors (``fully_shard``) by each rank its own, and everything else
@@ -131,48 +132,55 @@ class TrainingStateManager(Closing):
         Raises:
             OSError: It cannot be written (disk full, read-only). What was saved before is untouched, and nothing of
                 the failed state is left.
-            InputTypeError: An object has no state, or there is something in it that a safe load would refuse.
+            InputError: The step is negative, or there is no object.
+            InputTypeError: An object has no state, or there is something in it that a safe load would refuse; the step
+                or the metric is no number.
             StateError: Another save of this manager is under way (a signal handler, another thread), or another rank
                 failed.
             ConfigError: ``background=True`` on several ranks.
         """
-        step = operator.index(step)  # also a NumPy integer
-        if step < 0:
-            raise InputError(
-                f"TrainingStateManager.save({step})",
-                got=str(step),
-                expected="a step of 0 or more",
-                fix="count the optimiser steps from the start of the training.",
-            )
         with self._alone():
-            self._save(step, None if metric is None else float(metric), objects)
+            self._save(as_step(step), as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
-        """Put a state back into the objects, and the random state with it.
+        """Put a state back into the objects, and the random state with it: into all of them or into none.
 
-        All values are read into host memory first, and copied from there into the tensors that the objects have.
+        All values are read into host memory first, compared with the objects, and copied from there into the tensors
+        that the objects have. Hyper-parameters (learning rate, weight decay) are part of a state and come back too.
 
         Args:
             which: ``"latest"``: the newest state that is whole. ``"best"``: the one with the best metric. Or a step.
             **objects: By the names that they were saved under. Leave out what you do not need; ``"latest"`` warns of
-                that, as the training would not go on as it was.
+                that, and of all else that keeps the training from going on as it was.
 
         Returns:
             The step; None where nothing was saved yet.
 
         Raises:
             FileFormatError: There are states, but none is whole (or not the one that was asked for); or the state is
-                not one of these objects, which may then be partly restored.
+                not one of these objects: another class, other parameters, shapes or dtypes (a model may hold in a wider
+                dtype what was saved). No object is changed then. Only where an object of your own refuses its state,
+                and cannot take back the one that it had, a note on the error says that it may be changed.
+            InputError: There are states, but not the one that was asked for.
             InputTypeError: An object has no state.
+            OSError: The directory cannot be read.
         """
-        with self._alone():
+        check_which(which)
+        with self._alone(), contextlib.ExitStack() as stack:
             crew = Crew()
+            if not crew.first(self.directory.exists):
+                return None
+            # Before the states are listed: a writer removes old ones.
+            crew.together(lambda: _discard(stack.enter_context(locked(self.directory, alone=False))))
             candidates = crew.first(lambda: self._choose(which))
+            for stray in crew.first(lambda: list_strays(self.directory)) if which == "latest" else ():
+                _warn(f"passes over {stray}: it is no folder")
             if not candidates:
                 return None
-            with locked(self.directory, alone=False):
-                saved = self._find_whole(candidates, crew)
-                return self._restore(saved, objects, crew, resumes=which == "latest")
+            restoration = Restoration(self._find_whole(candidates, crew), objects, crew, resumes=which == "latest")
+            for remark in restoration.remarks:
+                _warn(remark)
+            return restoration.commit()
 
     def wait(self) -> None:
         """Wait until a state that is written in the background is on the disk; raises its error."""
@@ -184,19 +192,23 @@ class TrainingStateManager(Closing):
         self.wait()
 
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
+        check_given(step, objects)
         crew = Crew()
         flattener = Flattener(copy=self._background)
         replicated = find_replicated(objects) if crew.rank else set()  # rank 0 has them
-        states = {
-            name: own_part(each) if name in replicated else state_of(each)
-            for name, each in check_objects("save", objects).items()
-        }
-        state = {
-            "step": step,
-            _RANDOM: _rng.capture().state_dict(),
-            "objects": {name: flattener.plain(each, name) for name, each in states.items() if each is not None},
-        }
+        state: dict[str, Any] = {"step": step, RANDOM: _rng.capture().state_dict()}
 
+        def collect() -> set[str]:
+            """Return the names of the objects that have sharded tensors."""
+            targets = check_objects("save", objects)
+            names = name_parameters(targets)
+            states = {name: own_part(each) if name in replicated else state_of(each) for name, each in targets.items()}
+            plain = {name: flattener.plain(each, name) for name, each in states.items() if each is not None}
+            about = {name: describe(each, names) for name, each in targets.items() if name not in replicated}
+            state.update(objects=plain, about=about)
+            return {name for name, each in plain.items() if has_placeholders(each)}
+
+        state["sharded"] = sorted(set().union(*crew.together(collect)))
         sharded = flattener.sharded  # the flattener itself keeps the originals of what it has copied
 
         def write() -> None:
@@ -258,10 +270,10 @@ class TrainingStateManager(Closing):
                 self._prune()
 
             folder = crew.first(begin)
-            mine = folder / _file_of(crew.rank)
+            mine = folder / file_of_rank(crew.rank)
             entries = crew.together(lambda: write_file(mine, lambda file: torch.save(state, file)))
-            files = {_file_of(rank): entry for rank, entry in enumerate(entries)}
-            is_sharded = any(crew.gather(bool(sharded)))
+            files = {file_of_rank(rank): entry for rank, entry in enumerate(entries)}
+            is_sharded = bool(state["sharded"])
             if is_sharded:
                 crew.together(lambda: write_shards(folder, sharded))
                 names = crew.first(lambda: sorted(path.name for path in folder.iterdir() if path.name not in files))
@@ -272,8 +284,16 @@ class TrainingStateManager(Closing):
             crew.first(finish)
 
     def _prune(self) -> None:
-        states = list_states(self.directory)
+        states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # a link is not ours
         best = self._find_best(states)
+        others = {notes["mode"] for notes in _read_notes(states).values()} - {None, self.mode or "min"}
+        if self.mode is not None and others:
+            warnings.warn(
+                f"TrainingStateManager(mode={self.mode!r}): {self.directory} has states that were saved with "
+                f"mode={others.pop()!r}. The best of them is not kept. Use another directory, or leave mode out.",
+                MemkitWarning,
+                stacklevel=2,
+            )
         remove_states(state for state in states[self._keep :] if state != best)
 
     def use_mode(self, mode: Literal["min", "max"]) -> None:
@@ -293,10 +313,8 @@ class TrainingStateManager(Closing):
 
     def _find_best(self, states: list[SavedState]) -> SavedState | None:
         metrics, mode = {}, None
-        for state in reversed(states):  # of equal ones the first that was saved
-            with contextlib.suppress(OSError, ValueError):
-                notes = state.read_manifest()
-                metrics[state], mode = notes["metric"], notes.get("mode") or mode  # the newest that was told
+        for state, notes in _read_notes(states).items():
+            metrics[state], mode = notes["metric"], notes["mode"] or mode  # the newest that was told
         mode = self.mode or mode
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
         sign = -1 if mode == "max" else 1
@@ -324,9 +342,7 @@ class TrainingStateManager(Closing):
             problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
             if problem is None:
                 return saved
-            warnings.warn(
-                f"TrainingStateManager.restore() passes over {saved.path}: {problem}", MemkitWarning, stacklevel=3
-            )
+            _warn(f"passes over {saved.path}: {problem}", stacklevel=4)
         raise FileFormatError(
             "TrainingStateManager.restore()",
             got=f"no state that is whole in {self.directory} ({len(candidates)} tried)",
@@ -334,43 +350,14 @@ class TrainingStateManager(Closing):
             fix="look at the warnings for the reasons; move the folders away to start from the beginning.",
         )
 
-    def _restore(self, saved: SavedState, objects: dict[str, Any], crew: Crew, *, resumes: bool) -> int:
-        notes = saved.read_manifest()
-        states = _load(saved, 0)
-        if crew.rank:
-            own = _load(saved, crew.rank) if crew.rank < notes["num_ranks"] else {_RANDOM: None, "objects": {}}
-            states = own | {"objects": with_own_parts(states["objects"], own["objects"])}
-        parts = states["objects"]
-        _compare_names(set(parts), set(objects), resumes=resumes)
-        if notes["num_ranks"] != crew.size:
-            warnings.warn(
-                f"TrainingStateManager.restore(): {saved.path} is of {notes['num_ranks']} ranks, now there are "
-                f"{crew.size}: new ranks take rank 0's values, and random states are others.",
-                MemkitWarning,
-                stacklevel=3,
-            )
-        targets = check_objects("restore", objects)
-        if notes["is_sharded"]:
-            live = Flattener()
-            for name, target in targets.items():
-                live.plain(state_of(target), name)
-            sharded = ShardedTensors(live.sharded)
-            parts = {name: fill_placeholders(parts[name], sharded.choose) for name in targets}
-            crew.together(lambda: read_shards(saved.path, sharded.chosen))
-        for name, target in targets.items():
-            load_into(target, parts.pop(name), name)
-        if states[_RANDOM] is not None:
-            _rng.restore(_rng.RandomState.from_state_dict(states[_RANDOM]))
-        return saved.step
 
-
-def _file_of(rank: int) -> str:
-    return f"rank-{rank}.pt"
-
-
-def _load(saved: SavedState, rank: int) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(saved.path / _file_of(rank), map_location="cpu", weights_only=True)
-    return state
+def _read_notes(states: list[SavedState]) -> dict[SavedState, dict[str, Any]]:
+    """Return what the manifests say that can be read, the first that was saved first."""
+    notes = {}
+    for state in reversed(states):
+        with contextlib.suppress(OSError, ValueError):
+            notes[state] = state.read_manifest()
+    return notes
 
 
 def _find_problem(saved: SavedState, crew: Crew) -> str | None:
@@ -382,18 +369,9 @@ def _find_problem(saved: SavedState, crew: Crew) -> str | None:
     return None
 
 
-def _compare_names(saved: set[str], given: set[str], *, resumes: bool) -> None:
-    if not given <= saved:
-        raise FileFormatError(
-            f"TrainingStateManager.restore({', '.join(f'{name}=...' for name in sorted(given - saved))})",
-            got=f"a state of {', '.join(sorted(saved)) or 'no objects'}",
-            expected="objects by the names that they were saved under",
-            fix="use these names, or leave out what is new.",
-        )
-    if resumes and given != saved:
-        warnings.warn(
-            f"TrainingStateManager.restore(): the state has {', '.join(sorted(saved - given))} too; without it the "
-            'training does not go on as it was. To take a part on purpose, say restore("best", ...) or a step.',
-            MemkitWarning,
-            stacklevel=4,
-        )
+def _warn(text: str, *, stacklevel: int = 3) -> None:
+    warnings.warn(f"TrainingStateManager.restore(): {text}.", MemkitWarning, stacklevel=stacklevel)
+
+
+def _discard(_: object) -> None:
+    """What ranks need not tell each other."""

@@ -19,6 +19,7 @@ _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
 )
 _PLACEHOLDER = "memkit sharded tensor"
+_MOST_LEVELS = 100  # reading takes four calls of Python's for each, of the thousand that it allows
 
 
 @final
@@ -35,6 +36,7 @@ class Flattener:
     def __init__(self, *, copy: bool = False) -> None:
         self._copy = copy
         self._copies: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}  # by place: original, copy
+        self._num_levels = 0
         self.sharded: dict[str, torch.Tensor] = {}
 
     def plain(self, value: Any, name: str) -> Any:
@@ -47,9 +49,20 @@ class Flattener:
         Raises:
             InputTypeError: There is something in it that a safe load would refuse; its name says where.
         """
-        kind = type(value)
-        if kind in _ATOMS:
+        if type(value) in _ATOMS:
             return value
+        if self._num_levels == _MOST_LEVELS:
+            _refuse(value, name[:200])
+        self._num_levels += 1
+        try:
+            return self._plain(value, name)
+        finally:
+            self._num_levels -= 1
+
+    def _plain(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind in {dict, Counter, OrderedDict} and _PLACEHOLDER in value:
+            _refuse(_PLACEHOLDER, name)
         if kind in {dict, Counter}:
             return kind({self._key(key, name): self.plain(each, f"{name}.{key}") for key, each in value.items()})
         if kind is OrderedDict:
@@ -58,7 +71,9 @@ class Flattener:
             )
             vars(ordered).update(self.plain(vars(value), name))  # a module's versions
             return ordered
-        if kind in {list, tuple, set}:
+        if kind is set:
+            return {self._key(each, name) for each in value}
+        if kind in {list, tuple}:
             return kind([self.plain(each, f"{name}[{index}]") for index, each in enumerate(value)])
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name)
@@ -67,16 +82,21 @@ class Flattener:
         return value.item()
 
     def _key(self, key: Any, name: str) -> Any:
-        return key if type(key) in _ATOMS else self.plain(key, f"a key of {name}")
+        if isinstance(key, torch.Tensor):  # what is read is another tensor, and so another key
+            _refuse(key, f"{name}, as a key")
+        return self.plain(key, f"{name}, as a key")
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if hasattr(tensor, "device_mesh"):
+            while name in self.sharded:  # as "a.b" and "b" in "a"; all ranks meet them in the same order
+                name += "'"
             self.sharded[name] = tensor.detach()
             shards = [str(each) for each in tensor.placements]  # type: ignore[attr-defined] # a DTensor's
             return {_PLACEHOLDER: name, "shape": tensor.shape, "dtype": tensor.dtype, "placements": shards}
-        if type(tensor) not in {torch.Tensor, nn.Parameter, nn.Buffer} or tensor.layout != torch.strided:
+        is_dense = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+        if type(tensor) not in {torch.Tensor, nn.Parameter, nn.Buffer} or not is_dense:
             _refuse(tensor, name)
-        tensor = tensor.detach()
+        tensor = tensor.detach().resolve_conj().resolve_neg()
         if not self._copy:
             # torch.save writes whole storages: a small part of a large one is written alone.
             return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
@@ -85,6 +105,13 @@ class Flattener:
             # The original is kept alive, so that no other tensor comes to lie in its place.
             self._copies[place] = tensor, tensor.to("cpu", copy=True)
         return self._copies[place][1]
+
+
+def has_placeholders(value: object) -> bool:
+    """Say whether a plain value stands for sharded tensors somewhere."""
+    if isinstance(value, dict):
+        return _PLACEHOLDER in value or any(map(has_placeholders, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_placeholders, value))
 
 
 def fill_placeholders(value: Any, fill: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
@@ -135,10 +162,12 @@ class ShardedTensors:
 
 def _refuse(value: Any, name: str) -> NoReturn:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor) and type(value) is torch.Tensor:
+        kind += f" ({'on meta' if value.is_meta else value.layout})"
     raise InputTypeError(
         f"TrainingStateManager.save({name.split('.', 1)[0]}=...)",
         got=f"{kind} at {name}",
-        expected="numbers, text, bytes, dense tensors, and dicts, lists, tuples and sets of them, which load without "
-        "running code",
+        expected="numbers, text, bytes, dense tensors with values, and dicts, lists, tuples and sets of them, up to "
+        f"{_MOST_LEVELS} levels: they load without running code",
         fix="let state_dict() return plain values: torch.from_numpy for an array, list for a deque, str for a path.",
     )

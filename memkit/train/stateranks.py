@@ -1,12 +1,10 @@
-"""What the ranks of a run do together when they save and restore: stop at anybody's error, share work, shard files."""
+"""What the ranks of a run do together when they save and restore: stop at anybody's error, share work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar, final
 
-import torch
 import torch.distributed as dist
 
 from memkit._errors import StateError
@@ -60,26 +58,10 @@ class Crew:
                     "TrainingStateManager on several ranks",
                     got=f"rank {rank}: {reason}",
                     expected="no error on any rank",
-                    fix=f"see the error of rank {rank}; nothing was saved.",
+                    fix=f"see the error of rank {rank}; nothing was saved, and no object was changed.",
                 )
         return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], _T]) -> _T:
         """Run ``work`` on rank 0 and return its result on all."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value] # rank 0's
-
-
-def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write sharded tensors with torch.distributed.checkpoint, each rank its own; all ranks must call it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter  # slow to import, and rarely needed
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(dict(tensors), storage_writer=FileSystemWriter(folder))
-
-
-def read_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read into sharded tensors, also where other ranks or other shards wrote them; all ranks must call it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    load(dict(tensors), storage_reader=FileSystemReader(folder))

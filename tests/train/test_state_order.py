@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memkit._errors import ConfigError, FileFormatError, InputTypeError
+from memkit._errors import ConfigError, FileFormatError, InputTypeError, StateError
 from memkit.points.batches import BudgetBatchSampler
 from memkit.train.order import ResumableBatchSampler, ResumableLoader
 from memkit.train.state import TrainingStateManager
@@ -164,3 +164,19 @@ def test_errors():
         ResumableBatchSampler(11, 4).load_state_dict(ResumableBatchSampler(10, 4).state_dict())
     with pytest.raises(InputTypeError, match="whose batch_sampler is BatchSampler"):
         ResumableLoader(DataLoader(Counting(), 4))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_that_is_loaded_inside_the_loop_is_told(tmp_path, num_workers):
+    """The running loop's next batch would count as one of the state's, and the state's would be read again."""
+    loader, manager = make(num_workers=num_workers), TrainingStateManager(tmp_path)
+    manager.save(0, loader=loader)
+    with pytest.raises(StateError, match=r"load_state_dict\(state\): got a state that was loaded while a loop"):
+        for batch in loader:
+            assert len(batch) == 8
+            manager.restore(loader=loader)
+    assert [len(batch) for batch in loader] == [8] * 12 + [7]  # and a new loop is the state's
+    order = ResumableBatchSampler(103, 8)
+    with pytest.raises(StateError, match=r"ResumableBatchSampler\.load_state_dict"):
+        for _ in order:
+            order.load_state_dict(order.state_dict())
