@@ -157,11 +157,12 @@ class MemoryManager(Closing):
 
     def line(self) -> str:
         """Return one line for people: what the device and the host hold now."""
-        return summarize_line(self.snapshot(), str(self.device))
+        return summarize_line(self.snapshot(), str(self.device), self._ledger.watched_bytes)
 
     def summary(self) -> str:
         """Return a text for people: that line, a table of all phases, and advice."""
-        return summarize(self.snapshot(), str(self.device), self.phases, self.advice())
+        watched_bytes = self._ledger.watched_bytes
+        return summarize(self.snapshot(), str(self.device), self.phases, self.advice(), watched_bytes)
 
     def advice(self) -> list[Advice]:
         """Return what to change in the environment, with the figures that say so. Nothing is changed."""
@@ -238,6 +239,7 @@ class MemoryManager(Closing):
                 raise
             finally:
                 here.trackers.remove(tracker)
+                self._ledger.note_watched(tracker.peak_since(0))
 
     def leaks(self) -> list[Leak]:
         """Return what grew since the last call, and who holds it; call it once a step, or every few steps.
