@@ -25,7 +25,7 @@ from memkit._settings import Checker
 from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
 from memkit.memory.journal import Journal, header_of
-from memkit.memory.leaks import Leak, LeakWatch
+from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.postmortem import write_post_mortem
@@ -241,10 +241,11 @@ class MemoryManager(Closing):
                 here.trackers.remove(tracker)
                 self._ledger.note_watched(tracker.peak_since(0))
 
-    def leaks(self) -> list[Leak]:
+    def leaks(self) -> Leaks:
         """Return what grew since the last call, and who holds it; call it once a step, or every few steps.
 
-        The first call only looks (``docs/leaks.md``).
+        The first call takes the baseline and compares nothing, most leaks take three (``docs/leaks.md``): what comes
+        back is a list that says so when it is printed, and by ``is_baseline`` and ``is_certain``.
         """
         return self._leak_watch.check()
 
