@@ -82,6 +82,53 @@ class Leak:
         return "\n".join([f"{self.holder} keeps {what}", *(f"  {key}: {value}" for key, value in rows.items())])
 
 
+class Leaks(list[Leak]):
+    """What a check found, the most bytes first; empty where it found nothing. Printed, it says how much that means.
+
+    Args:
+        leaks: What grows.
+        num_checks: Checks so far, this one included.
+
+    Attributes:
+        num_checks: Checks so far, this one included.
+
+    Example:
+        >>> import memkit as mk
+        >>> memory = mk.MemoryManager("cpu")
+        >>> print(memory.leaks())
+        no answer yet: this call took the baseline and compared nothing. Call leaks() after each of the next steps.
+    """
+
+    def __init__(self, leaks: Iterable[Leak], num_checks: int) -> None:
+        super().__init__(leaks)
+        self.num_checks = num_checks
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether nothing was compared: it was the first check."""
+        return self.num_checks == 1
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no leaks means that nothing grew in both of the last intervals: that takes three checks."""
+        return self.num_checks > _PATIENCE
+
+    def __str__(self) -> str:
+        if self:
+            return "\n".join(map(str, self))
+        if self.is_baseline:
+            return (
+                "no answer yet: this call took the baseline and compared nothing. "
+                "Call leaks() after each of the next steps."
+            )
+        if not self.is_certain:
+            return "nothing seen in one interval, which finds only the plainest leaks. Call leaks() after another step."
+        return f"nothing grew: {self.num_checks} checks."
+
+    def __repr__(self) -> str:
+        return f"<Leaks: {self}>"
+
+
 @dataclass(slots=True)
 class _Record:
     """What is known of a holder from earlier checks."""
@@ -125,8 +172,8 @@ class LeakWatch:
         self._hooked: set[int] = set()
         self._records: dict[str, _Record] = {}
 
-    def check(self) -> list[Leak]:
-        """Compare with the checks before. The first call is the baseline and returns nothing.
+    def check(self) -> Leaks:
+        """Compare with the checks before. The first call is the baseline, which its result says.
 
         Collects reference cycles first, so that only what is really held counts.
 
@@ -140,7 +187,7 @@ class LeakWatch:
         layers = _all_of(nn.Module, objects)
         suspects = [*self._grown_hooks(layers), *self._grown_graphs(tensors)]
         targets = self._targets(tensors, _all_of(torch.optim.Optimizer, objects))
-        leaks = []
+        leaks: list[Leak] = []
         if targets or suspects:
             references = References(objects, layers)
             suspects = [*growing_containers(targets, references, self._age, self._grew), *suspects]
@@ -149,7 +196,7 @@ class LeakWatch:
         self._lengths = {id(each): len(each) for each in objects if type(each) in CONTAINERS} if first else {}
         self._marks.append(next_sequence_number())
         self._num_checks += 1
-        return leaks
+        return Leaks(leaks, self._num_checks)
 
     def _stamp(self, tensors: list[Tensor]) -> None:
         """Note at which check each live tensor was first seen."""

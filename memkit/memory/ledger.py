@@ -150,6 +150,7 @@ class Ledger:
         peak_bytes: Largest allocated bytes of the device in the run; None where it keeps no count.
         reserved_peak_bytes: Largest reserved bytes; None where it keeps no count.
         host_peak_bytes: Largest resident bytes of this process in the run.
+        watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
         read_device: Reads the device's counters; None where it has none.
         read_host: Reads the largest resident bytes since their count was restarted.
     """
@@ -163,6 +164,7 @@ class Ledger:
         self.peak_bytes: int | None = None
         self.reserved_peak_bytes: int | None = None
         self.host_peak_bytes = 0
+        self.watched_bytes: int | None = None
         self.read_device = _device.allocator_counter(device)
         self.read_host = self._host_peak.read
         self._device = device
@@ -193,8 +195,15 @@ class Ledger:
         self._num_steps += 1
         step = Block(self, f"step_{self._num_steps}")
         step.step = self._num_steps
+        if self.here.trackers:
+            step.tracker = self.here.trackers[-1]
+            step.mark = step.tracker.mark()
         step.begin()
         return step
+
+    def note_watched(self, peak_bytes: int) -> None:
+        """Keep the largest bytes of a tracker that has ended."""
+        self.watched_bytes = larger(self.watched_bytes, peak_bytes)
 
     def begin_peaks(self, block: Block) -> None:
         """Restart the counters of largest values for a block."""

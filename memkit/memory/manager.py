@@ -25,7 +25,7 @@ from memkit._settings import Checker
 from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
 from memkit.memory.journal import Journal, header_of
-from memkit.memory.leaks import Leak, LeakWatch
+from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.postmortem import write_post_mortem
@@ -157,11 +157,12 @@ class MemoryManager(Closing):
 
     def line(self) -> str:
         """Return one line for people: what the device and the host hold now."""
-        return summarize_line(self.snapshot(), str(self.device))
+        return summarize_line(self.snapshot(), str(self.device), self._ledger.watched_bytes)
 
     def summary(self) -> str:
         """Return a text for people: that line, a table of all phases, and advice."""
-        return summarize(self.snapshot(), str(self.device), self.phases, self.advice())
+        watched_bytes = self._ledger.watched_bytes
+        return summarize(self.snapshot(), str(self.device), self.phases, self.advice(), watched_bytes)
 
     def advice(self) -> list[Advice]:
         """Return what to change in the environment, with the figures that say so. Nothing is changed."""
@@ -238,11 +239,13 @@ class MemoryManager(Closing):
                 raise
             finally:
                 here.trackers.remove(tracker)
+                self._ledger.note_watched(tracker.peak_since(0))
 
-    def leaks(self) -> list[Leak]:
+    def leaks(self) -> Leaks:
         """Return what grew since the last call, and who holds it; call it once a step, or every few steps.
 
-        The first call only looks (``docs/leaks.md``).
+        The first call takes the baseline and compares nothing, most leaks take three (``docs/leaks.md``): what comes
+        back is a list that says so when it is printed, and by ``is_baseline`` and ``is_certain``.
         """
         return self._leak_watch.check()
 

@@ -17,8 +17,8 @@ _LEGEND = {
 }
 
 
-def summarize_line(snapshot: MemorySnapshot, where: str) -> str:
-    """One line: what the device and the host hold now."""
+def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | None = None) -> str:
+    """One line: what the device and the host hold now; of a device without counters what trackers have seen."""
     device = [
         f"{name} {format_bytes(value)}"
         for name, value in (
@@ -28,6 +28,8 @@ def summarize_line(snapshot: MemorySnapshot, where: str) -> str:
         )
         if value is not None
     ]
+    if not device and watched_bytes is not None:
+        device = [f"tensors not counted now, peak {format_bytes(watched_bytes)} inside of track()"]
     total = "" if snapshot.total_bytes is None else f", of {format_bytes(snapshot.total_bytes)}"
     return f"{where}: {', '.join(device) or f'tensors {_UNKNOWN}'}{total} | {summarize_host(snapshot)}"
 
@@ -40,9 +42,15 @@ def summarize_host(snapshot: MemorySnapshot) -> str:
     )
 
 
-def summarize(snapshot: MemorySnapshot, where: str, phases: Mapping[str, PhaseTotals], notes: Iterable[object]) -> str:
+def summarize(
+    snapshot: MemorySnapshot,
+    where: str,
+    phases: Mapping[str, PhaseTotals],
+    notes: Iterable[object],
+    watched_bytes: int | None = None,
+) -> str:
     """The line, a table of the phases, and notes."""
-    lines = [summarize_line(snapshot, where)]
+    lines = [summarize_line(snapshot, where, watched_bytes)]
     rows = [_row(path, totals) for path, totals in phases.items() if totals.num_calls]
     if rows:
         widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]

@@ -22,7 +22,7 @@ def verdict(figures: Figures, fits: Sequence[Fit], words: Words) -> str:
     """Say the most important figures in one sentence."""
     if figures.peak is None:
         return words("verdict_none", count=f"{figures.num_events:,}")
-    parts = [words("verdict_peak", size=words.size(_peak_size(figures.peak)), event=clean(figures.peak.event))]
+    parts = [words("verdict_peak", size=words.size(figures.peak.size), event=clean(figures.peak.event))]
     if figures.held_bytes is not None and figures.layers.total_bytes:
         parts.append(words("verdict_room", share=f"{1 - figures.held_bytes / figures.layers.total_bytes:.1%}"))
     if card := smallest_card(fits):
@@ -36,7 +36,7 @@ def highlights(figures: Figures, rating: Rating, fits: Sequence[Fit], words: Wor
     """Return the figures that stand at the top."""
     held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
     return (
-        (words("fact_peak"), _peak_size(figures.peak) if figures.peak else None),
+        (words("fact_peak"), figures.peak.size if figures.peak else None),
         (words("tile_free"), Share(1 - held / total if held is not None and total else None)),
         (words("tile_rating"), None if rating.points is None else f"{rating.points} / 100"),
         (words("tile_card"), card.card.name if card else None),
@@ -51,9 +51,21 @@ def overview(log: EventLog, figures: Figures, words: Words) -> Section:
     nodes: list[Node] = [Table((words("col_fact"), words("col_value")), rows)]
     if missing:
         nodes.append(Paragraph(words("facts_missing", names=words.join(missing))))
+    if figures.layers.total_bytes is None and not figures.is_on_cpu:
+        nodes.append(Paragraph(words("facts_gpu")))
     if figures.ranks:
         peaks = tuple((str(rank), Size.of(num_bytes)) for rank, num_bytes in figures.ranks.items())
         nodes.append(Table((words("col_rank"), words("col_peak")), peaks, words("ranks_caption")))
+    if figures.earlier:
+        columns = (words("col_began"), words("col_events"), words("col_peak"))
+        earlier = tuple(
+            (None if run.wall_s is None else _date(run.wall_s), run.num_events, run.peak)
+            for run in figures.earlier[-_MOST_PROBLEMS:]
+        )
+        nodes += [
+            Paragraph(words("runs_earlier", count=f"{len(figures.earlier):,}")),
+            Table(columns, earlier, words("runs_caption")),
+        ]
     if log.problems:
         shown = tuple(clean_sentence(problem) for problem in log.problems[:_MOST_PROBLEMS])
         nodes += [Paragraph(words("problems_text", count=f"{len(log.problems):,}")), Bullets(shown)]
@@ -68,7 +80,7 @@ def clean_sentence(text: str) -> str:
 def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str, Cell]]:
     header, peak = figures.header, figures.peak
     device = header.device if header else None
-    yield words("fact_peak"), _peak_size(peak) if peak else None
+    yield words("fact_peak"), peak.size if peak else None
     yield words("fact_peak_at"), None if peak is None else _place(peak, words)
     yield words("fact_origin"), _origin(peak, words)
     yield words("fact_reserved"), Size.of(figures.layers.reserved_bytes)
@@ -79,16 +91,12 @@ def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str,
     if figures.num_predicted:
         yield words("fact_predicted"), figures.num_predicted
     yield words("fact_form"), words(f"form_{log.form}")
-    yield words("fact_runs"), len(log.headers) or None
+    yield words("fact_runs"), len(log.headers) - len(figures.earlier) or None
     yield words("fact_began"), None if header is None or header.wall_s is None else _date(header.wall_s)
     yield words("fact_seconds"), None if figures.seconds is None else f"{figures.seconds:,.2f} s"
     yield words("fact_versions"), describe(dict(header.versions)) or None if header else None
     if header and header.config:
         yield words("fact_config"), describe(header.config)
-
-
-def _peak_size(peak: Peak) -> Size:
-    return Size(peak.num_bytes, peak.num_bytes if peak.is_exact else None)
 
 
 def _place(peak: Peak, words: Words) -> str:
@@ -127,6 +135,8 @@ def efficiency(rating: Rating, words: Words) -> Section:
     columns = ("col_figure", "col_value", "col_mark", "col_weight", "col_curve")
     if rating.points is None:
         text = words("rating_none", count=rating.num_inputs, least=rating.least_inputs)
+        if any(each.rule.name == "headroom" and each.value is None for each in rating.marks):
+            text += words("rating_gpu")
     else:
         text = words("rating_text", points=rating.points, count=rating.num_inputs, total=len(rating.marks))
     table = Table(tuple(words(each) for each in columns), rows)
@@ -181,7 +191,7 @@ def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
     if peak is None:
         yield words("pattern_none")
         return
-    yield words("pattern_peak", event=clean(peak.event), size=words.size(Size.of(peak.num_bytes)))
+    yield words("pattern_peak", event=clean(peak.event), size=words.size(peak.size))
     known = [(load.num_bytes, load.name) for load in found.loads if load.num_bytes is not None]
     if known and found.whole_bytes:
         size, name = max(known)
@@ -192,7 +202,11 @@ def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
     if figures.is_cumulative:
         yield words("cumulative_text")
     if figures.steps and figures.steps.trend:
-        yield words("finding_growth" if figures.steps.trend.is_growth else "finding_flat")
+        is_added = figures.steps.measure == "incremental"
+        growth, flat = (
+            ("finding_growth_added", "finding_flat_added") if is_added else ("finding_growth", "finding_flat")
+        )
+        yield words(growth if figures.steps.trend.is_growth else flat)
     if figures.steps and figures.steps.rise is not None:
         yield rise_text(figures.steps.rise, words)
     if rating.points is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from memkit._eventlog import EventLog
@@ -41,6 +41,11 @@ class Peak:
     rank: int | None
     origin: Origin
     is_exact: bool
+
+    @property
+    def size(self) -> Size:
+        """The bytes, or that they are at least so many."""
+        return Size(self.num_bytes, self.num_bytes if self.is_exact else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +125,27 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierRun:
+    """A run that was over when another one began to write the same log. The figures are not about it.
+
+    Attributes:
+        wall_s: When it began, in seconds since 1970.
+        num_events: Its events.
+        peak: Its largest bytes in tensors, as far as it tells.
+    """
+
+    wall_s: float | None
+    num_events: int
+    peak: Size
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What a report is about.
 
     Attributes:
-        num_events: Events in the log.
+        num_events: Events of the run.
+        earlier: Runs in the log that were over when the last one began.
         num_predicted: Predicted events that were left out, since others were measured.
         ranks: Largest bytes of each process of a distributed run; empty where there is one.
         seconds: From the first event to the last; None without clock.
@@ -143,6 +164,7 @@ class Figures:
     """
 
     num_events: int
+    earlier: tuple[EarlierRun, ...]
     num_predicted: int
     ranks: dict[int, int]
     seconds: float | None
@@ -158,6 +180,12 @@ class Figures:
     shortages: tuple[Shortage, ...]
     num_survived: int
     observed: Sequence[Observed] = field(repr=False)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the run computed on the host, whose capacity is no card's."""
+        device = self.header.device if self.header else None
+        return device is not None and device.backend == "cpu"
 
     @property
     def held_bytes(self) -> int | None:
@@ -177,23 +205,29 @@ _SEGMENT_NUMBERS = tuple(each.name for each in fields(Segments) if each.name != 
 
 
 def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
-    """Read a log's figures.
+    """Read a log's figures: of the last run, where one began after another was over.
 
     Args:
         log: The log.
         total_bytes: Capacity of the device where the log does not say it.
     """
+    runs = _events_by_run(log)
+    is_over = _find_earlier(log, runs)
+    earlier = tuple(_earlier_run(log, run, runs.get(run, [])) for run in sorted(is_over))
+    log = replace(log, events=tuple(event for event in log.events if event.run not in is_over))
     observed, num_predicted = observe(log)
     events = [each.event for each in observed]
-    header = log.headers[-1] if log.headers else None
+    splits = tuple(_find_splits(events))
+    header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
     return Figures(
         num_events=len(log.events),
+        earlier=earlier,
         num_predicted=num_predicted,
         ranks=_ranks(events),
         seconds=_seconds(events),
         header=header,
-        peak=_find_peak(log, events),
+        peak=_find_peak(log, events, splits),
         is_cumulative=_is_cumulative(events),
         layers=Layers(
             requested_bytes=_largest(events, "requested_bytes"),
@@ -205,7 +239,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
         components=find_components(observed, is_legacy=log.is_legacy),
         stages=find_stages(observed),
         steps=find_steps(observed),
-        splits=tuple(_find_splits(events)),
+        splits=splits,
         segments=tuple(_find_segments(events)),
         shortages=tuple(_find_shortages(events)),
         num_survived=sum(map(_survived, events)),
@@ -213,17 +247,49 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
     )
 
 
-def _find_peak(log: EventLog, events: Iterable[Event]) -> Peak | None:
+def _events_by_run(log: EventLog) -> dict[int | None, list[Event]]:
+    runs: dict[int | None, list[Event]] = {}
+    for event in log.events:
+        runs.setdefault(event.run, []).append(event)
+    return runs
+
+
+def _find_earlier(log: EventLog, runs: Mapping[int | None, list[Event]]) -> set[int]:
+    """Find the runs that were over when another one of the same process rank began.
+
+    Cards of one snapshot, or ranks, are runs side by side. A run without events is none to choose.
+    """
+    walls = [(each.wall_s, run) for run, each in enumerate(log.headers) if each.wall_s is not None and runs.get(run)]
+    found, newest = set(), dict[int, float]()  # by rank, when the last run began
+    for begun, run in sorted(walls, reverse=True):
+        ended = max((event.wall_s for event in runs[run] if event.wall_s is not None), default=begun)
+        last = newest.setdefault(log.headers[run].rank, begun)
+        if last > begun and last >= ended:
+            found.add(run)
+    return found
+
+
+def _earlier_run(log: EventLog, run: int, events: Sequence[Event]) -> EarlierRun:
+    peak = _find_peak(log, events, tuple(_find_splits(events)))
+    return EarlierRun(log.headers[run].wall_s, len(events), Size.of(None) if peak is None else peak.size)
+
+
+def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) -> Peak | None:
     best, winner, name = -1, None, ""
     for event in events:
         for each in _PEAK_FIELDS:
             value = getattr(event, each)
             if value is not None and value > best:
                 best, winner, name = value, event, each
+    origin = Origin() if winner is None else log.origin(winner, name)
+    is_exact = origin.kind == "predicted" or (name == "peak_total_bytes" and origin.kind != "sampled")
+    for split in splits if not is_exact else ():
+        watched = split.whole_bytes - dict(split.parts).get("workspace", 0)
+        if split.name == "peak_by_category" and watched > best:  # a tracker saw more than any event
+            event = next(event for event in events if event.event == split.event and event.note)
+            return Peak(watched, event.event, event.step, event.rank, Origin("dispatch", "measured"), is_exact=False)
     if winner is None:
         return None
-    origin = log.origin(winner, name)
-    is_exact = origin.kind == "predicted" or (name == "peak_total_bytes" and origin.kind != "sampled")
     return Peak(best, winner.event, winner.step, winner.rank, origin, is_exact)
 
 

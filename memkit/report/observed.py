@@ -20,7 +20,7 @@ class Observed(NamedTuple):
         track: Which run of which process it belongs to: only there are differences of figures true.
         before: The last event before it on its track that knows what was held, or a record.
         step: Number of the training step that it ends; None for other events.
-        low: Its stage's peak is at least this.
+        low: Its stage's peak is at least this: what was held at its end, and whatever was seen inside of it.
         high: Its stage's peak is at most this.
     """
 
@@ -51,7 +51,46 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
     ]
     # A mark without any number says nothing about how the others came about.
     events = measured if any(_device_bytes(event) is not None for event in measured) else list(log.events)
-    return list(_observe(events)), len(log.events) - len(events)
+    inside = _Inside()
+    return [inside.widen(each) for each in _observe(events)], len(log.events) - len(events)
+
+
+class _Inside:
+    """What was seen inside of blocks that are still open: a step, or a phase, whose line comes at its end."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}  # of each track, since its last step
+        self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
+
+    def widen(self, each: Observed) -> Observed:
+        """Raise what a block's peak is at least to what was seen inside of it, where no more is known."""
+        event, track = each.event, each.track
+        lows = [each.low]
+        if event.time_ns is None:  # no clock, no blocks: a log of single events, such as the older form
+            return each
+        if each.step is not None:
+            lows.append(self._steps.pop(track, None))
+        elif event.phase is not None and event.duration_ns is not None:
+            inner = self._phases.pop((track, event.phase), [])
+            lows += [low for time, low in inner if time > event.time_ns - event.duration_ns]
+        low = max((low for low in lows if low is not None), default=None)
+        if low is not None:
+            if each.step is None:
+                self._steps[track] = max(low, self._steps.get(track, 0))
+            for path in _outer(event, is_block=each.step is None and event.duration_ns is not None):
+                self._phases.setdefault((track, path), []).append((event.time_ns, low))
+        if low is None or (each.high is not None and low > each.high):
+            return each
+        return each._replace(low=low)
+
+
+def _outer(event: Event, *, is_block: bool) -> Iterator[str]:
+    """Yield the paths of the phases that an event lies in."""
+    path = event.phase or ""
+    path = path.rpartition("/")[0] if is_block else path  # a phase does not lie in itself
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
 
 
 _DEVICE_FIELDS = ("allocated_bytes", "peak_bytes", "peak_total_bytes")

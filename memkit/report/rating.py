@@ -42,7 +42,7 @@ RULES = (
     Rule("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
     Rule("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
 )
-"""Room at the peak; reserved, not in tensors; growth over all steps; how far steps lie apart; without a component."""
+"""Room at the peak; reserved, not in tensors; growth over all steps; how far their peaks lie apart; no component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +93,11 @@ def _values(figures: Figures) -> dict[str, float | None]:
     held, reserved, total = figures.held_bytes, figures.layers.reserved_bytes, figures.layers.total_bytes
     peak_bytes = peak.num_bytes if peak else None
     unattributed = figures.unattributed.low
-    trend = steps.trend if steps else None
-    growth = None
-    if steps and trend and peak_bytes:
-        num_steps = steps.steps[-1].number - steps.steps[0].number
-        growth = max(0.0, trend.slope) * num_steps / peak_bytes if trend.low > 0 else 0.0
+    growth_bytes = steps.growth_bytes if steps else None
     return {
         "headroom": max(0.0, 1 - held / total) if held is not None and total else None,
         "fragmentation": max(0.0, 1 - peak_bytes / reserved) if peak_bytes is not None and reserved else None,
-        "growth": growth,
+        "growth": growth_bytes / peak_bytes if growth_bytes is not None and peak_bytes else None,
         "spread": steps.spread if steps else None,
         "unattributed": max(0.0, unattributed / peak_bytes) if unattributed is not None and peak_bytes else None,
     }

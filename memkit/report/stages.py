@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +56,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Growth of what is held, in bytes for each step: the median slope of all pairs, and its 95 % interval."""
+    """Growth of what is held, in bytes for each step: the median slope of all pairs, and its 95 % interval.
+
+    Where the log says what steps added, and not what was held, it is the growth of their sum.
+    """
 
     slope: float
     low: float
@@ -76,7 +80,8 @@ class Steps:
         num_missing: Numbers between the first and the last one that the log does not have.
         measure: What a change is: ``"incremental"``, as the program wrote it; ``"held"``, the difference of what was
             held at the ends of two steps; ``"record"``, the growth of a record over the run; None without any.
-        trend: Growth of what is held; None for too few steps.
+        trend: Growth of what is held, or of the sum of what the steps added; None for too few steps, and where a record
+            says that what they added was given back, or may have been.
         rise: What the steps added together, and by how much a record rose over them, where that is less; else None.
     """
 
@@ -88,13 +93,19 @@ class Steps:
 
     @property
     def spread(self) -> float | None:
-        """How far the steps' figures lie apart: (largest - smallest) / largest, of peaks, or else of changes."""
+        """How far the steps' peaks lie apart: (largest - smallest) / largest; None where not all are known."""
         peaks = [step.peak.low for step in self.steps if step.peak.is_known and step.peak.low is not None]
-        changes = [step.change_bytes for step in self.steps if step.change_bytes is not None]
-        values = peaks if len(peaks) == len(self.steps) else changes if self.measure == "incremental" else []
-        if len(values) < 2 or max(values) <= 0:
+        if len(peaks) < max(2, len(self.steps)) or max(peaks) <= 0:
             return None
-        return (max(values) - min(values)) / max(values)
+        return (max(peaks) - min(peaks)) / max(peaks)
+
+    @property
+    def growth_bytes(self) -> float | None:
+        """Growth over all steps: by the trend, or else by how much a record rose that did not stand above them."""
+        if self.trend is not None:
+            num_steps = self.steps[-1].number - self.steps[0].number
+            return max(0.0, self.trend.slope) * num_steps if self.trend.low > 0 else 0.0
+        return self.rise[1] if self.rise is not None and self.rise[1] > 0 else None
 
 
 @dataclass(slots=True)
@@ -155,13 +166,22 @@ def find_steps(observed: Sequence[Observed]) -> Steps | None:
         steps.append(Step(number, one.bounds.size, one.held, change(one, before)))
         before = one.held
     held = [(step.number, step.held_bytes) for step in steps if step.held_bytes is not None]
+    added = [(number, found[number].bounds.added) for number in numbers]
+    rise = _find_rise(observed, [num_bytes for _, num_bytes in added])
     return Steps(
         tuple(steps),
         num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
         measure=measure,
-        trend=_find_trend(held),
-        rise=_find_rise(observed, [one.bounds.added for one in found.values()]),
+        trend=_find_trend(held) or (_find_trend(_summed(added)) if rise is None else None),
+        rise=rise,
     )
+
+
+def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
+    """Add up what steps added; nothing where one of them does not say it."""
+    sums = itertools.accumulate(num_bytes or 0 for _, num_bytes in added)
+    is_whole = all(num_bytes is not None for _, num_bytes in added)
+    return [(number, total) for (number, _), total in zip(added, sums, strict=True)] if is_whole else []
 
 
 def _add_step(one: _OneStep, each: Observed) -> None:

@@ -34,6 +34,7 @@ def usage_sections(figures: Figures, words: Words, *, is_legacy: bool) -> Iterat
 def _layers(figures: Figures, words: Words) -> Iterator[Node]:
     layers = figures.layers
     tensors = figures.peak.num_bytes if figures.peak else None
+    is_exact = figures.peak is None or figures.peak.is_exact
     inner: tuple[tuple[str, int | None], ...] = (("layer_tensors", tensors), ("layer_allocator", layers.reserved_bytes))
     if layers.requested_bytes is not None:
         inner = (
@@ -49,10 +50,15 @@ def _layers(figures: Figures, words: Words) -> Iterator[Node]:
     rows: list[tuple[Cell, ...]] = []
     bars: list[tuple[str, int]] = []
     below: int | None = 0
+    was_least = False
     for key, level in levels:
         extra = None if level is None or below is None else max(0, level - below)
         share = Share(extra / layers.total_bytes if extra is not None and layers.total_bytes else None)
-        rows.append((words(key), Size.of(extra), Size.of(level), share))
+        # Where the tensors are at least this, the layer around them adds at most that.
+        is_least = key in {"layer_tensors", "layer_rounding"} and level is not None and not is_exact
+        added = Size(extra, None) if is_least else Size(None, extra) if was_least else Size.of(extra)
+        rows.append((words(key), added, Size(level, None) if is_least else Size.of(level), share))
+        was_least = is_least
         if extra is not None:
             bars.append((words(key), extra))
         below = level
@@ -244,7 +250,8 @@ def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
         caption = words(f"split_{split.name.removeprefix('peak_by_')}", event=clean(split.event))
         yield Bars(tuple(parts), caption, split.whole_bytes)
         yield Table((words("col_part"), words("col_size"), words("col_share_split")), tuple(rows))
-        yield Paragraph(words("split_missing", size=words.size(Size.of(missing, is_change=True))))
+        key = "split_beyond" if missing is not None and missing < 0 else "split_missing"
+        yield Paragraph(words(key, size=words.size(Size.of(None if missing is None else abs(missing)))))
 
 
 def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Words) -> Iterator[Line]:
@@ -283,13 +290,19 @@ def _pattern(figures: Figures, words: Words) -> Iterator[str]:
     if peak is None:
         yield words("pattern_none")
         return
-    yield words("pattern_peak", event=clean(peak.event), size=words.size(Size.of(peak.num_bytes)))
+    yield words("pattern_peak", event=clean(peak.event), size=words.size(peak.size))
     if found.whole_bytes is not None and peak.num_bytes:
         yield words("pattern_loaded", share=f"{found.whole_bytes / peak.num_bytes:.1%}")
     if steps and steps.trend:
-        key = "pattern_growth" if steps.trend.is_growth else "pattern_flat"
+        is_added = steps.measure == "incremental"
+        growth, flat = (
+            ("pattern_growth_added", "pattern_flat_added") if is_added else ("pattern_growth", "pattern_flat")
+        )
+        key = growth if steps.trend.is_growth else flat
         slope, low, high = (round(each) for each in (steps.trend.slope, steps.trend.low, steps.trend.high))
         yield words(key, slope=f"{slope:+,}", low=f"{low:+,}", high=f"{high:+,}")
+    elif steps and steps.rise is not None:
+        yield rise_text(steps.rise, words)
     elif steps:
         yield words("pattern_no_trend")
     if steps and steps.spread is not None:

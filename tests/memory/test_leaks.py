@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import memkit as mk
 from memkit._units import KIB
 from memkit.memory.leaks import LeakWatch
 from tests.memory.leak_clean import CLEAN
@@ -224,3 +225,22 @@ def test_check_changes_nothing():
 
     torch.testing.assert_close(train(LeakWatch().check), train(list), rtol=0, atol=0)
     assert gc.isenabled()
+
+
+def test_an_answer_says_how_much_it_means():
+    """An empty list after the first call is no "nothing leaks"."""
+    memory, kept = mk.MemoryManager("cpu"), []
+    first = memory.leaks()
+    assert (first, first.is_baseline, first.is_certain) == ([], True, False)
+    assert str(first).startswith("no answer yet: this call took the baseline and compared nothing")
+    assert "baseline" in repr(first)
+    second = memory.leaks()
+    assert (second, second.is_baseline, second.is_certain) == ([], False, False)
+    assert "Call leaks() after another step" in str(second)
+    third = memory.leaks()
+    assert (third, third.is_certain, str(third)) == ([], True, "nothing grew: 3 checks.")
+    for _ in range(3):
+        kept.append(torch.ones(1000))
+        found = memory.leaks()
+    assert len(found) == 1
+    assert "keeps 3 tensors" in str(found)

@@ -29,8 +29,9 @@ def test_the_figures():
     assert figures.unattributed.low == END - T5
     steps = figures.steps
     assert [(step.number, step.change_bytes) for step in steps.steps] == [(1, STEP), (2, STEP), (10, STEP)]
-    assert (steps.num_missing, steps.measure, steps.spread) == (7, "incremental", 0)
+    assert (steps.num_missing, steps.measure, steps.spread) == (7, "incremental", None)
     assert steps.rise == (3 * STEP, STEP)
+    assert (steps.trend, steps.growth_bytes) == (None, STEP)  # by the record: what was added was given back
     assert figures.seconds is None
     assert figures.layers.reserved_bytes is None
 
@@ -98,4 +99,5 @@ def test_the_card_may_be_named(tmp_path):
     headroom = rating["marks"]["headroom"]
     assert headroom["value"] == pytest.approx(1 - END / find_gpu("RTX 5090").total_bytes)
     unattributed = (0.6 - (END - T5) / END) / 0.5
-    assert rating["points"] == round(100 * (30 + 15 + 10 * unattributed) / (30 + 15 + 10)) == 84
+    growth = 1 - STEP / END / 0.1
+    assert rating["points"] == round(100 * (30 + 20 * growth + 10 * unattributed) / (30 + 20 + 10)) == 85
