@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit._errors import warn_user
 from memkit.train.gradients import graph_nodes
@@ -31,7 +32,9 @@ def divisors(loss: Tensor) -> tuple[Path, ...]:
         For each term the factors of its divisor, numbers or 0-dim tensors; the terms come in the order of the graph.
         Empty where there are many terms.
     """
-    paths = list(_walk(loss.grad_fn))
+    # A mode that is active (a FLOP counter) would get a number that torch has saved as a tensor, and not know it.
+    with _disable_current_modes(), torch.no_grad():
+        paths = list(_walk(loss.grad_fn))
     return tuple(paths) if len(paths) <= _MAX_PATHS else ()
 
 
@@ -79,11 +82,11 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         return (float(node._saved_self.numel()) if is_mean else None), True  # noqa: SLF001
     if name in {"DivBackward", "MulBackward"}:
         other = getattr(node, "_saved_other", None)
+        if not isinstance(other, (int, float, Tensor)) or (isinstance(other, Tensor) and other.numel() != 1):
+            return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
         if isinstance(other, Tensor):
-            other = other.detach() if other.numel() == 1 and not other.requires_grad else None
-        if other is None:
-            return None, name == "MulBackward"
-        return (other if name == "DivBackward" else 1.0 / other if other is not None else None), False
+            other = float(other) if other.is_cpu else other.detach()
+        return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
     is_one_number = name in {"AddBackward", "SubBackward", "NegBackward", "ToCopyBackward", "ViewBackward"} | {
         "SqueezeBackward",
         "ReshapeAliasBackward",
@@ -92,6 +95,10 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         "UnsqueezeBackward",
     }
     return None, not is_one_number
+
+
+def _is_not_zero(number: Factor) -> bool:
+    return isinstance(number, Tensor) or number != 0
 
 
 class DivisorWatch:
@@ -109,11 +116,12 @@ class DivisorWatch:
         lengths = {len(paths) for _, paths in group}
         if len(group) < 2 or len(lengths) != 1 or not lengths.pop():
             return False
-        columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]
-        table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
-        if not any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
-            return _is_uneven(_stacked(table).tolist())
-        return self._later(table)
+        with _disable_current_modes(), torch.no_grad():
+            columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]
+            table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
+            if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
+                return self._later(table)
+            return _is_uneven([[float(each) for each in line] for line in table])
 
     def _later(self, table: list[list[Factor]]) -> bool:
         previous, is_there = self._pending, self._arrival is None or self._arrival.query()
@@ -178,7 +186,7 @@ class WeightCheck:
 def _product(path: Sequence[Factor]) -> Factor:
     result: Factor = 1.0
     for factor in path:
-        result = result * (factor.detach() if isinstance(factor, Tensor) else factor)
+        result = result * factor
     return result
 
 

@@ -26,7 +26,16 @@ from memkit._streamed import without_hooks
 from memkit._units import MIB
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
-from memkit.train.split import SplitFn, count_rows, cut_batch, join_rows, list_tensors, map_leaves, take_rows
+from memkit.train.split import (
+    SplitFn,
+    count_elements,
+    count_rows,
+    cut_batch,
+    join_rows,
+    list_tensors,
+    map_leaves,
+    take_rows,
+)
 
 LossFn = Callable[[nn.Module, Any], Tensor | Loss]
 _NUM_ROWS = 8
@@ -56,6 +65,7 @@ class SplitVerdict:
             attributes, where they were found.
         loss: What is wrong besides. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
             ``"weights"``: the loss is a mean over something else than rows, or a sum. ``"state"``: see `state`.
+            ``"hooks"``: hooks on parameters do something else to parts of a gradient than to the whole.
         reason: Why it was not checked.
         is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
     """
@@ -64,7 +74,7 @@ class SplitVerdict:
     error: float | None = None
     modules: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
-    loss: Literal["rows", "weights", "state"] | None = None
+    loss: Literal["rows", "weights", "state", "hooks"] | None = None
     reason: str = ""
     is_uninformative: bool = False
 
@@ -96,6 +106,11 @@ class SplitVerdict:
                 "micro-batch instead of once per batch: update it once per step, outside of forward, or keep the "
                 "batch whole."
             )
+        elif self.loss == "hooks":
+            sentences.append(
+                "Hooks on parameters see the gradient of each micro-batch, and what they do is not linear: let them "
+                "work on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch."
+            )
         return " ".join(sentences)
 
 
@@ -122,11 +137,13 @@ class Way:
 
     Attributes:
         make: Cuts; None where it cannot be cut so.
-        is_smallest: For when memory is short.
+        is_smaller: For when memory has run out.
+        is_real: The parts are those of the step.
     """
 
     make: Callable[[], Parts | None]
-    is_smallest: bool = False
+    is_smaller: bool = False
+    is_real: bool = False
 
 
 @dataclass(slots=True)
@@ -217,6 +234,8 @@ class Examination:
         roots: Further objects whose state a run may change: the loss function.
         ways: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
         adds_up: The losses of parts add up to the batch's, where the loss function does not say what it weighs.
+        with_hooks: Whether a step runs the parameters' hooks on each part's gradient.
+        is_uneven: Losses were divided by something that the parts' rows do not follow: real parts are looked at.
         has_autocast: Whether the caller's step runs under autocast, which is off for a look in full precision.
     """
 
@@ -228,6 +247,8 @@ class Examination:
         ways: Sequence[Way],
         *,
         adds_up: bool = False,
+        with_hooks: bool = True,
+        is_uneven: bool = False,
         has_autocast: bool = False,
     ) -> None:
         self._model, self._parameters = model, list(parameters)
@@ -237,7 +258,8 @@ class Examination:
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
-        self._failure = ""
+        self._failure, self._is_uneven = "", is_uneven
+        self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
@@ -260,7 +282,7 @@ class Examination:
         verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
         is_out_of_memory = False
         for way in self._ways:
-            if way.is_smallest != is_out_of_memory:
+            if way.is_smaller != is_out_of_memory:
                 continue
             parts = self._make(way)
             if parts is None:
@@ -269,8 +291,10 @@ class Examination:
             found = yield from self._judge(parts)
             if verdict.exact is None or found.exact is not None:
                 verdict = found
-            # A loss that compares rows is refused, so ask twice: real parts, in their order, are decisive.
-            if verdict.exact is not None and verdict.loss != "rows":
+            if way.is_real and verdict.exact is not None:
+                break
+            # A loss that compares rows is refused, so ask twice; likewise where real parts were seen to be unlike.
+            if (verdict.exact and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows"):
                 break
             is_out_of_memory = is_out_of_memory or self._attempt.is_out_of_memory
             if self._attempt.is_out_of_memory:
@@ -378,7 +402,9 @@ class Examination:
         slopes = torch.full_like(root, slope)
         if has_reentrant_checkpoint(root):
             return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count, adds_up)
-        return _Gradient(_sketches(root, slopes, self._parameters), count, adds_up)
+        hooks = contextlib.nullcontext() if self._with_hooks else without_hooks(self._parameters)
+        with hooks:
+            return _Gradient(_sketches(root, slopes, self._parameters), count, adds_up)
 
     # ------------------------------------------------------------------ judgement
 
@@ -447,8 +473,7 @@ class Examination:
         """Find out what is at fault by leaving it out."""
         prepare = self._prepare
         names: tuple[str, ...] = ()
-        independent = []
-        start = 0
+        independent, start = list[_Gradient](), 0
         for part, size in self._where.parts:
             span = Span(start, start + size, self._where.size) if self._where.has_rows else None
             gradient = yield from self._run(part, size, span)
@@ -461,20 +486,36 @@ class Examination:
         is_equal = (yield from self._weigh(whole, self._sum(independent)))[1]
         if is_equal:
             return SplitVerdict(exact=False, error=error, state=names, loss="state")
+        if self._with_hooks:
+            self._with_hooks = False
+            if (yield from self._is_equal_again()):
+                return SplitVerdict(exact=False, error=error, loss="hooks")
         if self._fits_with_other_weights(whole, independent):
             return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
-        if self._suspects:
-            self._prepare = lambda: (prepare(), self._freeze(self._suspects))[0]  # type: ignore[func-returns-value]
-            frozen, parts = yield from self._again()
-            if frozen is not None and parts is not None:
-                if (yield from self._weigh(frozen, self._sum(parts)))[1]:
-                    return SplitVerdict(exact=False, error=error, modules=self._suspects)
-                if self._fits_with_other_weights(frozen, parts):
-                    return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
+        if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
+            return found
         unknown = yield from self._find_by_mode(prepare)
         if unknown:
             return SplitVerdict(exact=False, error=error, modules=(*self._suspects, *unknown))
         return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="rows")
+
+    def _judge_frozen(self, error: float) -> Attempts:
+        """The verdict if batch normalizations that are frozen explain all, or all but weights; else None."""
+        prepare = self._prepare
+
+        def freeze() -> None:
+            prepare()
+            self._freeze(self._suspects)
+
+        self._prepare = freeze
+        whole, parts = yield from self._again()
+        if whole is None or parts is None:
+            return None
+        if (yield from self._weigh(whole, self._sum(parts)))[1]:
+            return SplitVerdict(exact=False, error=error, modules=self._suspects)
+        if self._fits_with_other_weights(whole, parts):
+            return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
+        return None
 
     def _again(self) -> Attempts:
         """Run whole and parts, each from the start."""
@@ -680,16 +721,16 @@ def ways_to_cut(
     num_parts: int = 2,
     sizes: Sequence[int] = (),
     split_fn: SplitFn | None = None,
-    is_uneven: bool = False,
+    is_tight: bool = False,
 ) -> list[Way]:
-    """List what to compare: a few unlike rows; the two real parts that are most unlike; two rows, if memory is short.
+    """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
 
     Args:
         batch: The batch.
         num_parts: Parts that it is cut into.
         sizes: The rows of each part, where that is known.
         split_fn: Cuts a packed batch.
-        is_uneven: Real parts first: their losses were divided by something that their rows do not follow.
+        is_tight: Memory is known to be short: no more rows at once than the largest part has.
 
     Raises:
         InputError: The batch has no common rows, and there is no ``split_fn``.
@@ -701,29 +742,43 @@ def ways_to_cut(
         num_parts = max(1, min(num_parts, num_rows))
         size, larger = divmod(num_rows, num_parts)
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
-    ways = [
-        Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS)),
-        Way(functools.partial(_two_parts, batch, num_rows, sizes)),
-    ]
-    return [
-        *ways[:: -1 if is_uneven else 1],
-        Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smallest=True),
-    ]
+    at_most = min(_NUM_ROWS, max(2, num_rows // 2))  # gradients are there already: together less than a whole step
+    some = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most), is_real=True)
+    few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
+    two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
+    two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
+    if is_tight:
+        return [few, two_rows]
+    return [some, few, two, replace(few, is_smaller=True), two_rows]
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
     """The first part of a packed batch that can be cut again."""
-    for part, size in cut_batch(batch, num_parts, size=1, split_fn=split_fn)[:3]:
+    whole = count_elements(batch)
+    for part, size in cut_batch(batch, num_parts, size=whole, split_fn=split_fn)[:3]:
         parts = cut_batch(part, 2, size=size, split_fn=split_fn)
-        if len(parts) > 1:
+        if len(parts) > 1 or parts[0][1] != size:  # a single part that is not the whole has lost something
             return Parts(part, size, tuple(parts), has_rows=False)
     return None
 
 
+def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+    """Small parts as they are, as many as make a few rows: those that are most unlike, in their order."""
+    number = min(len(sizes), at_most // max(sizes))
+    if number < 2:
+        return None
+    edges = [0, *np.cumsum(sizes).tolist()]
+    blocks = sorted(_unlike(batch, num_rows, edges, number))
+    rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
+    lengths = [stop - start for start, stop in blocks]
+    return _cut(rows, sum(lengths), lengths)
+
+
 def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+    """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit."""
     if num_rows < 2:
         return None
-    wanted = min(num_rows, max(2, min(at_most, max(sizes))))  # no more than a part has: that is known to fit
+    wanted = min(num_rows, max(2, min(at_most, max(sizes))))
     unit = math.gcd(_LARGEST_UNIT, *sizes)  # what may belong together stays together
     while 2 * unit > wanted:
         unit //= 2
@@ -815,7 +870,7 @@ def _sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -
         # What autograd goes on with, and holds until its end, takes no memory.
         return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
 
-    with without_hooks(parameters), torch.autocast(loss.device.type, enabled=False):
+    with torch.autocast(loss.device.type, enabled=False):
         handles = [
             each.register_hook(lambda gradient, index=index: catch(index, gradient))  # type: ignore[no-untyped-call]
             for index, each in enumerate(parameters)

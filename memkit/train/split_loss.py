@@ -198,7 +198,7 @@ class SplitLoss:
             window.settle(attempt)
         self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
         self.num_ooms += window.num_ooms
-        if len(self.sizes) > 1:
+        if window.was_cut:
             self._check_split(window, total.parameters, loss_fn)
         return total
 
@@ -251,9 +251,15 @@ class SplitLoss:
             parameters,
             [loss_fn],
             ways_to_cut(
-                window.batch, num_parts=len(self.sizes), sizes=self.sizes, split_fn=self._split_fn, is_uneven=is_uneven
+                window.batch,
+                num_parts=len(self.sizes),
+                sizes=self.sizes,
+                split_fn=self._split_fn,
+                is_tight=window.num_ooms > 0,
             ),
             adds_up=self._reduction == "sum",
+            is_uneven=is_uneven,
+            with_hooks=False,  # they run once, on the batch's gradient
         )
         self.is_checking = True
         try:

@@ -78,7 +78,6 @@ class SplitWatch:
                 return  # the next batch is looked at
         else:
             self._num_uninformative = 0
-        self._known.add(self._key)
         because = " (memory ran out, so it was split)" if num_ooms else ""
         if verdict.loss == "rows":
             error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"
@@ -90,6 +89,7 @@ class SplitWatch:
             )
         if verdict.exact is None:
             self._say_not_checked(verdict)
+        self._known.add(self._key)  # what was refused is looked at again, and refused again
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"

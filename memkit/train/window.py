@@ -100,7 +100,15 @@ class Attempt:
     ) -> bool:
         self._discovery.close()
         # Only the text of the error is kept: the error itself holds the frames, and they hold the tensors.
-        if error is None or self._on_oom == "raise" or not is_out_of_memory(error):
+        if error is None:
+            return False
+        if self._on_oom == "raise" or not is_out_of_memory(error):
+            if isinstance(error, Exception) and self.size < self.batch_size:
+                error.add_note(
+                    f"memkit: this was a micro-batch of {self.size} of {self.batch_size}. All tensors of the batch are "
+                    "cut along dimension 0; keep one that belongs to all rows (a mask, a table) out of the batch, for "
+                    "instance in a variable that loss_fn uses, or pass split_fn=..."
+                )
             return False
         self.failure = describe_error(error)
         drop_frames(error)
@@ -158,6 +166,11 @@ class Window:
     def num_left(self) -> int:
         """How many micro-batches are still to do."""
         return len(self._todo)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether the micro-batches are not the batch as it came."""
+        return self.all_sizes != (self.size,)
 
     @property
     def all_sizes(self) -> tuple[int, ...]:

@@ -347,7 +347,8 @@ class MemoryEfficientTrainingWrapper(Closing):
                 self._attempt = None
                 window.settle(attempt)
                 # The last run of a loop that is kept is a real one: what its variables hold then is of the batch.
-                if window.num_left == (loss_fn is None) and len(window.all_sizes) > 1:
+                is_last_to_come = loss_fn is None and len(window.all_sizes) > 1
+                if window.was_cut and window.num_left == is_last_to_come:
                     yield from self._check_split(
                         window.batch, window.all_sizes, window.notes(), loss_fn, num_ooms=window.num_ooms
                     )
@@ -373,7 +374,7 @@ class MemoryEfficientTrainingWrapper(Closing):
                 paths = divisors(loss.value)
                 losses.append(self._add(loss, size=size, batch_size=batch_size))
                 notes.append((losses[-1].weight, paths))
-            if len(sizes) > 1:
+            if sizes != (batch_size,):
                 for attempt in self._check_split(batch, sizes, notes, loss_fn, num_ooms=0):
                     with attempt as micro:
                         self._run(micro, loss_fn)
@@ -398,7 +399,14 @@ class MemoryEfficientTrainingWrapper(Closing):
             self.model,
             list_parameters(self._optimizers),
             [] if loss_fn is None else [loss_fn],
-            ways_to_cut(batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_uneven=is_uneven),
+            ways_to_cut(
+                batch,
+                num_parts=len(sizes),
+                sizes=sizes,
+                split_fn=self._split_fn,
+                is_tight=num_ooms > 0 or self._foresight.is_on,
+            ),
+            is_uneven=is_uneven,
             has_autocast=self._precision.is_mixed,
         )
         try:

@@ -697,10 +697,15 @@ def test_it_works_where_gradients_are_off():
         assert check_split(net(), torch.randn(ROWS, 6), square_loss).exact is True
 
 
-def test_a_parameters_hooks_do_not_run():
+def test_hooks_on_parameters_see_the_gradient_of_each_part():
     model = net()
-    model[0].weight.register_hook(lambda gradient: pytest.fail("ran"))
+    handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
     assert check_split(model, torch.randn(ROWS, 6), square_loss).exact is True
+    handle.remove()
+    model[0].weight.register_hook(lambda gradient: gradient / gradient.abs().max())
+    verdict = check_split(model, torch.randn(ROWS, 6), square_loss)
+    assert (verdict.exact, verdict.loss) == (False, "hooks")
+    assert "max_grad_norm" in verdict.advice
 
 
 def test_a_compiled_model_is_checked_without_compiling():
