@@ -574,8 +574,6 @@ class Examination:
 
     def _fits_with_other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> bool:
         """Whether the whole is a weighted mean of the parts or their sum; what mixes rows is neither."""
-        if whole.adds_up:
-            return False
         if any(not each.count or not _is_finite(each.vectors) for each in parts):
             return True  # a part without any item: 0 / 0
         # Each parameter counts alike; one whose gradient is nothing but rounding says nothing.

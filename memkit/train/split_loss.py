@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memkit._captured import named_tensors
-from memkit._errors import InputError
+from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss, detached, read_loss
 from memkit._oom import retry_once
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
@@ -268,7 +268,15 @@ class SplitLoss:
                     attempt.backward(self._evaluate(micro, loss_fn)[0])
         finally:
             self.is_checking = False
-        self._split_watch.report(examination.verdict, num_ooms=window.num_ooms)
+        verdict = examination.verdict
+        if self._reduction == "sum" and verdict.loss == "weights":
+            raise ConfigError(
+                f"{CALL}(reduction='sum')",
+                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
+                expected="a sum over rows, divided by what does not depend on the part",
+                fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
+            )
+        self._split_watch.report(verdict, num_ooms=window.num_ooms)
 
 
 class _Total:

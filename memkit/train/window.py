@@ -66,7 +66,7 @@ class Rollback:
 
 
 class Attempt:
-    """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block silently.
+    """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block without an error.
 
     Args:
         part: The micro-batch.
@@ -74,6 +74,8 @@ class Attempt:
         batch_size: The size of the whole batch.
         on_oom: ``"raise"`` lets an out-of-memory through.
     """
+
+    is_check = False  # its results are the step's
 
     def __init__(self, part: Any, size: int, batch_size: int, on_oom: str) -> None:
         self.part = part

@@ -98,7 +98,8 @@ def test_the_block_runs_again_after_an_out_of_memory():
     for x, y in batches():
         for attempt in trainer.microbatches((x, y)):
             with attempt as (micro_x, _):
-                sizes.append(len(micro_x))
+                if not attempt.is_check:
+                    sizes.append(len(micro_x))
                 if len(micro_x) > 4:
                     raise MemoryError
                 trainer.backward(model(micro_x).pow(2).mean())
@@ -195,6 +196,7 @@ class TestPrecision:
             precision="bf16-true",
             accumulation_steps=96 if way == "accumulation_steps" else 1,
             memory=budget,
+            probe=way != "out of memory",  # where one row alone fits, there is nothing to compare
         )
         reference = copy.deepcopy(model).double()
         reference(x.bfloat16().double()).pow(2).mean().backward()
@@ -307,7 +309,8 @@ class TestPackedBatches:
 
     @pytest.mark.parametrize("capacity", [100, 60, 35])
     def test_scenes_are_never_cut(self, capacity):
-        model, _, trainer = make(accumulation_steps=2, split_fn=self.split)
+        # Where only one scene fits, there is nothing to compare.
+        model, _, trainer = make(accumulation_steps=2, split_fn=self.split, probe=capacity > 35)
 
         def limited(model, batch):
             if batch[0].numel() > capacity:
@@ -474,7 +477,7 @@ class TestMisuse:
         assert trainer.train_step(next(batches()), row_loss).stepped
 
     def test_a_loop_that_was_left_behind_does_not_touch_the_next_batch(self):
-        model, _, trainer = make(accumulation_steps=2)
+        model, _, trainer = make(accumulation_steps=2, probe=False)
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
@@ -618,7 +621,8 @@ def test_compiled_model_compiles_once_per_shape():
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return row_loss_of_tensor(model, x)
 
-    results = [trainer.train_step(x, limited) for x in data]
+    with pytest.warns(mk.MemkitWarning, match=r"could not check that splitting .* CUDA out of memory.*check_split"):
+        results = [trainer.train_step(x, limited) for x in data]
     assert counter.frame_count == 2
     assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     trainer.close()
