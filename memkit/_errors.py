@@ -3,6 +3,7 @@
 MemkitError
 ├── ConfigError             a setting is wrong                         (also ValueError)
 ├── InputError              data handed to a call is wrong             (also ValueError)
+│   └── NotSimulatedError   a step asks for what only data would say   (also ValueError)
 ├── InputTypeError          data handed to a call has the wrong type   (also TypeError)
 ├── StateError              calls came in an order that cannot work    (also RuntimeError)
 ├── FileFormatError         a file cannot be read as what it claims    (also ValueError)
@@ -23,6 +24,7 @@ __all__ = [
     "MemkitError",
     "MemkitOutOfMemoryError",
     "MemkitWarning",
+    "NotSimulatedError",
     "StateError",
 ]
 
@@ -72,6 +74,10 @@ class ConfigError(MemkitError, ValueError):
 
 class InputError(MemkitError, ValueError):
     """Data handed to a call has a wrong value or shape."""
+
+
+class NotSimulatedError(InputError):
+    """A step on tensors without data needs what only data would say: the answer is not known."""
 
 
 class InputTypeError(MemkitError, TypeError):

@@ -30,7 +30,7 @@ from memkit.assemble.prepare_checks import (
     shown,
 )
 from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, check_model, on_cpu
+from memkit.planning.dryrun import LossFn, check_model, on_cpu, warn_of_doubts
 from memkit.planning.gpus import GPU, CapacityLike
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.plan.plan import TrainingPlan
@@ -94,6 +94,9 @@ def plan_training(
         InputError: The batch has no rows to split, no card has this name, or a size depends on data.
         InputTypeError: ``model`` is no module, or ``budget`` or ``target`` neither a size nor a card.
 
+    Warns:
+        MemkitWarning: What the planned step takes may depend on values that were guessed.
+
     Memory cost:
         No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
         small model with data is also copied to check that its batch may be split (`docs/exactness-probe.md`).
@@ -142,6 +145,7 @@ def plan_training(
         _refuse(budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
     measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
     best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
+    warn_of_doubts("plan_training", best.estimate)
     return TrainingPlan.of(
         best,
         trials,

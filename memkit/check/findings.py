@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from memkit._printable import printable
+
 Level = Literal["error", "warning"]
 Code = TypeVar("Code")
 
@@ -45,7 +47,8 @@ class Finding:
     cell: int | None = None
 
     def __str__(self) -> str:
-        place = self.path if self.cell is None else f"{self.path}[cell {self.cell}]"
+        path = printable(self.path)
+        place = path if self.cell is None else f"{path}[cell {self.cell}]"
         lines = [f"{place}:{self.line}:{self.column}: {self.level}[{self.rule}] {self.message}"]
         if self.figure is not None:
             lines.append(f"    figure: {self.figure}")

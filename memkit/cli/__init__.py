@@ -6,8 +6,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from memkit._errors import MemkitError
+from memkit._printable import printable
 from memkit._version import __version__
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.
@@ -21,12 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; None reads them from the command line.
 
     Returns:
-        The exit code: 0, or 1 where the command's own question is answered with no, or 2 where the arguments or a file
-        are wrong (argparse itself exits with 2).
+        The exit code: 0 yes, or done; 1 no (it does not fit, there are findings, it became worse); 2 wrong use, or what
+        was given cannot be read (argparse itself exits with 2); 3 not known; 4 the user's own code failed.
     """
-    parser = argparse.ArgumentParser(
-        prog="memkit", description="Predict, fit and prove the memory of PyTorch training."
-    )
+    parser = _Parser(prog="memkit", description="Predict, fit and prove the memory of PyTorch training.")
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = sys.argv[1:] if argv is None else argv
@@ -36,7 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     try:
         code: int = arguments.run(arguments)
-    except (MemkitError, OSError) as error:
-        print(f"memkit: error: {error}", file=sys.stderr)
-        return 2
+    except BaseException as error:
+        from memkit.cli._failures import code_of
+
+        failure = code_of(error)
+        if failure is None:
+            raise
+        return failure
     return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that shows what was typed, and lets none of it act on the terminal."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(message and printable(message, is_one_line=False), file)

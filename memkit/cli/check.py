@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from memkit.check.check import RULES, UNKNOWN, UNKNOWN_FIX, UNKNOWN_WHAT, UNKNOWN_WHY, CheckResult, check_paths
+from memkit.cli._codes import NO, WRONG_USE, YES
+from memkit.cli._terminal import say, say_all
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -23,19 +24,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.list_rules:
         _show_rules(as_json=arguments.json)
-        return 0
+        return YES
     if not arguments.paths:
         arguments.parser.error("a file or a folder is needed")
     result = check_paths(arguments.paths, select=_ids(arguments.select), ignore=_ids(arguments.ignore))
     if arguments.json:
         unread = [{"path": path, "reason": reason} for path, reason in result.unread]
         findings = [finding.as_dict() for finding in result.findings]
-        print(json.dumps({"findings": findings, "num_files": result.num_files, "unread": unread}, indent=2))
+        say_all(json.dumps({"findings": findings, "num_files": result.num_files, "unread": unread}, indent=2))
     else:
         _show(result)
     for path, reason in result.unread:
-        print(f"memkit: cannot check {path}: {reason}", file=sys.stderr)
-    return 2 if result.unread else int(bool(result.findings))
+        say(f"memkit: cannot check {path}: {reason}", is_error=True)
+    return WRONG_USE if result.unread else NO if result.findings else YES
 
 
 def _ids(text: str) -> list[str]:
@@ -44,10 +45,10 @@ def _ids(text: str) -> list[str]:
 
 def _show(result: CheckResult) -> None:
     for finding in result.findings:
-        print(finding)
+        say_all(str(finding))
     num_errors = sum(finding.level == "error" for finding in result.findings)
     num_warnings = len(result.findings) - num_errors
-    print(f"{result.num_files} files: {num_errors} errors, {num_warnings} warnings")
+    say(f"{result.num_files} files: {num_errors} errors, {num_warnings} warnings")
 
 
 def _show_rules(*, as_json: bool) -> None:
@@ -55,8 +56,8 @@ def _show_rules(*, as_json: bool) -> None:
     rows = [tuple(getattr(rule, name) for name in fields) for rule in RULES]
     rows.append((UNKNOWN, "warning", UNKNOWN_WHAT, UNKNOWN_WHY, None, UNKNOWN_FIX))
     if as_json:
-        print(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
+        say_all(json.dumps([dict(zip(fields, row, strict=True)) for row in rows], indent=2))
         return
     width = max(len(row[0]) for row in rows)
     for name, level, what, *_ in rows:
-        print(f"{name:<{width}}  {level:<7}  {what}")
+        say(f"{name:<{width}}  {level:<7}  {what}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from memkit._errors import InputError
 from memkit._eventlog import read_memory_events
+from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._collector import without_collector
+from memkit.cli._terminal import say, say_all
 from memkit.report.build import build_comparison
 from memkit.report.write import check_target, render, save_report
 
@@ -29,17 +30,19 @@ def _run(arguments: argparse.Namespace) -> int:
     before, after = read_memory_events(arguments.before), read_memory_events(arguments.after)
     report = build_comparison(before, after, language=arguments.language)
     growth = report.figures()["peak_share"]
-    if arguments.max_growth is not None and growth is None:
-        raise InputError(
-            f"compare --max-growth {arguments.max_growth:g}",
-            got="a log without a peak above zero in tensors",
-            expected="a peak in both logs",
-            fix="record peaks on the device, or leave --max-growth out.",
-        )
     if arguments.output is None:
-        print(render(report, ".txt"), end="")
+        say_all(render(report, ".txt"))
     else:
         save_report(report, arguments.output)
-        print(report.verdict)
-        print(arguments.output)
-    return int(arguments.max_growth is not None and 100 * growth > arguments.max_growth)
+        say(report.verdict)
+        say(arguments.output)
+    if arguments.max_growth is None:
+        return YES
+    if growth is None:
+        say(
+            f"memkit: not known whether the peak grew by more than {arguments.max_growth:g}%: a log without a peak "
+            "above zero in tensors; record peaks on the device, or leave --max-growth out",
+            is_error=True,
+        )
+        return NOT_KNOWN
+    return NO if 100 * growth > arguments.max_growth else YES

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 from memkit._eventlog import read_memory_events
+from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
+from memkit.cli._terminal import say
 from memkit.report.exports import check_new, export_log
 
 _SUFFIXES = {"perfetto": ".trace.json", "csv": ".csv", "jsonl": ".jsonl", "snapshot": ".pickle"}
@@ -31,8 +33,8 @@ def _run(arguments: argparse.Namespace) -> int:
     output = arguments.output or _beside(Path(arguments.log), _SUFFIXES[arguments.to])
     check_new(output)  # before the work
     export_log(read_memory_events(arguments.log), output)
-    print(output)
-    return 0
+    say(str(output))
+    return YES
 
 
 def _beside(log: Path, suffix: str) -> Path:

@@ -8,6 +8,8 @@ import sys
 
 from memkit._units import format_bytes
 from memkit.assemble.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Name, Run, run_demo
+from memkit.cli._codes import NO, YES
+from memkit.cli._terminal import say_all
 
 _TITLES: dict[Name, str] = {
     "plain_limited": "full batch, limited",
@@ -27,8 +29,8 @@ def _run(arguments: argparse.Namespace) -> int:
     result = run_demo(_draw_progress if sys.stderr.isatty() else lambda *_: None)
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    print(json.dumps(result.as_dict(), indent=2) if arguments.json else render(result))
-    return 0 if result.succeeded else 1
+    say_all(json.dumps(result.as_dict(), indent=2) if arguments.json else render(result))
+    return YES if result.succeeded else NO
 
 
 def _draw_progress(name: Name, num_done: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,11 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from memkit._errors import InputError, StateError
+from memkit._printable import printable
 from memkit._units import format_bytes
+from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
+from memkit.cli._terminal import say, say_all
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
 
 _STEPS = 3
+_LEAST_SECONDS, _SLOWER = 60, 5  # what a script may take when it runs again
+_MORE = 1.01  # the collector of cycles may come a moment later
+_BETWEEN_RUNS = ("branches", "numbers", "other_way", "peaks")
 _PACKAGE = Path(__file__).parents[1]
 _NUM_LISTED = 5
 
@@ -72,17 +79,57 @@ def _run(arguments: argparse.Namespace) -> int:
     gpu = find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capability_of(gpu)
     report = _report(arguments, [*own, *given[end + 1 :]], gpu)
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
-    return {True: 0, False: 1, None: 2}[report["fits"]]
+    say_all(json.dumps(report, indent=2) if arguments.json else render(report))
+    return {"fits": YES, "does not fit": NO, "not known": NOT_KNOWN, "failed": FAILED}[report["verdict"]]
 
 
 def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str, Any]:
-    """Run the script in a process of its own, and say what came of it."""
+    """Run the script in a process of its own, again where it may hang on guesses, and say what came of it."""
+    script = _Script(arguments, own)
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
-        temporary = Path(folder, "t")  # short: workers' sockets lie there, whose paths have at most 107 characters
-        temporary.mkdir()
-        order = {
-            "folder": folder,
+        sizes = Path(folder, "sizes.npy")
+        found = script.run("plain", sizes)
+        doubts: list[str] = found["estimate"]["doubts"]
+        if found["ended"] != "error":
+            outcome = script.with_answers(["contrary"], sizes, found) if found["branches"] else ""
+            doubts = _settled(doubts, found["branches"], outcome)
+            outcome = outcome or (
+                script.with_answers(["large", "small", "other"], sizes, found) if found["numbers"] else ""
+            )
+            doubts = _settled(doubts, found["numbers"], outcome)
+    found["estimate"]["doubts"] = doubts
+    return {
+        "script": arguments.script,
+        "arguments": own,
+        "gpu": gpu.name,
+        "capacity_bytes": gpu.total_bytes,
+        "verdict": _word(found, doubts),
+        "fits": {"fits": True, "does not fit": False}.get(_word(found, doubts)),
+        **{name: value for name, value in found.items() if name not in _BETWEEN_RUNS},
+    }
+
+
+def _settled(doubts: list[str], guessed: list[str], outcome: str) -> list[str]:
+    """What is still in doubt when the script has run again with other answers to what it guessed."""
+    if outcome:
+        return [f"{doubt}: {outcome}" if doubt in guessed else doubt for doubt in doubts]
+    return [doubt for doubt in doubts if doubt not in guessed]
+
+
+def _word(found: dict[str, Any], doubts: list[str]) -> str:
+    if found["ended"] == "error":
+        is_scripts = found["problem"]["of"] == "script" and not doubts
+        return "failed" if is_scripts else "not known"
+    if doubts:
+        return "not known"
+    return "does not fit" if found["ended"] == "out of memory" else "fits"
+
+
+class _Script:
+    """A script and how it is run."""
+
+    def __init__(self, arguments: argparse.Namespace, own: list[str]) -> None:
+        self._order = {
             "cwd": str(Path.cwd()),
             "script": arguments.script,
             "arguments": own,
@@ -91,31 +138,80 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
             "steps": arguments.steps,
             "selected_fraction": arguments.selected_fraction,
         }
-        code = subprocess.run(
-            [sys.executable, "-m", "memkit.planning.card.script", json.dumps(order)],
-            cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
-            env=os.environ | {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"},  # noqa: TID251 - handed on
-            stdout=sys.stderr.fileno(),
-            check=False,
-        ).returncode
-        path = Path(folder, "report.json")
-        if not path.is_file():
-            raise StateError(
-                f"memkit dryrun {arguments.script}",
-                got=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} and no report",
-                expected="a script that ends, whether it fails or not",
-                fix="see its output above; SIGKILL most often means that this machine's own memory ran out.",
-            )
-        found = json.loads(path.read_text(encoding="utf-8"))
-    fits = None if found["ended"] == "error" else found["ended"] != "out of memory"
-    return {
-        "script": arguments.script,
-        "arguments": own,
-        "gpu": gpu.name,
-        "capacity_bytes": gpu.total_bytes,
-        "fits": fits,
-        **found,
-    }
+
+    def run(self, answers: str, sizes: Path, *, is_quiet: bool = False, timeout: float | None = None) -> dict[str, Any]:
+        """Run it once; return what `memkit.planning.card.script` reports.
+
+        Args:
+            answers: How the card answers what it does not know.
+            sizes: What it asks for is written there, or compared with what is there.
+            is_quiet: Whether what it prints is thrown away.
+            timeout: Seconds after which it is stopped.
+
+        Raises:
+            StateError: It ended without a report.
+        """
+        with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
+            temporary = Path(folder, "t")  # short: workers' sockets lie there, whose paths have at most 107 characters
+            temporary.mkdir()
+            order = self._order | {"folder": folder, "answers": answers, "sizes": str(sizes)}
+            settings = {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+            code = subprocess.run(
+                [sys.executable, "-m", "memkit.planning.card.script", json.dumps(order)],
+                cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
+                env=os.environ | settings,  # noqa: TID251 - handed on
+                stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
+                stderr=subprocess.DEVNULL if is_quiet else None,
+                timeout=timeout,
+                check=False,
+            ).returncode
+            path = Path(folder, "report.json")
+            if not path.is_file():
+                raise StateError(
+                    f"memkit dryrun {self._order['script']}",
+                    got=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} and no report",
+                    expected="a script that ends, whether it fails or not",
+                    fix="see its output above; SIGKILL most often means that this machine's own memory ran out.",
+                )
+            if not sizes.is_file():
+                shutil.move(Path(folder, sizes.name), sizes)
+            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return report
+
+    def with_answers(self, ways: Sequence[str], sizes: Path, first: dict[str, Any]) -> str:
+        """Run it again with other answers.
+
+        A number may be one that the script cannot do with (the index of a list): then another is tried, and of the
+        first two that it can do with, both must take the memory that it took, or a part.
+
+        Returns:
+            What was otherwise; "" where nothing was.
+        """
+        outcome, num_alike = "", 0
+        for answers in ways:
+            if num_alike < 2:
+                differs, outcome = self._differs(answers, sizes, first)
+                if differs:
+                    return outcome
+                num_alike += not outcome
+        return "" if num_alike else outcome
+
+    def _differs(self, answers: str, sizes: Path, first: dict[str, Any]) -> tuple[bool, str]:
+        """Whether it takes other memory with these answers, and what was otherwise."""
+        say("memkit: running it again with other answers to what was guessed", is_error=True)
+        try:
+            found = self.run(answers, sizes, is_quiet=True, timeout=_LEAST_SECONDS + _SLOWER * first["seconds"])
+        except subprocess.TimeoutExpired:
+            return True, "with another answer it does not end"
+        except StateError as error:
+            return True, f"with another answer it ends otherwise, {error.got}"
+        if found["other_way"]:
+            return True, f"with another answer it takes other memory from {found['other_way']} on"
+        if found["ended"] == "error":
+            return False, f"with another answer it fails, {found['problem']['message']}"
+        highest, usual = max(found["peaks"]), max(first["peaks"])
+        more = f"with another answer it takes {format_bytes(highest)}"
+        return (True, more) if highest > _MORE * usual else (False, "")
 
 
 def render(report: dict[str, Any]) -> str:
@@ -124,6 +220,7 @@ def render(report: dict[str, Any]) -> str:
     Args:
         report: As `--json` prints it; `docs/dryrun.md` says what is in it.
     """
+    report = _shown(report)
     estimate = MemoryEstimate.from_dict(report["estimate"])
     steps = f"{report['num_steps']} steps in {report['seconds']:.1f} s"
     lines = [
@@ -133,7 +230,7 @@ def render(report: dict[str, Any]) -> str:
         *_problem(report),
         "",
         f"{'memory of the card':<28} {format_bytes(report['capacity_bytes']):>12}",
-        replace(estimate, guesses=tuple(_first(estimate.guesses))).explain(),
+        replace(estimate, doubts=(), guesses=tuple(_first(estimate.guesses))).explain(),
     ]
     lines += _listed("written to a temporary folder and thrown away", report["written"])
     if report["is_compiled"]:
@@ -141,21 +238,38 @@ def render(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _shown(value: Any) -> Any:
+    """A report whose texts are what a terminal shows of them."""
+    if isinstance(value, dict):
+        return {name: _shown(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_shown(item) for item in value]
+    return printable(value) if isinstance(value, str) else value
+
+
 def _verdict(report: dict[str, Any]) -> str:
-    if report["fits"] is None:
+    doubts = report["estimate"]["doubts"]
+    if report["verdict"] == "failed":
         return f"NOT KNOWN: the script failed ({report['problem']['error']})"
-    if not report["fits"]:
+    if report["verdict"] == "not known" and report["problem"] is not None and report["ended"] == "error":
+        after = ", after it was told guessed values" if doubts else ""
+        return f"NOT KNOWN: the script failed ({report['problem']['error']}){after}"
+    if report["verdict"] == "not known":
+        return "NOT KNOWN: it may take other memory than was seen"
+    if report["verdict"] == "does not fit":
         return f"DOES NOT FIT: {report['gpu']} runs out of memory"
-    num_ooms = len(report["out_of_memory"])
+    num_ooms, num_assumed = len(report["out_of_memory"]), len(report["estimate"]["assumptions"])
     caught = f", after {num_ooms} out-of-memory errors that the script caught" if num_ooms else ""
-    return f"fits {report['gpu']}{caught}" + ("" if report["num_steps"] else ", but no training step was seen")
+    steps = "" if report["num_steps"] else ", but no training step was seen"
+    assumed = f", assuming that {num_assumed} checks of values pass" if num_assumed else ""
+    return f"fits {report['gpu']}{caught}{steps}{assumed}"
 
 
 def _problem(report: dict[str, Any]) -> list[str]:
     problem, places = report["problem"], report["out_of_memory"]
-    lines = []
+    lines = [f"  {doubt}" for doubt in _first(report["estimate"]["doubts"])]
     if problem is not None:
-        lines = [f"  at {problem['line']}"] * bool(problem["line"])
+        lines += [f"  at {problem['line']}"] * bool(problem["line"])
         lines += [f"  {problem['message']}", f"  way out: {problem['fix']}"]
     if places:
         place = places[-1]

@@ -8,12 +8,21 @@ import json
 from typing import Any
 
 from memkit._errors import InputError
+from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
-from memkit.planning.estimate import MemoryEstimate
+from memkit.cli._terminal import say, say_all
+from memkit.planning.estimate import MemoryEstimate, Verdict
 from memkit.planning.gpus import GPU, find_gpu
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.presets import PRESETS, get_preset_config
 
+_SENTENCES = {
+    "fits": "fits into {}",
+    "does not fit": "does not fit into {}",
+    "too close": "too close to {} to say: what kernels take inside decides",
+    "not known": "NOT KNOWN whether it fits into {}",
+}
+_CODES = {"fits": YES, "does not fit": NO, "too close": NOT_KNOWN, "not known": NOT_KNOWN}
 _NAMES = ("model", "sample_batch", "loss_fn", "optimizer")
 _FORM = (
     "a function without arguments that returns (model, sample_batch, loss_fn) or (..., optimizer), or a dict of these"
@@ -40,15 +49,25 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.calibrated is not None and gpu is None and not isinstance(capacity, GPU):
         arguments.parser.error("--calibrated: is for a card, which --gpu or --budget names")
     estimate = _estimate(arguments, gpu)
-    fits = None if capacity is None else estimate.fits(capacity)
+    verdict = None if capacity is None else estimate.verdict(capacity)
     if arguments.json:
-        headroom_bytes = None if capacity is None else estimate.headroom_bytes(capacity)
-        print(json.dumps({**estimate.as_dict(), "fits": fits, "headroom_bytes": headroom_bytes}, indent=2))
+        asked = None if capacity is None or verdict is None else _asked(estimate, capacity, verdict)
+        nothing = dict.fromkeys(("verdict", "reason", "fits", "headroom_bytes"))
+        say_all(json.dumps({**estimate.as_dict(), **(asked or nothing)}, indent=2))
     else:
-        print(estimate.explain())
-        if capacity is not None:
-            print(f"\n{'fits' if fits else 'does not fit'} into {arguments.budget or arguments.gpu}")
-    return 1 if fits is False else 0
+        say_all(estimate.explain())
+        if verdict is not None:
+            say()
+            say(_SENTENCES[verdict].format(arguments.budget or arguments.gpu))
+    if verdict is None:
+        return NOT_KNOWN if estimate.doubts else YES
+    return _CODES[verdict]
+
+
+def _asked(estimate: MemoryEstimate, capacity: str | GPU, verdict: Verdict) -> dict[str, Any]:
+    fits = {"fits": True, "does not fit": False}.get(verdict)
+    headroom_bytes = estimate.headroom_bytes(capacity)
+    return {"verdict": verdict, "reason": verdict.reason, "fits": fits, "headroom_bytes": headroom_bytes}
 
 
 def _budget(text: str, calibrated: str | None) -> str | GPU:

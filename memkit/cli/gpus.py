@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from memkit._units import GIB, parse_bytes
+from memkit.cli._codes import NO, YES
+from memkit.cli._terminal import say, say_all
 from memkit.planning.gpus import GPU, all_gpus, find_gpu, write_gpus
 
 
@@ -30,25 +31,25 @@ def _run(arguments: argparse.Namespace) -> int:
         gpu = calibrate_gpu(arguments.name or "cuda")
         write_gpus(arguments.calibrate, [gpu])
         _show_one(gpu, as_json=arguments.json)
-        return 0
+        return YES
     if arguments.name is not None:
         if arguments.need is not None:
             arguments.parser.error("--need looks at all cards: leave the name out")
         _show_one(find_gpu(arguments.name, calibrated=arguments.calibrated), as_json=arguments.json)
-        return 0
+        return YES
     gpus = list(all_gpus(arguments.calibrated))
     if arguments.need is not None:
         need_bytes = parse_bytes(arguments.need, name="--need")
         gpus = sorted((gpu for gpu in gpus if gpu.usable_bytes >= need_bytes), key=lambda gpu: gpu.usable_bytes)
     if not gpus:
-        print(f"memkit: no card of the table holds {arguments.need}", file=sys.stderr)
+        say(f"memkit: no card of the table holds {arguments.need}", is_error=True)
     _show_table(gpus, as_json=arguments.json)
-    return 0 if gpus else 1
+    return YES if gpus else NO
 
 
 def _show_one(gpu: GPU, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(_record(gpu), indent=2))
+        say_all(json.dumps(_record(gpu), indent=2))
         return
     (lowest, highest), (least, most) = gpu.total_interval, gpu.context_interval
     lines = {
@@ -62,18 +63,18 @@ def _show_one(gpu: GPU, *, as_json: bool) -> None:
         "source": f"{gpu.source} ({gpu.date})",
     }
     for name, text in lines.items():
-        print(f"{name:<21} {text}")
+        say(f"{name:<21} {text}")
 
 
 def _show_table(gpus: list[GPU], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_record(gpu) for gpu in gpus], indent=2))
+        say_all(json.dumps([_record(gpu) for gpu in gpus], indent=2))
         return
-    print(f"{'card (sizes in GiB)':<24} {'box':>5} {'torch sees':>10} {'context':>7} {'usable':>7}  confidence")
+    say(f"{'card (sizes in GiB)':<24} {'box':>5} {'torch sees':>10} {'context':>7} {'usable':>7}  confidence")
     for gpu in gpus:
         sizes = (gpu.total_bytes / GIB, gpu.context_bytes / GIB, gpu.usable_bytes / GIB)
         total, context, usable = (f"{size:.2f}" for size in sizes)
-        print(f"{gpu.name:<24} {gpu.box_bytes / GIB:>5.0f} {total:>10} {context:>7} {usable:>7}  {gpu.confidence}")
+        say(f"{gpu.name:<24} {gpu.box_bytes / GIB:>5.0f} {total:>10} {context:>7} {usable:>7}  {gpu.confidence}")
 
 
 def _record(gpu: GPU) -> dict[str, object]:

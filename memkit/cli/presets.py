@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import warnings
 
 from memkit._units import GIB
+from memkit.cli._codes import YES
+from memkit.cli._terminal import say, say_all
 from memkit.planning.config import TrainingConfig
 from memkit.planning.formula import estimate_by_formula
 from memkit.planning.presets import PRESETS, get_preset_config
@@ -30,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--gpu-memory needs the name of a preset")
     else:
         _show_table(as_json=arguments.json)
-    return 0
+    return YES
 
 
 def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
@@ -38,9 +39,9 @@ def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
         warnings.simplefilter("always")
         config = get_preset_config(name, gpu_memory_gb)
     for warning in caught:
-        print(f"memkit: warning: {warning.message}", file=sys.stderr)
+        say(f"memkit: warning: {warning.message}", is_error=True)
     if as_json:
-        print(json.dumps(_record(config), indent=2))
+        say_all(json.dumps(_record(config), indent=2))
     else:
         print_config_summary(config)
 
@@ -48,16 +49,16 @@ def _show_one(name: str, gpu_memory_gb: float | None, *, as_json: bool) -> None:
 def _show_table(*, as_json: bool) -> None:
     configs = {name: get_preset_config(name) for name in PRESETS}
     if as_json:
-        print(
+        say_all(
             json.dumps(
                 [{"cards": PRESETS[name].cards, **_record(config)} for name, config in configs.items()], indent=2
             )
         )
         return
-    print(f"{'preset':<8} {'cards':<16} {'batch':>5} {'accumulation':>12} {'channels':>8} {'estimated total':>15}")
+    say(f"{'preset':<8} {'cards':<16} {'batch':>5} {'accumulation':>12} {'channels':>8} {'estimated total':>15}")
     for name, config in configs.items():
         total = f"{estimate_by_formula(config).required_bytes / GIB:.2f} GiB"
-        print(
+        say(
             f"{name:<8} {PRESETS[name].cards:<16} {config.batch_size:>5} {config.gradient_accumulation_steps:>12} "
             f"{config.model_channels:>8} {total:>15}"
         )

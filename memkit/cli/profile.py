@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from memkit._errors import InputError
 from memkit._units import format_bytes
+from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
+from memkit.cli._terminal import say, say_all
 from memkit.planning.scaling.config import MemoryTestConfig
 from memkit.planning.scaling.journal import Journal
 from memkit.planning.scaling.points import ScalingPoint
@@ -69,13 +71,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if journal is not None:
         journal.remove()
     if arguments.json:
-        print(json.dumps([result.as_dict() for result in results], indent=2))
+        say_all(json.dumps([result.as_dict() for result in results], indent=2))
     else:
-        print("\n\n".join(result.explain() for result in results))
-    print(f"written: {', '.join(map(str, paths))}", file=sys.stderr)
+        say_all("\n\n".join(result.explain() for result in results))
+    say(f"written: {', '.join(map(str, paths))}", is_error=True)
     if not any(path.suffix == ".png" for path in paths):
-        print('no PNG: it needs matplotlib, `pip install "memkit[plots]"`; the SVG shows the same', file=sys.stderr)
-    return 0 if all(_is_well(result, arguments.gpu) for result in results) else 1
+        say('no PNG: it needs matplotlib, `pip install "memkit[plots]"`; the SVG shows the same', is_error=True)
+    return max(_code(result, arguments.gpu) for result in results)
 
 
 def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
@@ -105,7 +107,7 @@ def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> Journal
     journal = Journal(arguments.output_dir / _JOURNAL, sweep)
     num_known = sum(map(len, journal.known.values()))
     if num_known:
-        print(f"going on where a sweep was interrupted: {num_known} points are there", file=sys.stderr)
+        say(f"going on where a sweep was interrupted: {num_known} points are there", is_error=True)
     return journal
 
 
@@ -120,10 +122,10 @@ def _results(
         if journal is not None:
             journal.add(name, point)
         if point.source == "measured":
-            print(_line(name, point), file=sys.stderr)
+            say(_line(name, point), is_error=True)
         elif name not in predicted:
             predicted.add(name)
-            print(f"{name}: predicted", file=sys.stderr)
+            say(f"{name}: predicted", is_error=True)
 
     options: dict[str, Any] = {
         "gpus": arguments.gpu,
@@ -164,14 +166,16 @@ def _line(name: str, point: ScalingPoint) -> str:
     return f"{name}, {point.mode}, {point.size:,}: {said[point.status]}"
 
 
-def _is_well(result: MemoryTestResult, gpus: list[str]) -> bool:
-    """Whether no point failed, and the cards that were named hold every size that has a law."""
+def _code(result: MemoryTestResult, gpus: list[str]) -> int:
+    """Whether the cards that were named hold every size; what is worse counts, and a failure of the step is worst."""
     if any(point.status == "error" for curve in result.curves for point in curve.result.points):
-        return False
+        return FAILED
+    if any(curve.result.doubts for curve in result.curves):
+        return NOT_KNOWN
     rooms = [each.card.usable_bytes for each in result.capacities] if gpus else []
-    return all(
-        (curve.predicted_bytes(point.mode, point.size) or 0) <= room
-        for curve in result.curves
-        for point in curve.result.points
-        for room in rooms
-    )
+    predicted = [
+        curve.predicted_bytes(point.mode, point.size) for curve in result.curves for point in curve.result.points
+    ]
+    if any((num_bytes or 0) > room for num_bytes in predicted for room in rooms):
+        return NO
+    return NOT_KNOWN if rooms and None in predicted else YES

@@ -6,7 +6,9 @@ import argparse
 
 from memkit._eventlog import read_memory_events
 from memkit.assemble.report import make_report
+from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
+from memkit.cli._terminal import say
 from memkit.report.write import SUFFIXES, check_target, save_report
 
 _OUTPUT = "memory_analysis_report.md"
@@ -37,6 +39,6 @@ def _run(arguments: argparse.Namespace) -> int:
         language=arguments.language,
     )
     save_report(report, arguments.output)
-    print(report.verdict)
-    print(arguments.output)
-    return 0
+    say(report.verdict)
+    say(arguments.output)
+    return YES

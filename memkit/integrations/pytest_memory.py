@@ -61,13 +61,17 @@ def watch(limit: Limit, *held: object) -> Watch:
         return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain())
     from memkit.planning.dryrun import StepRecorder, as_by_itself, summarise
     from memkit.planning.fakes import DryMode
+    from memkit.planning.leftovers import empty_caches
 
     fakes, recorder = DryMode(limit.selected_fraction), StepRecorder()
 
     @contextmanager
     def without_data() -> Iterator[None]:
-        with as_by_itself(), fakes.standing_in(*held), fakes, recorder:
-            yield
+        try:
+            with as_by_itself(), fakes.standing_in(*held), fakes, recorder:
+                yield
+        finally:
+            empty_caches(fakes)
 
     return Watch(
         without_data(), lambda: recorder.recording().peak_bytes(), lambda: summarise(recorder, fakes.guesses).explain()

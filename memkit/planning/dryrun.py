@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memkit import _rng
-from memkit._errors import InputTypeError
+from memkit._errors import InputTypeError, MemkitWarning
 from memkit._loss import Loss, detached, read_loss
 from memkit._recorder import Recorder
 from memkit._resizing import UNSHARD
 from memkit._whereabouts import Whereabouts
 from memkit.planning.estimate import Holder, MemoryEstimate
 from memkit.planning.fakes import DryMode
+from memkit.planning.guesses import Guesses
 from memkit.planning.kernels import workspace_bound
+from memkit.planning.leftovers import leaving_nothing
 from memkit.planning.libraries import told_that_tensors_are_real
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 
@@ -87,9 +90,13 @@ class DryRun:
         """Run two steps, and take the second one's peak apart."""
         return summarise(*self.record())
 
-    def record(self) -> tuple[StepRecorder, Mapping[str, int]]:
+    def record(self) -> tuple[StepRecorder, Guesses]:
         """Run two steps and record the second; return with it what was answered without data, and how often."""
-        check_model("estimate_memory_usage", self.model)
+        call = "estimate_memory_usage"
+        check_model(call, self.model)
+        return leaving_nothing(call, (self.model, self.optimizer, self.loss_fn, self.batch), self._record)
+
+    def _record(self, watch: Callable[[DryMode], None]) -> tuple[StepRecorder, Guesses]:
         with (
             as_by_itself(),
             self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
@@ -97,6 +104,7 @@ class DryRun:
             mode,
             self.spread(whole, self.optimizer, device_type) as (model, optimizer, buckets),
         ):
+            watch(mode)
             for is_recorded in (has_past, True):
                 recorder = make_recorder()
                 with recorder if is_recorded else nullcontext():
@@ -151,12 +159,24 @@ def as_by_itself() -> Iterator[None]:
         yield
 
 
+def warn_of_doubts(call: str, estimate: MemoryEstimate, stacklevel: int = 3) -> None:
+    """Warn where an estimate is used that is not known to hold; ``stacklevel`` leads to the user's call."""
+    if estimate.doubts:
+        warnings.warn(
+            f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "
+            "the step depend on values of its tensors.",
+            MemkitWarning,
+            stacklevel=stacklevel,
+        )
+
+
 class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own class hook
     """A Recorder that knows what a step starts with, and how much its kernels may take inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
+        self._trained: dict[str, bool] = {}  # lines that step an optimizer: whether its parameters ever had a gradient
 
     def hold(self, model: nn.Module, batch: Any, buckets: Sequence[Tensor] = ()) -> None:
         """Count the model, the batch and DDP's flat gradients, whether an operator touches them or not."""
@@ -178,6 +198,23 @@ class StepRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own cl
         """Add what is known of the device alone: of a CPU nothing."""
         return estimate
 
+    def starved(self) -> tuple[str, ...]:
+        """What was trained without a gradient ever: a run that went another way than training does."""
+        return tuple(f"{line}, and no gradient ever was there" for line, has in self._trained.items() if not has)
+
+    def _before_optimizer(self, optimizer: Optimizer, *others: Any) -> None:
+        super()._before_optimizer(optimizer, *others)
+        self._note_gradients(optimizer)
+
+    def _after_optimizer(self, optimizer: Optimizer, *others: Any) -> None:
+        self._note_gradients(optimizer)  # a closure has made them
+        super()._after_optimizer(optimizer, *others)
+
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        has_gradient = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        line = f"{self._where.place().line or 'the step'} steps {type(optimizer).__name__}"
+        self._trained[line] = self._trained.get(line, False) or has_gradient
+
     def _bound(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
         if func.name() == _CHUNK_CAT:
             return int(kwargs["out"].nbytes)
@@ -196,7 +233,7 @@ def _leaves(batch: Any) -> list[Any]:
     return [leaf for leaves in inside for leaf in leaves]
 
 
-def summarise(recorder: StepRecorder, guesses: Mapping[str, int]) -> MemoryEstimate:
+def summarise(recorder: StepRecorder, guesses: Guesses) -> MemoryEstimate:
     """Take the peak of a recorded step apart."""
     recording = recorder.recording()
     caller = str(Whereabouts().place().line)  # the line that asked for the estimate: the optimizer is called from there
@@ -217,6 +254,8 @@ def summarise(recorder: StepRecorder, guesses: Mapping[str, int]) -> MemoryEstim
         peak_where=", ".join(part for part in where if part),
         confidence="guessed" if guesses else "workspace" if workspace_bytes else "exact",
         guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
+        doubts=(*guesses.doubts, *recorder.starved()),
+        assumptions=tuple(guesses.assumptions),
         holders=tuple(
             Holder(
                 nbytes=storage.nbytes,

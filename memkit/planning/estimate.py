@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeAlias
 
+from memkit._printable import printable
 from memkit._units import format_bytes
 from memkit.planning.gpus import CapacityLike, capacity_bytes
+
+Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,34 @@ class Holder:
         return ", ".join(part for part in parts if part)
 
 
+class Verdict(str):
+    """Whether a step fits: ``"fits"``, ``"does not fit"``, ``"too close"`` or ``"not known"``, with the reason.
+
+    Attributes:
+        reason: Why, in one sentence.
+
+    Example:
+        >>> from memkit import TrainingConfig, estimate_memory_usage
+        >>> verdict = estimate_memory_usage(TrainingConfig()).verdict("1MiB")
+        >>> print(verdict)
+        does not fit
+        >>> verdict.reason.startswith("it takes")
+        True
+    """
+
+    __slots__ = ("reason",)
+    reason: str
+
+    def __new__(cls, word: Word, reason: str) -> Self:
+        """Say a word, and why."""
+        verdict = super().__new__(cls, word)
+        verdict.reason = reason
+        return verdict
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.reason)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """What the second (warm) optimizer step of a training run is expected to need.
@@ -65,8 +96,12 @@ class MemoryEstimate:
             layer and pass.
         confidence: ``"exact"``: what the step takes, but for less than 64 bytes of Python numbers in tensors.
             ``"workspace"``: exact but for memory inside of kernels, see `peak_interval`. ``"guessed"``: something
-            depended on data (`guesses` says what), or a formula's constants are guessed.
+            was answered without data (`guesses` says what, `doubts` whether it matters), or a formula's constants are
+            guessed.
         guesses: What was answered without data: ``"2 x operator at line"``.
+        doubts: Why nothing is known, each with its line: a guess became a size, a branch hung on it, or it went where
+            it could not be followed; no gradient was seen. Where there is any, `fits` is False.
+        assumptions: What was taken to be so, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
 
     Example:
@@ -91,6 +126,8 @@ class MemoryEstimate:
     peak_where: str
     confidence: Literal["exact", "workspace", "guessed"]
     guesses: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
     holders: tuple[Holder, ...] = ()
 
     @property
@@ -123,25 +160,50 @@ class MemoryEstimate:
         """What `fits` compares: `total_bytes`, or `peak_bytes` where that is not known, each with `workspace_bytes`."""
         return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
 
-    def fits(self, capacity: CapacityLike) -> bool:
-        """Say whether `required_bytes` fit into ``capacity``.
+    def verdict(self, capacity: CapacityLike) -> Verdict:
+        """Say whether the step fits into ``capacity``, or why that is not known.
 
         Args:
             capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), the name of a
                 card such as ``"RTX 4090"``, or a `GPU`. A card counts with the least total that torch was seen to
                 report; where this estimate has no `context_bytes`, with what the card's driver leaves of it.
 
+        Returns:
+            A text that is one of four words, with its `reason`. ``"too close"``: it fits or not with what kernels take
+            inside, which is only known to be `workspace_bytes` at most.
+
         Raises:
             InputError: ``capacity`` is negative, or text that is neither a size nor the name of one card.
             InputTypeError: ``capacity`` is none of these.
         """
-        return self.headroom_bytes(capacity) >= 0
+        headroom_bytes = self.headroom_bytes(capacity)
+        most = format_bytes(self.required_bytes)
+        if self.doubts:
+            return Verdict("not known", "; ".join(self.doubts))
+        if headroom_bytes >= 0:
+            return Verdict("fits", f"it takes {most} at most, {format_bytes(headroom_bytes)} stay free")
+        if headroom_bytes + (self.workspace_bytes or 0) >= 0:
+            inside = format_bytes(self.workspace_bytes or 0)
+            return Verdict("too close", f"it takes up to {most}, of which up to {inside} inside kernels")
+        return Verdict("does not fit", f"it takes {most}, {format_bytes(-headroom_bytes)} too much")
+
+    def fits(self, capacity: CapacityLike) -> bool:
+        """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and nothing is in doubt.
+
+        Args:
+            capacity: As for `verdict`.
+
+        Raises:
+            InputError: As for `verdict`.
+            InputTypeError: As for `verdict`.
+        """
+        return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
         """Return the bytes that stay free in ``capacity``; negative where the step does not fit.
 
         Args:
-            capacity: As for `fits`.
+            capacity: As for `verdict`.
         """
         return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
 
@@ -166,22 +228,33 @@ class MemoryEstimate:
         """Return a table for people: the parts, the place of the peak, its largest holders, and what was guessed."""
         known = {name: num_bytes for name, num_bytes in self.parts().items() if num_bytes is not None}
         lines = [f"{name:<28} {format_bytes(num_bytes):>12}" for name, num_bytes in known.items()]
-        where = [f"peak in {self.peak_where}"] if self.peak_where else []  # a script may end before it has any tensor
+        where = (
+            [f"peak in {printable(self.peak_where)}"] if self.peak_where else []
+        )  # a script may end before it has any tensor
         lines += ["", *where, f"confidence: {self.confidence}"]
         if self.holders:
-            lines += ["", "largest at the peak", *(f"{format_bytes(h.nbytes):>14}  {h}" for h in self.holders)]
-        if self.guesses:
-            lines += ["", "answered without data", *(f"  {guess}" for guess in self.guesses)]
+            lines += [
+                "",
+                "largest at the peak",
+                *(f"{format_bytes(h.nbytes):>14}  {printable(str(h))}" for h in self.holders),
+            ]
+        for title, rows in (
+            ("not known, because", self.doubts),
+            ("assumed", self.assumptions),
+            ("answered without data", self.guesses),
+        ):
+            lines += ["", title, *(f"  {printable(row)}" for row in rows)] if rows else []
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
-        figures = asdict(self) | {"guesses": list(self.guesses), "holders": [asdict(holder) for holder in self.holders]}
+        lists = {name: list(getattr(self, name)) for name in ("guesses", "doubts", "assumptions")}
+        figures = asdict(self) | lists | {"holders": [asdict(holder) for holder in self.holders]}
         return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate that `as_dict` described, also after a way through JSON."""
         given = {each.name: figures[each.name] for each in fields(cls)}
-        holders = tuple(Holder(**each) for each in figures["holders"])
-        return cls(**given | {"guesses": tuple(figures["guesses"]), "holders": holders})
+        lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
+        return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})

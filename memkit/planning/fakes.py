@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
@@ -22,14 +23,18 @@ from torch._subclasses.fake_tensor import (
 from torch.nn.parameter import is_lazy
 from torch.utils._mode_utils import no_dispatch
 
-from memkit._errors import InputError
+from memkit._errors import InputError, NotSimulatedError, StateError
 from memkit._settings import Checker
 from memkit._whereabouts import Whereabouts
 from memkit.planning.fakecache import CachedFakeMode
+from memkit.planning.guesses import Guesses
 from memkit.planning.kernels import INSTEAD, RESULTS, Kernels
+from memkit.planning.reading import known_value, note_known, reading
 
 CALL = "a step on tensors without data"  # whichever call of the user runs it
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_FEWEST_MADE = 100_000  # tensors that are remembered before those that died are forgotten
 _CPU = torch.device("cpu")
 # Tensors of up to this many whole numbers keep their values: sizes read from them (lengths, graphs) are then true.
 _MOST_VALUES = 1024
@@ -57,6 +62,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
+        is_open: Whether its tensors may be used. They have no data: what uses them after the run is wrong.
     """
 
     # What the kernels of the device do that shape functions do not say.
@@ -68,8 +74,12 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
         if selected_fraction is not None and check.number("selected_fraction", selected_fraction, 0, 1) == 0:
             raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
         super().__init__(allow_non_fake_inputs=True)
+        self.is_open = True
+        # Of storages: a tensor with weak references could not move to another device.
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self._most_made = _FEWEST_MADE
         self.fake_tensor_converter = self._converter = _Converter()
-        self.guesses: Counter[str] = Counter()
+        self.guesses = Guesses()
         self._selected_fraction = selected_fraction
         # By id() of the original, which is kept with its stand-in; a storage's also by the device of the copy.
         self._storages: dict[tuple[int, str], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -77,6 +87,45 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a module that copies its layers would otherwise copy the mode with them
+
+    # -------------------------------------------------------------------------------------- life and death
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and remember what it made."""
+        if not self.is_open and func is not _DEVICE:
+            raise StateError(
+                f"{func} on a tensor without data",
+                got="a tensor of a virtual GPU or an estimate that is over, kept by a variable or a cache",
+                expected="use while it is simulated: it has a size and no values",
+                fix="make the tensor again, or build the model again; empty the cache.",
+            )
+        out = super().__torch_dispatch__(func, types, args, {} if kwargs is None else kwargs)
+        self._note(out)
+        return out
+
+    def _note(self, made: Any) -> None:
+        if isinstance(made, FakeTensor):
+            if made.layout is torch.strided:
+                self._made.append(weakref.ref(made.untyped_storage()))
+            if len(self._made) > self._most_made:
+                self._made = [ref for ref in self._made if ref() is not None]
+                self._most_made = max(_FEWEST_MADE, 2 * len(self._made))
+        elif isinstance(made, (list, tuple)):
+            for each in made:
+                self._note(each)
+
+    def survivors(self) -> list[Tensor]:
+        """The tensors without data that somebody still holds; looks at all objects only where there are any."""
+        if all(ref() is None for ref in self._made):
+            return []
+        return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is self]
+
+    def close(self) -> None:
+        """Let go of all tensors; from here on whoever uses one gets an error."""
+        self.is_open = False
+        self._stand_ins.clear()
+        self._storages.clear()
+        self.fake_tensor_converter = self._converter = _Converter()
 
     # ------------------------------------------------------------------------------------------- stand-ins
 
@@ -97,6 +146,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
         else:
             fake.requires_grad_(tensor.requires_grad)
+        self._note(fake)
         self._stand_ins[id(tensor)] = tensor, fake
         return fake
 
@@ -145,7 +195,8 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
         """
         saved: dict[int, tuple[Any, Any]] = {}
         try:
-            yield tuple(self._replaced(value, saved) for value in values)
+            with reading():
+                yield tuple(self._replaced(value, saved) for value in values)
         finally:
             for container, content in saved.values():
                 if isinstance(container, CellType):
@@ -156,6 +207,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
                 else:
                     container[:] = content
             self._converter.restore()
+            self.close()
 
     def _replaced(self, value: Any, saved: dict[int, tuple[Any, Any]]) -> Any:
         if value is None or type(value) in _ATOMS:
@@ -205,13 +257,14 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             return self.results[func](super().dispatch(func, types, args, kwargs), *args)
         try:
             out = self.instead[func](*args) if func in self.instead else super().dispatch(func, types, args, kwargs)
-            return self._counted(out, func, args, kwargs) if func in _COUNTING else out
         except DataDependentOutputException:
-            self.count(func)
-            return _scalar(*args)
+            value = known_value(args[0])
+            return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
         except DynamicOutputShapeException:
-            self.count(func)
+            self.guesses.note(str(func))
             return self._selection(func, *args)
+        note_known(func, args, out)
+        return self._counted(out, func, args, kwargs) if func in _COUNTING else out
 
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Positions, and masks of ones or zeros, are known without data."""
@@ -222,13 +275,9 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             values = func(*args, **(kwargs or {}))
         return self._converter.from_real_tensor(self, values, make_constant=True)
 
-    def count(self, func: Any) -> None:
-        """Note that something was answered without data."""
-        self.guesses[f"{func} at {Whereabouts().place().line}"] += 1
-
     def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
-            raise InputError(
+            raise NotSimulatedError(
                 CALL,
                 got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
                 expected="sizes that follow from the batch's sizes",
@@ -240,13 +289,6 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
             return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
         shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
         return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
-
-
-def _scalar(tensor: Tensor, *others: Tensor) -> bool | float:
-    """False (no inf was found, two tensors differ) and 1 (nothing is divided by zero)."""
-    if others or tensor.dtype is torch.bool:
-        return False
-    return 1.0 if tensor.dtype.is_floating_point else 1
 
 
 class _Converter(FakeTensorConverter):

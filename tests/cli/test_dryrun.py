@@ -114,18 +114,22 @@ def test_writes_are_seen_by_the_script_and_by_nobody_else(capfd, tmp_path_factor
 
 
 @pytest.mark.parametrize(
-    ("ending", "expected"),
+    ("ending", "code", "expected"),
     [
-        ("exit", ["failed (SystemExit)", "ends.py:10 in <module>: sys.exit(3)"]),
-        ("missing", ["No such file or directory: 'data/train.bin'", "way out: prepare data/train.bin as for training"]),
-        pytest.param("package", ["way out: install a_package_that_nobody_has"], marks=pytest.mark.slow),
-        ("selects", ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),
+        ("exit", 4, ["failed (SystemExit)", "ends.py:10 in <module>: sys.exit(3)"]),
+        (
+            "missing",
+            4,
+            ["No such file or directory: 'data/train.bin'", "way out: prepare data/train.bin as for training"],
+        ),
+        pytest.param("package", 4, ["way out: install a_package_that_nobody_has"], marks=pytest.mark.slow),
+        ("selects", 3, ["at ends.py:17 in <module>: print(x[x > 0].sum())", "pass --selected-fraction 1.0"]),
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_a_script_that_fails(capfd, ending, expected):
-    code, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
-    assert code == 2
+def test_a_script_that_fails(capfd, ending, code, expected):
+    found, out, _ = dryrun(capfd, "ends.py", ending, "--gpu", "T4")
+    assert found == code
     assert out.splitlines()[2].startswith("NOT KNOWN: the script failed")
     for text in expected:
         assert text in out
@@ -193,6 +197,7 @@ def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
         "script": "train.py",
         "gpu": "T4",
         "capacity_bytes": find_gpu("T4").total_bytes,
+        "verdict": "fits",
         "fits": True,
         "ended": "by itself",
         "num_steps": 1,

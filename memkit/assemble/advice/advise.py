@@ -22,7 +22,7 @@ from memkit.assemble.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.assemble.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
 from memkit.assemble.advice.step import Change, MakeStage, Observation, Precision, Training, for_real, observe
 from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, check_model, on_cpu
+from memkit.planning.dryrun import LossFn, check_model, on_cpu, warn_of_doubts
 from memkit.planning.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.planning.optimizers import MakeOptimizer
 
@@ -77,6 +77,9 @@ def advise(
         InputError: A size depends on data; no card has the name ``target``; ``budget`` is no size and no card.
         ConfigError: An option is not one of those above.
 
+    Warns:
+        MemkitWarning: What the plain step takes may depend on values that were guessed.
+
     Memory cost: for the real runs, on the host, the step's own peak and five times the parameters.
 
     Time cost: for each remedy two steps without data and two real ones, which are recorded.
@@ -101,6 +104,8 @@ def advise(
         )
     training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction)
     trial = _Trial(training, target, budget)
+    if trial.plain.estimate is not None:
+        warn_of_doubts("advise", trial.plain.estimate)
     case = Case(training, trial.plain, trial.on_card, changes_model, fewer_edges)
     told = {remedy: advice for remedy in find_remedies(case) if (advice := trial.judge(remedy)) is not None}
     told |= trial.best_pair(told)

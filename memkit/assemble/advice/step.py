@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from memkit._workspace import WorkspaceRecorder
 from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, mean_of, summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.fakes import DryMode
+from memkit.planning.leftovers import leaving_nothing
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -138,6 +140,13 @@ def observe(training: Training, change: Change, make_stage: MakeStage) -> Observ
         change: What a remedy does to the step.
         make_stage: Where it runs: `on_cpu` and `on_card` without data, `for_real` with data.
     """
+    roots = training.model, training.optimizer, training.loss_fn, training.batch
+    return leaving_nothing("advise", roots, partial(_observe, training, change, make_stage))
+
+
+def _observe(
+    training: Training, change: Change, make_stage: MakeStage, watch: Callable[[DryMode], None]
+) -> Observation:
     with (
         as_by_itself(),
         make_stage(training.selected_fraction) as (device_type, mode, make_recorder, has_past),
@@ -145,6 +154,7 @@ def observe(training: Training, change: Change, make_stage: MakeStage) -> Observ
         mode,
         ExitStack() as stack,
     ):
+        watch(mode)
         model, optimizer, loss_fn, batch = stand_ins
         has_data = isinstance(mode, Copies)
         step = Step(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)

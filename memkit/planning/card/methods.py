@@ -1,4 +1,4 @@
-"""What scripts do with a card's tensors beside operators: print, pickle and pin them, ask for NumPy arrays, old types.
+"""What scripts do with a card's tensors beside operators: pickle and pin them, ask for old types.
 
 Patches of torch's Python methods, in force while a virtual card is on stage.
 """
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 
-from memkit.planning.card.tensors import patched
+from memkit.planning.card.tensors import patched, without_data
 
 _OLD_TYPES = {
     "FloatTensor": torch.float32,
@@ -60,11 +59,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
-    type_of, new, show = Tensor.type, Tensor.new, Tensor.__format__
-
-    def shown(self: Tensor, specification: str) -> str:
-        is_number = isinstance(self, FakeTensor) and self.dim() == 0
-        return format(self.item(), specification) if is_number else show(self, specification)  # type: ignore[no-untyped-call]
+    type_of, new = Tensor.type, Tensor.new
 
     def made_new(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, FakeTensor):
@@ -86,8 +81,6 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
 
     data_ptr = Tensor.data_ptr
     return [
-        (Tensor, "numpy", _array_maker(Tensor.numpy)),
-        (Tensor, "__format__", shown),
         (Tensor, "new", made_new),
         (Tensor, "type", typed),
         (Tensor, "data_ptr", address),
@@ -95,29 +88,6 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
         (Tensor, "record_stream", _nothing),
         (FakeTensor, "__reduce_ex__", _reduced),
     ]
-
-
-def _array_maker(numpy: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(numpy)
-    def as_array(self: Tensor, *, force: bool = False) -> Any:
-        if not isinstance(self, FakeTensor):
-            return numpy(self, force=force)
-        if self.is_cuda and not force:
-            raise TypeError(
-                f"can't convert {self.device} device type tensor to numpy. "
-                "Use Tensor.cpu() to copy the tensor to host memory first."
-            )
-        if self.requires_grad and not force:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        make = torch.zeros if self.dtype is torch.bool else torch.ones
-        with no_dispatch():
-            if self.constant is not None:
-                return numpy(self.constant.detach())
-            values = numpy(make(self.shape, dtype=self.dtype, device="cpu"))
-        self.fake_mode.count("Tensor.numpy")  # type: ignore[attr-defined]  # it is a CardMode
-        return values
-
-    return as_array
 
 
 def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,8 +223,15 @@ def rebuilt(
 ) -> Tensor:
     """A tensor from a file of `torch.save` on a virtual card, on the device that `torch.load` chooses."""
     if key not in _now.storages:
-        _now.storages[key] = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device=_now.place_of(device))
+        size, place = num_bytes // dtype.itemsize, torch.device(_now.place_of(device))
+        if place.type == "cpu":
+            _now.storages[key] = without_data(size, dtype)
+        else:
+            _now.storages[key] = torch.empty(size, dtype=dtype, device=place)
     base = _now.storages[key]
+    if isinstance(base, FakeTensor) and not base.is_cuda:
+        out = base.view(dtype).as_strided(shape, stride, offset)
+        return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)
     with torch.no_grad():
         out = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, shape, stride)
     return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)

@@ -1,7 +1,9 @@
 """The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
 
 `memkit.cli.dryrun` starts it as ``python -m memkit.planning.card.script ORDER``, where ORDER is a JSON object: folder
-(of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction. What is found goes to
+(of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction, answers (how the card answers
+what it does not know), sizes (a file: where it exists, it is what another run asked the allocator for, and this one
+ends where it asks for something else; where not, it is written, into the folder). What is found goes to
 ``folder/report.json``; the script's own output goes where this process's goes.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -22,7 +25,9 @@ from types import ModuleType, TracebackType
 from typing import Any
 from urllib.error import URLError
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._errors import MemkitError
@@ -34,14 +39,22 @@ from memkit.planning.card.tensors import patched
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, find_gpu
+from memkit.planning.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
 
+_ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
+# What a script would not raise on a card that is there.
+_NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
 # Code in these folders is nobody's own.
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
 
 
 class _EndOfStepsError(BaseException):
     """Ends a script after its last step, past its own ``except Exception``."""
+
+
+class _OtherWayError(BaseException):
+    """Ends a script where it asks for other memory than the run that it is compared with."""
 
 
 class ScriptRecorder(CardRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
@@ -59,35 +72,66 @@ class ScriptRecorder(CardRecorder):  # type: ignore[no-untyped-call]  # torch's 
             self.places.append(self._where.place())
             raise
 
+    def line(self) -> object:
+        """The user's line that runs now."""
+        return self._where.place().line
+
 
 class ScriptGPU(VirtualGPU):
     """A virtual card that notes what a whole script did to it.
 
+    Args:
+        gpu: The card.
+        expected: The sizes that another run asked for; None where there is none.
+        options: As of a `VirtualGPU`.
+
     Attributes:
         places: Where memory ran out, each time.
+        sizes: What was asked for, one block after the other.
+        other_way: The first line that asked for something else than was expected; "" where none did.
     """
 
-    def __init__(self, gpu: GPU, **options: Any) -> None:
+    def __init__(self, gpu: GPU, expected: Sequence[int] | None = None, **options: Any) -> None:
         super().__init__(gpu, **options)
-        self._recorder = ScriptRecorder(self._memory)
-        self.places = self._recorder.places = []
+        self._recorder = self._watch = ScriptRecorder(self._memory)
+        self.places = self._watch.places = []
+        self.sizes: list[int] = []
+        self.other_way = ""
+        self._expected = expected
         self._earlier_peaks: list[tuple[int, int]] = []
 
     def __enter__(self) -> ScriptGPU:
         super().__enter__()
-        self._stack.enter_context(patched(self._memory.allocator, "reset_peaks", self._reset_peaks))
+        allocator = self._memory.allocator
+        self._stack.enter_context(patched(allocator, "reset_peaks", self._reset_peaks))
+        self._stack.enter_context(patched(allocator, "allocate", self._allocate))
         return self
+
+    def _allocate(self, num_bytes: int, *options: Any) -> Any:
+        number = len(self.sizes)
+        self.sizes.append(num_bytes)
+        if self._expected is not None and self._expected[number : number + 1] != [num_bytes]:
+            self.other_way = self.other_way or str(self._watch.line() or "the script")
+            raise _OtherWayError
+        allocator = self._memory.allocator
+        return type(allocator).allocate(allocator, num_bytes, *options)
 
     def _reset_peaks(self) -> None:
         allocator = self._memory.allocator
         self._earlier_peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
         type(allocator).reset_peaks(allocator)
 
+    def peaks(self) -> tuple[int, int]:
+        """The highest bytes that were allocated, and that were reserved, in the whole run."""
+        allocator = self._memory.allocator
+        peaks = (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes), *self._earlier_peaks
+        allocated, reserved = map(max, zip(*peaks, strict=True))
+        return allocated, reserved
+
     def estimate(self) -> MemoryEstimate:
         """As of a `VirtualGPU`, whatever peaks the script has reset."""
         allocator = self._memory.allocator
-        peaks = (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes), *self._earlier_peaks
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
+        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = self.peaks()
         return super().estimate()
 
 
@@ -157,7 +201,12 @@ def main() -> None:
     sys.meta_path.insert(0, AtImport(redirection.to_read))
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")  # noqa: TID251
     card = find_gpu(order["gpu"], calibrated=order["calibrated"])
-    gpu = ScriptGPU(card, selected_fraction=order["selected_fraction"], allocator_settings=settings)
+    sizes = Path(order["sizes"])
+    expected = np.load(sizes).tolist() if sizes.is_file() else None
+    options = {"selected_fraction": order["selected_fraction"], "allocator_settings": settings}
+    gpu = ScriptGPU(card, expected, **options)
+    gpu.guesses.answers = _ANSWERS[order["answers"]]
+    _begin_alike()
     steps = Steps(order["steps"])
     start = time.perf_counter()
     ended, problem, is_compiled = _run(script, gpu, steps)
@@ -171,9 +220,22 @@ def main() -> None:
         ],
         "is_compiled": is_compiled,
         "written": redirection.written(),
+        "branches": list(gpu.guesses.branches),
+        "numbers": list(gpu.guesses.numbers),
+        "other_way": gpu.other_way,
+        "peaks": gpu.peaks(),
         "estimate": gpu.estimate().as_dict(),
     }
+    if expected is None:
+        np.save(folder / sizes.name, np.asarray(gpu.sizes, dtype=np.int64))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _begin_alike() -> None:
+    """Let two runs of a script draw the same numbers, where it does not seed them itself."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the state that scripts draw from
+    torch.manual_seed(0)  # noqa: TID251 - this process is the script's
 
 
 def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str] | None, bool]:
@@ -189,6 +251,8 @@ def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return "after its steps", None, bool(compiled)
+    except _OtherWayError:
+        return "another way", None, bool(compiled)
     except torch.OutOfMemoryError as error:
         return "out of memory", _problem(error, "the card is full: see docs/out-of-memory.md."), bool(compiled)
     except SystemExit as error:
@@ -220,7 +284,8 @@ def _problem(error: BaseException, fix: str) -> dict[str, str]:
     frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
     line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
     message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
-    return {"error": type(error).__name__, "message": message, "line": line, "fix": fix}
+    kind = "simulation" if isinstance(error, _NOT_THE_SCRIPTS) else "script"
+    return {"error": type(error).__name__, "message": message, "line": line, "fix": fix, "of": kind}
 
 
 def _own(error: BaseException) -> TracebackType | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch._C import _get_privateuse1_backend_name as private_name
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim
 from torch.utils import _foreach_utils as foreach
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map
 
 from memkit._errors import StateError
 from memkit.planning.card.autocast import CastCache
@@ -28,9 +30,10 @@ from memkit.planning.card.operators import cuda_operators
 from memkit.planning.card.workspace import RESULTS
 from memkit.planning.fakes import DryMode
 from memkit.planning.kernels import Kernels
+from memkit.planning.reading import note_known, reading
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
+_COPIED = _aten._to_copy.default
 CARD = torch.device("cuda", 0)
 # Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
 _MOST_HOST_BYTES = 2**20
@@ -54,17 +57,9 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
 
     def __init__(self, selected_fraction: float | None = None) -> None:
         super().__init__(selected_fraction)
-        self.is_open = True
 
     def dispatch(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator: on the host with data, on the card without."""
-        if not self.is_open and func is not _DEVICE:
-            raise StateError(
-                f"{func} on a tensor of a virtual GPU",
-                got="a tensor without data, made inside of a context that is over",
-                expected="use inside of `with VirtualGPU(...)`",
-                fix="build the model again outside of it.",
-            )
         args = tuple(map(_as_cuda, args))
         kwargs = {name: _as_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
         device = kwargs.get("device")
@@ -81,6 +76,11 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
                 return func(*args, **kwargs)
             if device is not None and device.type == "cuda" and args and isinstance(args[0], Tensor):
                 return self._transferred(func, args[0], kwargs)
+        elif func is _COPIED and device is not None and device.type == "cpu":
+            return self._to_host(args[0], kwargs)
+        elif _writes_to_host(func, args):
+            with_data, named = tree_map(self._guessed, (args, kwargs))
+            return func(*with_data, **named)
         names_card = any(
             isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values())
         )
@@ -106,6 +106,25 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
             fake.constant = func(tensor, **{**kwargs, "device": torch.device("cpu")})
             self.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
+
+    def _to_host(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> Tensor:
+        """A copy on the host, without data but for what is known."""
+        if tensor.constant is not None:
+            return cast("Tensor", _COPIED(tensor.constant, **kwargs))
+        with no_dispatch():
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            elem = _COPIED(empty, **{**kwargs, "device": torch.device("meta")})
+        fake = FakeTensor(self, elem, torch.device("cpu"))
+        note_known(_COPIED, (tensor,), fake)
+        return fake
+
+    def _guessed(self, value: Any) -> Any:
+        """What is written into a host tensor, which has data: guessed numbers where there are none."""
+        if not isinstance(value, FakeTensor):
+            return value
+        if value.constant is not None:
+            return value.constant
+        return torch.full(value.shape, self.guesses.array(value.dtype), dtype=value.dtype, device="cpu")
 
     def _where_its_arguments_are(self, out: Any, args: Any) -> Tensor:
         """PyTorch puts what it computes from known values on the CPU."""
@@ -146,6 +165,19 @@ def _for_autograd(device: torch.device) -> torch.device:
     return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
 
 
+def without_data(size: int, dtype: torch.dtype) -> Tensor:
+    """A host tensor without data, as what is copied from the card."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    with no_dispatch():
+        return FakeTensor(mode, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu"))
+
+
+def _writes_to_host(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator writes into a tensor that has data."""
+    is_real = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
+    return is_real and func._schema.is_mutable
+
+
 def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether this makes a large host tensor of floating point numbers out of nothing but its size."""
     size = args[0] if args else kwargs.get("size")
@@ -170,7 +202,8 @@ def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
         )
     casts = CastCache()
     with ExitStack() as stack:
-        stack.callback(setattr, mode, "is_open", False)  # noqa: FBT003 - setattr's own form
+        stack.callback(mode.close)
+        stack.enter_context(reading())
         stack.enter_context(_keeping_defaults())
         stack.enter_context(_moving_modules())
         stack.enter_context(cuda_operators(casts, capability))

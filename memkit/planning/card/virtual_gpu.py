@@ -24,6 +24,7 @@ from memkit.planning.card.tensors import CARD, CardMode, on_stage
 from memkit.planning.dryrun import summarise
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
+from memkit.planning.leftovers import empty_caches
 from memkit.planning.libraries import told_that_tensors_are_real
 
 
@@ -124,6 +125,7 @@ class VirtualGPU:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+        empty_caches(self._mode)
 
     @property
     def device(self) -> torch.device:

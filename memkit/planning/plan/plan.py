@@ -145,7 +145,11 @@ class TrainingPlan:
             estimate=best.estimate,
             candidates=tuple(PlanCandidate.of(each, budget_bytes, measured.get(each.arrangement)) for each in trials),
             speeds=speeds,
-            notes=(*notes, *(f"Answered without data: {each}." for each in best.estimate.guesses)),
+            notes=(
+                *notes,
+                *(f"Not known to hold: {each}." for each in best.estimate.doubts),
+                *(f"Answered without data: {each}." for each in best.estimate.guesses),
+            ),
             is_split_exact=is_split_exact,
         )
 

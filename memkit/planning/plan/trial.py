@@ -6,15 +6,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from memkit._recording import Recording
-from memkit.planning.dryrun import LossFn, Stage, as_by_itself, summarise
+from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, summarise
 from memkit.planning.estimate import MemoryEstimate
+from memkit.planning.fakes import DryMode
+from memkit.planning.guesses import Guesses
+from memkit.planning.leftovers import leaving_nothing
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.plan.operations import StepTimes
 from memkit.planning.plan.speeds import Speeds
@@ -89,6 +93,16 @@ TrainStep: TypeAlias = Callable[[Any, LossFn], int]
 Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractContextManager[TrainStep]]
 
 
+class _Recorded(NamedTuple):
+    """A planned step as it was recorded, and how many bytes each micro-batch leaves until its end."""
+
+    recorder: StepRecorder
+    trace: StepTimes
+    guesses: Guesses
+    left_bytes: int
+    device_type: str
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """The user's step, and where it is rehearsed.
@@ -118,24 +132,11 @@ class Rehearsal:
             arrangement: How.
             plain: The trial of the same micro-batches without treatments; None where there are none.
         """
-        names = {block: name for name, block in self.blocks.items()}
-        with (
-            as_by_itself(),
-            self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
-            mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch) as (model, given, loss_fn, batch),
-            mode,
-        ):
-            optimizer = optimizer_maker(given)(model.parameters())
-            with self.arrange(model, optimizer, arrangement) as train_step:
-                for is_recorded in (has_past, True):
-                    trace, recorder = StepTimes(self.speeds, names, self.kept_operators), make_recorder()
-                    with contextlib.ExitStack() as stack:
-                        if is_recorded:
-                            stack.enter_context(trace)
-                            stack.enter_context(recorder)
-                            recorder.hold(model, batch)
-                        left_bytes = train_step(batch, _announced(loss_fn, trace))
-        estimate = summarise(recorder, mode.guesses)
+        roots = self.model, self.optimizer, self.loss_fn, self.batch
+        recorder, trace, guesses, left_bytes, device_type = leaving_nothing(
+            "plan_training", roots, partial(self._record, arrangement)
+        )
+        estimate = summarise(recorder, guesses)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
         if device_type == "cpu":
@@ -146,6 +147,27 @@ class Rehearsal:
             return Trial(arrangement, estimate, required_bytes, seconds, costs)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs)
+
+    def _record(self, arrangement: Arrangement, watch: Callable[[DryMode], None]) -> _Recorded:
+        names = {block: name for name, block in self.blocks.items()}
+        with (
+            as_by_itself(),
+            self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
+            mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch) as (model, given, loss_fn, batch),
+            mode,
+        ):
+            watch(mode)
+            optimizer = optimizer_maker(given)(model.parameters())
+            with self.arrange(model, optimizer, arrangement) as train_step:
+                for is_recorded in (has_past, True):
+                    trace, recorder = StepTimes(self.speeds, names, self.kept_operators), make_recorder()
+                    with contextlib.ExitStack() as stack:
+                        if is_recorded:
+                            stack.enter_context(trace)
+                            stack.enter_context(recorder)
+                            recorder.hold(model, batch)
+                        left_bytes = train_step(batch, _announced(loss_fn, trace))
+        return _Recorded(recorder, trace, mode.guesses, left_bytes, device_type)
 
     def _seconds(self, parts: Sequence[float], arrangement: Arrangement) -> float:
         before, *micro_batches, after = parts

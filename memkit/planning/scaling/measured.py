@@ -98,11 +98,13 @@ def measure_scaling(
     measured = ScalingResult(tuple(points), {})
     laws: dict[Mode, Law] = {}
     guesses: dict[str, None] = {}
+    doubts: dict[str, None] = {}
     for mode in modes:
         by_mode = _laws(build_step, measured, mode)
         laws |= by_mode.law
         guesses |= dict.fromkeys(by_mode.guesses)
-    return ScalingResult(measured.points, laws, tuple(guesses))
+        doubts |= dict.fromkeys(by_mode.doubts)
+    return ScalingResult(measured.points, laws, tuple(guesses), tuple(doubts))
 
 
 def _laws(build_step: BuildStep, measured: ScalingResult, mode: Mode) -> ScalingResult:

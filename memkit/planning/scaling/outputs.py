@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memkit._atomic import write_bytes, write_text
+from memkit._printable import printable
 from memkit._units import format_bytes
 from memkit.planning.scaling.curves import Capacity, Curve
 from memkit.planning.scaling.figures import Figure, to_png, to_svg
@@ -84,12 +85,18 @@ class MemoryTestResult:
             ],
             "points": self.rows(),
             "guesses": list(self.guesses),
+            "doubts": list(self.doubts),
         }
 
     @property
     def guesses(self) -> tuple[str, ...]:
         """What the laws' traces answered without data, each once."""
         return tuple(dict.fromkeys(guess for curve in self.curves for guess in curve.result.guesses))
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the laws are not known to hold, each reason once."""
+        return tuple(dict.fromkeys(doubt for curve in self.curves for doubt in curve.result.doubts))
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each point: the columns of the CSV file."""
@@ -139,8 +146,8 @@ class MemoryTestResult:
     def explain(self) -> str:
         """A summary for people: laws, ratios, theory against actual, and what fits which cards."""
         parts = [[f"{_TITLES[self.analysis]}. {self.how}"], self._laws(), self._advice()]
-        if self.guesses:
-            parts.append(["Answered without data:", *self.guesses])
+        for title, rows in (("NOT KNOWN, because", self.doubts), ("Answered without data:", self.guesses)):
+            parts += [[title, *map(printable, rows)]] if rows else []
         return "\n\n".join("\n".join(part) for part in parts)
 
     @property

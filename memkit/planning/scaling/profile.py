@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, MemkitWarning
 from memkit.planning.scaling.deterministic import DeterministicLaw
 from memkit.planning.scaling.law import Law, checked_size
 from memkit.planning.scaling.points import Mode, ScalingPoint
@@ -42,12 +43,16 @@ def profile_scaling(
 
     Returns:
         A point per size and mode, and ``result.law[mode]`` with `predict`, `max_n`, `peak_where` and `breakpoints`;
-        ``result.guesses`` says what was answered without data.
+        ``result.guesses`` says what was answered without data, ``result.doubts`` whether it may matter: where there is
+        any, the laws are not known to hold.
 
     Raises:
         ConfigError: No sizes or modes, or unknown modes.
         InputTypeError: A size is no int, or ``build_step`` returns no function.
         InputError: A size is below 1, or the step asks for data that a fake tensor does not have.
+
+    Warns:
+        MemkitWarning: What the step takes may depend on values that were guessed.
 
     Memory cost:
         No tensor memory; the traces hold some hundred bytes per operator of the step and size.
@@ -72,6 +77,7 @@ def profile_scaling(
     points: list[ScalingPoint] = []
     laws: dict[Mode, Law] = {}
     guesses: dict[str, None] = {}
+    doubts: dict[str, None] = {}
     for mode in dict.fromkeys(modes):
         trace = cache(partial(trace_step, build_step, mode=mode, selected_fraction=selected_fraction))
         traces = [trace(size) for size in ascending]
@@ -79,7 +85,15 @@ def profile_scaling(
         laws[mode] = _through(traces, law) if isinstance(law, str) else law
         points += [each.point() for each in traces]
         guesses |= dict.fromkeys(guess for each in traces for guess in each.guesses)
-    return ScalingResult(tuple(points), laws, tuple(guesses))
+        doubts |= dict.fromkeys(doubt for each in traces for doubt in each.doubts)
+    if doubts:
+        warnings.warn(
+            f"the laws are not known to hold: {'; '.join(doubts)}. Way out: let no size and no branch of the step "
+            "depend on values of its tensors, or take measure_scaling, which has them.",
+            MemkitWarning,
+            stacklevel=2,
+        )
+    return ScalingResult(tuple(points), laws, tuple(guesses), tuple(doubts))
 
 
 def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:

@@ -14,6 +14,7 @@ from typing import Any
 
 from memkit._atomic import write_bytes, write_text
 from memkit._errors import ConfigError, InputError
+from memkit._printable import printable
 from memkit._units import GIB, format_bytes
 from memkit.planning.scaling.figures import Figure, Panel, Series, to_png, to_svg
 from memkit.planning.scaling.law import Law
@@ -31,6 +32,7 @@ class ScalingResult:
         law: The law of each mode that has one.
         guesses: Each ``"operator at line"`` that the laws were traced with an answer without data to: 1 for a number,
             False for a truth value, a share of a mask.
+        doubts: Why the laws are not known to hold: a guess may have become a size or decided a branch, at this line.
 
     Example:
         >>> import torch
@@ -46,6 +48,7 @@ class ScalingResult:
     points: tuple[ScalingPoint, ...]
     law: Mapping[Mode, Law]
     guesses: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
 
     def peaks(self, mode: Mode) -> dict[int, int]:
         """Peak in bytes by size, of the points that have one."""
@@ -81,14 +84,15 @@ class ScalingResult:
             ratio = self.ratio(size)
             cells = "".join(self._cell(mode, size).rjust(14) for mode in modes)
             lines.append(f"{size:12}{cells}" + ("-" if ratio is None else f"{ratio:.2f}").rjust(20))
-        if self.guesses:
-            lines += ["", "answered without data", *(f"  {guess}" for guess in self.guesses)]
+        for title, rows in (("not known, because", self.doubts), ("answered without data", self.guesses)):
+            lines += ["", title, *(f"  {printable(row)}" for row in rows)] if rows else []
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return points, laws and guesses as plain types, ready for JSON; None is what is not known."""
         laws = {mode: self._describe(mode, law) for mode, law in self.law.items()}
-        return {"points": [asdict(point) for point in self.points], "law": laws, "guesses": list(self.guesses)}
+        points = [asdict(point) for point in self.points]
+        return {"points": points, "law": laws, "guesses": list(self.guesses), "doubts": list(self.doubts)}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write one row per point; empty fields are what is not known. Atomic.

@@ -22,6 +22,8 @@ from memkit._recording import IntArray
 from memkit._whereabouts import Place
 from memkit.planning.dryrun import StepRecorder, as_by_itself
 from memkit.planning.fakes import CALL, DryMode
+from memkit.planning.guesses import Guesses
+from memkit.planning.leftovers import leaving_nothing
 from memkit.planning.scaling.points import Mode, ScalingPoint
 
 Step: TypeAlias = Callable[[], object]
@@ -41,6 +43,7 @@ class StepTrace:
         events: For each event the operator that made the storage, and whether it came or grew, or else went or shrank.
         places: For each event where its storage was made.
         guesses: Each ``"operator at line"`` that was answered without data.
+        doubts: Why the memory is not known: as of a `MemoryEstimate`.
     """
 
     size: int
@@ -50,6 +53,7 @@ class StepTrace:
     events: tuple[tuple[str, bool], ...]
     places: tuple[Place, ...]
     guesses: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -82,29 +86,10 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
     fake = DryMode(selected_fraction)
     call = f"build_step({size}), traced for mode={mode!r}"
     try:
-        with (
-            as_by_itself(),
-            _without_collector(),
-            fake.standing_in(build_step, _named_in(build_step)) as (build, _),
-            fake,
-            _Trace() as trace,
-        ):
-            step = build(size, mode=mode) if takes_mode(build_step) else build(size)
-            if not callable(step):
-                raise InputTypeError(
-                    call,
-                    got=f"a {type(step).__name__}",
-                    expected="a function without arguments that runs one step",
-                    fix="define `def step(): ...` inside build_step, and return it.",
-                )
-            with nullcontext() if mode == "train" else forward_alone():
-                step()
-                start = trace.num_events()
-                step()
-            return trace.since(start, size, mode, tuple(fake.guesses))
+        return leaving_nothing(call, (build_step,), partial(_trace, build_step, size, mode, call, fake))
     except MemkitError as error:
         if error.call == CALL:  # here it is known who calls
-            raise InputError(call, got=error.got, expected=error.expected, fix=error.fix) from error
+            raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
         raise
     except RuntimeError as error:
         if mode == "train" or takes_mode(build_step):
@@ -115,6 +100,37 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
             expected="a step of training that also runs without gradients, where loss.backward() does nothing",
             fix="give build_step a parameter named `mode` and return the step of that mode, or pass modes=('train',).",
         ) from error
+
+
+def _trace(
+    build_step: BuildStep,
+    size: int,
+    mode: Mode,
+    call: str,
+    fake: DryMode,
+    watch: Callable[[DryMode], None],
+) -> StepTrace:
+    watch(fake)
+    with (
+        as_by_itself(),
+        _without_collector(),
+        fake.standing_in(build_step, _named_in(build_step)) as (build, _),
+        fake,
+        _Trace() as trace,
+    ):
+        step = build(size, mode=mode) if takes_mode(build_step) else build(size)
+        if not callable(step):
+            raise InputTypeError(
+                call,
+                got=f"a {type(step).__name__}",
+                expected="a function without arguments that runs one step",
+                fix="define `def step(): ...` inside build_step, and return it.",
+            )
+        with nullcontext() if mode == "train" else forward_alone():
+            step()
+            start = trace.num_events()
+            step()
+        return trace.since(start, size, mode, fake.guesses)
 
 
 def takes_mode(build_step: BuildStep) -> bool:
@@ -142,7 +158,7 @@ class _NoBackward(TorchFunctionMode):
 class _Trace(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
     """A recorder that can be asked for the events from one moment on."""
 
-    def since(self, start: int, size: int, mode: Mode, guesses: tuple[str, ...]) -> StepTrace:
+    def since(self, start: int, size: int, mode: Mode, guesses: Guesses) -> StepTrace:
         there_before = sum(num_bytes for _, _, num_bytes in self._adopted)
         live = there_before + np.cumsum([sum(self._event_bytes[:start]), *self._event_bytes[start:]], dtype=np.int64)
         bounds = [int(live[event - start]) + num_bytes for event, num_bytes in self._bounds if event >= start]
@@ -156,7 +172,8 @@ class _Trace(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own clas
             np.asarray(bounds, dtype=np.int64),
             events=tuple((names[self._operators[k]], sign) for k, sign in zip(storages, signs, strict=True)),
             places=tuple(self._places[k] for k in storages),
-            guesses=guesses,
+            guesses=tuple(guesses),
+            doubts=(*guesses.doubts, *(self.starved() if mode == "train" else ())),
         )
 
 

@@ -1,0 +1,62 @@
+"""What went wrong in a command: whose fault it is, what the terminal shows of it, and with which code it ends."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from sysconfig import get_paths
+from types import TracebackType
+
+from memkit._errors import MemkitError, NotSimulatedError
+from memkit.cli._codes import FAILED, NOT_KNOWN, WRONG_USE
+from memkit.cli._terminal import say
+
+_PACKAGE = str(Path(__file__).parents[1])
+# Code in these folders, and frozen code, is nobody's own.
+_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), _PACKAGE, "<")
+
+
+def code_of(error: BaseException) -> int | None:
+    """Say what went wrong on standard error, and return the exit code; None where the error is nobody's here."""
+    is_users = _first_own(error) is not None or isinstance(error, SyntaxError)
+    if isinstance(error, SystemExit):
+        if not is_users:
+            return None
+        say(f"memkit: error: the code ended itself: {type(error).__name__}({error.code!r})", is_error=True)
+        return FAILED
+    if isinstance(error, NotSimulatedError):
+        say(f"memkit: not known: {error}", is_error=True)
+        return NOT_KNOWN
+    if isinstance(error, MemkitError) or (isinstance(error, OSError) and not is_users):
+        say(f"memkit: error: {error}", is_error=True)
+        return WRONG_USE
+    if not isinstance(error, Exception):
+        return None
+    for line in "".join(_traceback(error, is_users=is_users).format()).splitlines():
+        say(line, is_error=True)
+    if is_users:
+        return FAILED
+    say("memkit: this is an error of memkit's own; please report it with what stands above", is_error=True)
+    return NOT_KNOWN
+
+
+def _first_own(error: BaseException) -> TracebackType | None:
+    """Where a traceback enters the user's own code."""
+    place = error.__traceback__
+    while place is not None and place.tb_frame.f_code.co_filename.startswith(_INSTALLED):
+        place = place.tb_next
+    return place
+
+
+def _traceback(error: Exception, *, is_users: bool) -> traceback.TracebackException:
+    """A traceback; of the user's code from the user's file on, without memkit's inside."""
+    if not is_users:
+        return traceback.TracebackException.from_exception(error)
+    shown = traceback.TracebackException.from_exception(error.with_traceback(_first_own(error)))
+    each: traceback.TracebackException | None = shown
+    while each is not None:
+        each.stack = traceback.StackSummary.from_list(
+            [frame for frame in each.stack if not frame.filename.startswith((_PACKAGE, "<frozen"))]
+        )
+        each = each.__cause__ or each.__context__
+    return shown

@@ -1,0 +1,303 @@
+"""Numbers that code reads from tensors without data: what it is told, and whether it matters.
+
+A tensor without data answers with 1, or False. The answer is a number that remembers what it is: arithmetic makes more
+of its kind, text does not count, and a comparison, a condition or a conversion that takes the memory away is noted with
+its line. So is a number that goes where it cannot be followed, unless the source says that it becomes text or a sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import torch
+
+from memkit._whereabouts import Whereabouts
+from memkit.planning.uses import Site, Use, operation_of, site_of
+
+READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
+_COMPARING = ("COMPARE_OP", "CONTAINS_OP")
+_SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
+_TORCH = Path(torch.__file__).parent
+# Files whose frames stand between the code that asks and the answer.
+_BETWEEN = (
+    str(Path(__file__).parents[1]),
+    *(str(_TORCH / name) for name in ("_tensor.py", "_subclasses", "overrides.py", "utils/_python_dispatch.py")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a tensor without data answers.
+
+    Attributes:
+        whole: As a whole number.
+        real: As a number with a fraction.
+        truth: As a truth value.
+        is_contrary: Whether comparisons with answered numbers come out as the opposite.
+    """
+
+    whole: int = 1
+    real: float = 1.0
+    truth: bool = False
+    is_contrary: bool = False
+
+
+PLAIN = Answers()
+CONTRARY = Answers(truth=True, is_contrary=True)
+OTHER, LARGE, SMALL = Answers(whole=2, real=0.5), Answers(whole=1000, real=1e6), Answers(whole=0, real=1e-6)
+
+
+class Guesses(Counter[str]):
+    """How often each ``"operator at line"`` was answered without data, and what became of the answers.
+
+    Attributes:
+        answers: What is answered.
+        branches: Lines that branch on an answer: with another one they might go the other way.
+        numbers: Lines whose number goes where it cannot be followed: it may become a size.
+        assumptions: Lines that raise an error unless an answer is as it was given.
+    """
+
+    def __init__(self, answers: Answers = PLAIN) -> None:
+        super().__init__()
+        self.answers = answers
+        self.branches: dict[str, None] = {}
+        self.numbers: dict[str, None] = {}
+        self.assumptions: dict[str, None] = {}
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Why the memory of the step is not known; empty where it is."""
+        return (*self.branches, *self.numbers)
+
+    def note(self, name: str) -> str:
+        """Count an answer, and return the line that asked."""
+        line = str(Whereabouts().place().line)
+        self[f"{name} at {line}"] += 1
+        return line
+
+    # ---------------------------------------------------------------------------------------------- answers
+
+    def number(self, dtype: torch.dtype) -> Any:
+        """Answer with a number that can be followed."""
+        if dtype is torch.bool:
+            return self.truth()
+        if dtype.is_complex:
+            return self.plain(dtype, complex)
+        line = self.note(READ)
+        if dtype.is_floating_point:
+            return GuessedFloat(self.answers.real).of(self, line)
+        self.is_whole(line)
+        return GuessedInt(self.answers.whole).of(self, line)
+
+    def truth(self) -> bool:
+        """Answer whether something is true."""
+        return self._branched(_site(), self.note(READ), natural=False, contrary=self.answers.truth)
+
+    def plain(self, dtype: torch.dtype, kind: type) -> Any:
+        """Answer ``int(tensor)`` or ``float(tensor)``: Python makes a number of it that cannot be followed."""
+        number = self.answers.real if dtype.is_floating_point or dtype.is_complex else self.answers.whole
+        return self.converted(self.note(READ), kind(number))
+
+    def size(self) -> int:
+        """Answer where a tensor is used as a size or an index."""
+        self._note_number(self.note(READ))
+        return self.answers.whole
+
+    def inside(self, name: str, dtype: torch.dtype, num_tensors: int) -> Any:
+        """Answer an operator of PyTorch that reads a number for itself, such as one that makes a size of it."""
+        self._note_number(self.note(name))
+        if num_tensors > 1 or dtype is torch.bool:
+            return self.answers.truth
+        return self.answers.real if dtype.is_floating_point else self.answers.whole
+
+    def array(self, dtype: torch.dtype) -> Any:
+        """Answer with the number that fills an array."""
+        line = self.note("Tensor.numpy")
+        if _site().use is not Use.TEXT:
+            self._note_number(line)
+        if dtype is torch.bool:
+            return self.answers.truth
+        return self.answers.real if dtype.is_floating_point or dtype.is_complex else self.answers.whole
+
+    def into_data(self, number: _Guessed) -> None:
+        """Note a number that goes into a tensor with data: who reads it there is told no guess."""
+        if _site().use is not Use.TEXT:
+            self._note_number(number.line)
+
+    def finite(self) -> None:
+        """Note that code asked whether numbers are finite, and was told that they are."""
+        self.assumptions[f"{Whereabouts().place().line} finds all numbers finite"] = None
+
+    # -------------------------------------------------------------------------- what becomes of the answers
+
+    def compared(self, line: str, natural: Any) -> Any:
+        """What a comparison with an answered number comes to."""
+        frame = _frame()
+        operation = operation_of(frame)
+        if natural is NotImplemented or (operation not in _COMPARING and operation.startswith(_SEARCHING)):
+            return natural
+        # Not in a comparison of the code's own: min, max or sorted compares, and the source says what becomes of that.
+        site = site_of(frame)
+        contrary = natural != self.answers.is_contrary
+        return self._branched(site, line, natural=natural, contrary=contrary)
+
+    def is_whole(self, line: str) -> None:
+        """Note a whole number: it may count a loop or cut a list, and Python does not tell."""
+        if _site().use in (Use.RETURNED, Use.UNKNOWN):
+            self._note_number(line)
+
+    def converted(self, line: str, number: Any) -> Any:
+        """An answer that becomes a number which cannot be followed."""
+        use = _site().use
+        if use is Use.BRANCH:
+            self._note_branch(line)
+        elif use is Use.GUARD:
+            self._note_assumption(line)
+        elif use is not Use.TEXT:
+            self._note_number(line)
+        return number
+
+    def _branched(self, site: Site, line: str, *, natural: bool, contrary: bool) -> bool:
+        if site.use is Use.TEXT:
+            return natural
+        if site.use is Use.GUARD:
+            self._note_assumption(line)
+            return natural if site.passing is None else site.passing
+        self._note_branch(line)
+        return contrary
+
+    def _note_branch(self, line: str) -> None:
+        self.branches[f"{_now(line)} branches on {_named(line)}"] = None
+
+    def _note_number(self, line: str) -> None:
+        self.numbers[f"{_now(line)} uses {_named(line)} where memkit cannot follow it"] = None
+
+    def _note_assumption(self, line: str) -> None:
+        self.assumptions[f"{_now(line)} raises no error"] = None
+
+
+def _now(line: str) -> str:
+    """The user's line that runs; the one that read the number where none does."""
+    return str(Whereabouts().place().line or line)
+
+
+def _named(line: str) -> str:
+    return "a guessed value" if _now(line) == line else f"a value that was guessed at {line}"
+
+
+def _frame() -> FrameType:
+    """The frame that asks."""
+    frame = sys._getframe(1)  # noqa: SLF001 - no public form
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame
+
+
+def _site() -> Site:
+    return site_of(_frame())
+
+
+# ------------------------------------------------------------------------------------------- guessed numbers
+
+
+class _Guessed:
+    """What guessed numbers have in common: whose guess they are, and the line that asked."""
+
+    guesses: Guesses
+    line: str
+
+    def of(self, guesses: Guesses, line: str) -> Self:
+        """Say whose guess it is."""
+        self.guesses, self.line = guesses, line
+        return self
+
+    def again(self, result: Any) -> Any:
+        """A result of arithmetic, as a guess."""
+        if type(result) is int and isinstance(self, GuessedFloat):
+            self.guesses.is_whole(self.line)
+        if type(result) in _KINDS:
+            return _KINDS[type(result)](result).of(self.guesses, self.line)
+        return tuple(map(self.again, result)) if type(result) is tuple else result
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self).__base__, (plain_number(self),)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """NumPy's functions: a number again is a guess again."""
+        result = getattr(ufunc, method)(*map(plain_number, inputs), **options)
+        return self.again(result.item()) if getattr(result, "shape", None) == () else result
+
+
+class GuessedFloat(_Guessed, float):
+    """A number that was read from a tensor without data, or made of such numbers."""
+
+    __hash__ = float.__hash__
+
+
+class GuessedInt(_Guessed, int):
+    """A whole number that was read from a tensor without data, or made of such numbers."""
+
+    __hash__ = int.__hash__
+
+
+def plain_number(value: Any) -> Any:
+    """A guessed number as a plain one; other values as they are."""
+    if isinstance(value, GuessedFloat):
+        return float.__float__(value)
+    return int.__int__(value) if isinstance(value, GuessedInt) else value
+
+
+_KINDS: dict[type, Any] = {float: GuessedFloat, int: GuessedInt}
+_WITH_ANOTHER = [
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "divmod",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+]
+_ARITHMETIC = {
+    *(f"__{side}{name}__" for name in _WITH_ANOTHER for side in ("", "r")),
+    *(f"__{name}__" for name in ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]),
+}
+_COMPARISONS = {f"__{name}__" for name in ["lt", "le", "gt", "ge", "eq", "ne", "bool"]}
+_CONVERSIONS = {"__int__", "__float__"}
+
+
+def _follow(kind: Any, base: type) -> None:
+    """Give a kind of guessed numbers methods that go on with the guess, or note what becomes of it."""
+
+    def arithmetic(method: Any) -> Any:
+        return lambda self, *others: self.again(method(self, *others))
+
+    def comparison(method: Any) -> Any:
+        return lambda self, *others: self.guesses.compared(self.line, method(self, *others))
+
+    def conversion(method: Any) -> Any:
+        return lambda self: self.guesses.converted(self.line, method(self))
+
+    for names, make in ((_ARITHMETIC, arithmetic), (_COMPARISONS, comparison), (_CONVERSIONS, conversion)):
+        for name in names & vars(base).keys():
+            setattr(kind, name, make(getattr(base, name)))
+
+
+for _base, _kind in _KINDS.items():
+    _follow(_kind, _base)

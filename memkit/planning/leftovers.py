@@ -1,0 +1,410 @@
+"""Nothing of a simulated step stays behind: caches, globals and lists of the user's that kept something are found.
+
+Before a step on tensors without data, the containers that the user's code can reach are noted with what they hold:
+globals of its modules, attributes of its classes and objects, closures, default arguments. Where a tensor without data
+is still alive afterwards, what was added to these containers is taken out again, and what was overwritten is put back;
+a `functools.lru_cache` is emptied. Where somebody else holds it, the call ends in an error that names the holder.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from sysconfig import get_paths
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from memkit._errors import StateError
+from memkit.planning.fakes import DryMode
+from memkit.planning.guesses import GuessedFloat, GuessedInt
+
+T = TypeVar("T")
+Simulate: TypeAlias = Callable[[Callable[[DryMode], None]], T]
+
+_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+_MOST_OBJECTS = 50_000  # that are looked at: what lies farther away is found afterwards, and refused
+_MOST_ITEMS = 1_000  # of a container whose own items are looked at
+_FARTHEST = 8  # steps from a tensor to a holder with a name
+_MOST_NAMED = 3
+_CACHE: Any = type(functools.lru_cache(len))
+_COPIES: dict[type, Callable[[Any], Any]] = {dict: dict, list: list, set: set, deque: list}
+_MISSING = object()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def leaving_nothing(call: str, roots: Iterable[object], simulate: Simulate[T]) -> T:
+    """Run a simulation, and see to it that no tensor without data outlives it.
+
+    Args:
+        call: The user's call, for the error.
+        roots: The user's objects: model, loss function, optimizer.
+        simulate: Runs it, and hands each mode that it makes to the function that it is given. What it returns holds no
+            tensor.
+
+    Raises:
+        StateError: Somebody holds a tensor without data who cannot be made to let go.
+    """
+    surroundings = _Surroundings(roots)
+    modes: list[DryMode] = []
+    try:
+        result = simulate(modes.append)
+    except BaseException:
+        surroundings.clean(modes)  # the traceback holds tensors: nobody can be blamed
+        raise
+    if any(mode.guesses for mode in modes) or _are_alive(modes):
+        surroundings.clean(modes)
+    if _are_alive(modes):
+        surroundings.clean_by_search(modes)
+        if _are_alive(modes):
+            holders = surroundings.holders(modes)
+            raise StateError(
+                call,
+                got=f"tensors without data that are still held after the step, by {', '.join(holders)}",
+                expected="nothing that outlives the step: used in training, such a tensor has no values",
+                fix=f"empty {holders[0]}, and fill it before the call: values that are there already are used as they "
+                "are.",
+            )
+    return result
+
+
+def empty_caches(mode: DryMode) -> None:
+    """Empty each `functools.lru_cache` of the process that holds tensors of a mode: it may always be filled again."""
+    if mode.survivors():
+        search = _Search([mode])
+        for each in gc.get_objects():
+            if type(each) is _CACHE and search.leads(gc.get_referents(each)):
+                each.cache_clear()
+
+
+def _are_alive(modes: list[DryMode]) -> bool:
+    if not any(mode.survivors() for mode in modes):
+        return False
+    gc.collect()  # most of what is left is in cycles
+    return any(mode.survivors() for mode in modes)
+
+
+class _Saved(NamedTuple):
+    """A container as it was.
+
+    Attributes:
+        container: The object.
+        content: A copy of what it held.
+        kind: How it is put back: "items" as a whole; the "names" of an object or a module, of a "class" or in "slots"
+            one by one; the value of a "cell".
+    """
+
+    container: Any
+    content: Any
+    kind: Literal["items", "names", "class", "slots", "cell"]
+
+
+class _Surroundings:
+    """Containers that the user's code can reach, with what they held."""
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self._saved: dict[tuple[int, str], _Saved] = {}
+        self._caches: list[tuple[Any, int]] = []  # with how often they had missed
+        self._names: dict[int, tuple[int, str]] = {}  # by id(): who was seen to hold it, and as what
+        self._homes: dict[str, bool] = {}
+        self._kept: list[object] = []  # ids stay what they are
+        self._crawl(roots)
+
+    # ------------------------------------------------------------------------------------------------ before
+
+    def _crawl(self, roots: Iterable[object]) -> None:
+        queue: deque[Any] = deque()
+        for root in roots:
+            for module in _homes_of(root):
+                self._homes[module.__name__] = True
+                queue.append((module, (0, module.__name__)))
+            queue.append((root, (0, getattr(root, "__qualname__", f"the {type(root).__name__}"))))
+        while queue and len(self._names) < _MOST_OBJECTS:
+            value, name = queue.popleft()
+            if id(value) not in self._names and not _is_atom(value):
+                self._names[id(value)] = name
+                self._kept.append(value)
+                queue.extend((child, (id(value), label)) for child, label in self._children(value))
+
+    def _children(self, value: Any) -> Iterator[tuple[Any, str]]:
+        """What a value holds, with how it is called there; what can change is saved."""
+        if isinstance(value, ModuleType):
+            if self._is_followed(value.__name__):
+                yield from self._named(value, vars(value), "names")
+        elif isinstance(value, type):
+            if self._is_followed(value.__module__):
+                yield from self._named(value, vars(value), "class")
+        elif isinstance(value, (FunctionType, MethodType, functools.partial, staticmethod, classmethod, property)):
+            yield from self._of_function(value)
+        elif isinstance(value, _CACHE):
+            self._caches.append((value, value.cache_info().misses))
+            yield value.__wrapped__, ""
+        else:
+            yield from self._of_object(value)
+
+    def _of_function(self, value: Any) -> Iterator[tuple[Any, str]]:
+        if not isinstance(value, FunctionType):
+            for name in ("__self__", "__func__", "func", "args", "keywords", "fget", "fset"):
+                yield getattr(value, name, None), ""
+        elif self._is_followed(value.__module__ or ""):
+            yield sys.modules.get(value.__module__), ""
+            names = value.__code__.co_freevars
+            for name, cell in zip(names, value.__closure__ or (), strict=True):
+                self._save(cell, _content_of(cell), "cell")
+                yield _content_of(cell), f"'s variable {name}"
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            yield from ((each, "'s default argument") for each in defaults)
+            yield from self._named(value, vars(value), "names")
+
+    def _of_object(self, value: Any) -> Iterator[tuple[Any, str]]:
+        copy = next((copy for kind, copy in _COPIES.items() if isinstance(value, kind)), None)
+        if copy is not None:
+            self._save(value, copy(value), "items")
+        if isinstance(value, (dict, list, set, deque, tuple, frozenset)) and len(value) <= _MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((item, f"[{key!r}]" if isinstance(key, (str, int)) else "") for key, item in list(items))
+        if isinstance(value, (nn.Module, Optimizer)):
+            yield from self._of_module(value)
+        elif self._is_looked_into(value):
+            yield type(value), ""
+            if hasattr(value, "__dict__"):
+                yield from self._named(value, vars(value), "names")
+            if any(_slots(type(value))):
+                yield from self._named(value, _in_slots(value), "slots")
+
+    def _of_module(self, value: nn.Module | Optimizer) -> Iterator[tuple[Any, str]]:
+        """Its own names; most of what every module has is empty."""
+        yield type(value), ""
+        names = vars(value)
+        self._save(value, dict(names), "names")
+        for name in ("_buffers", "_parameters"):
+            if names.get(name):
+                self._save(names[name], dict(names[name]), "items")
+        own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE and not _is_atom(child)}
+        yield from ((child, f".{name}") for name, child in (own | names.get("_modules", {})).items())
+
+    def _named(
+        self, owner: Any, names: Mapping[str, Any], kind: Literal["names", "class", "slots"]
+    ) -> Iterator[tuple[Any, str]]:
+        self._save(owner, dict(names), kind)
+        yield from ((child, f".{name}") for name, child in list(names.items()) if not _is_atom(child))
+
+    def _save(self, container: Any, content: Any, kind: Literal["items", "names", "class", "slots", "cell"]) -> None:
+        self._saved[id(container), kind] = _Saved(container, content, kind)
+
+    def _is_followed(self, module: str) -> bool:
+        """Whether a module is the user's own, or defines a root."""
+        if module not in self._homes:
+            self._homes[module] = _is_own(sys.modules.get(module))
+        return self._homes[module]
+
+    def _is_looked_into(self, value: Any) -> bool:
+        kind = type(value)
+        is_container = hasattr(kind, "__getitem__") or isinstance(value, threading.local)
+        return is_container or self._is_followed(kind.__module__)
+
+    # ------------------------------------------------------------------------------------------------- after
+
+    def clean(self, modes: list[DryMode]) -> None:
+        """Take out what the step has put in, where it holds a tensor without data or a guessed number."""
+        search = _Search(modes)
+        for saved in self._saved.values():
+            _put_back(saved, search)
+        has_guessed = any(mode.guesses for mode in modes)  # a plain number may come of a guess
+        for cache, num_misses in self._caches:
+            is_new = cache.cache_info().misses != num_misses
+            if is_new and (has_guessed or search.leads(gc.get_referents(cache))):
+                cache.cache_clear()
+
+    def clean_by_search(self, modes: list[DryMode]) -> None:
+        """Empty the caches of other people's modules that hold tensors without data."""
+        while True:
+            ends = [path[-1] for path in _holders_of(modes, self._is_end)]
+            caches = {id(end): end for end in ends if isinstance(end, _CACHE) and end.cache_info().currsize}
+            if not caches:
+                return
+            for cache in caches.values():
+                cache.cache_clear()
+
+    def holders(self, modes: list[DryMode]) -> list[str]:
+        """Who holds tensors without data, for people."""
+        paths = _holders_of(modes, self._is_end)
+        return list(dict.fromkeys(map(self._name_of, paths))) or ["an unknown holder"]
+
+    def _is_end(self, value: Any) -> bool:
+        """Whether a holder has a name of its own."""
+        return isinstance(value, (_CACHE, ModuleType, type, FunctionType, GeneratorType)) or id(value) in self._names
+
+    def _name_of(self, path: list[Any]) -> str:
+        """What leads to a tensor, for people; the end of the path first in the text."""
+        end = path[-1]
+        name = self._known_name(end) if id(end) in self._names else _own_name(end)
+        for holder, held in zip(path[:0:-1], path[-2::-1], strict=True):
+            name += _label(holder, held)
+        return name
+
+    def _known_name(self, value: Any) -> str:
+        parts, key = [], id(value)
+        while key:
+            key, label = self._names[key]
+            parts.append(label)
+        return "".join(reversed(parts))
+
+
+# ---------------------------------------------------------------------------------------------- before
+
+
+def _homes_of(root: Any) -> Iterator[ModuleType]:
+    """The modules whose code a root runs, but PyTorch's and memkit's own."""
+    kinds = {type(each) for each in root.modules()} if isinstance(root, nn.Module) else {type(root)}
+    named = [base for kind in kinds for base in kind.__mro__]
+    functions = [getattr(root, "func", root), getattr(root, "__func__", root)]
+    for each in (*named, *functions):
+        module = sys.modules.get(getattr(each, "__module__", None) or "")
+        if module is not None and module.__name__.partition(".")[0] not in {"torch", "memkit", "builtins"}:
+            yield module
+
+
+def _is_own(module: ModuleType | None) -> bool:
+    """Whether it is no installed module."""
+    return module is not None and not str(getattr(module, "__file__", "")).startswith(_INSTALLED)
+
+
+def _is_atom(value: Any) -> bool:
+    """What holds nothing that a step could leave there."""
+    return value is None or isinstance(value, (str, bytes, int, float, complex, Tensor, torch.Size))
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _MISSING
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _in_slots(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+
+
+# ----------------------------------------------------------------------------------------------- after
+
+
+class _Search:
+    """Finds out whether values lead to a tensor without data, or to a guessed number."""
+
+    def __init__(self, modes: list[DryMode]) -> None:
+        self._modes = modes
+
+    def leads(self, values: Iterable[Any]) -> bool:
+        """Whether one of these is one, or holds one, in containers and objects of any depth."""
+        stack, seen = list(values), set[int]()
+        while stack and len(seen) < _MOST_OBJECTS:
+            value = stack.pop()
+            if isinstance(value, FakeTensor):
+                if any(value.fake_mode is mode for mode in self._modes):
+                    return True
+            elif isinstance(value, (GuessedFloat, GuessedInt)):
+                if any(value.guesses is mode.guesses for mode in self._modes):
+                    return True
+            elif id(value) not in seen and not isinstance(value, (ModuleType, type)):
+                seen.add(id(value))
+                stack += gc.get_referents(value) if not isinstance(value, FunctionType) else value.__closure__ or ()
+        return False
+
+
+def _put_back(saved: _Saved, search: _Search) -> None:
+    """Put a container's content back, where what is new in it leads to a tensor without data."""
+    container, content, kind = saved
+    if kind == "items":
+        if search.leads(_new_items(container, content)):
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+        return
+    if kind == "cell":
+        new = _content_of(container)
+        if new is not content and search.leads([new]):
+            container.cell_contents = content
+        return
+    names = _in_slots(container) if kind == "slots" else dict(vars(container))
+    for name, value in names.items():
+        old = content.get(name, _MISSING)
+        if value is not old and search.leads([value]):
+            _name_again(container, name, old, kind)
+
+
+def _name_again(container: Any, name: str, old: Any, kind: str) -> None:
+    if kind == "names":  # past what the class does when its attributes are set
+        vars(container).pop(name)
+        vars(container).update({} if old is _MISSING else {name: old})
+    elif old is _MISSING:
+        delattr(container, name)
+    else:
+        setattr(container, name, old)
+
+
+def _new_items(container: Any, content: Any) -> list[Any]:
+    if isinstance(container, dict):
+        keys = [key for key in container if key not in content]
+        return [*keys, *(item for key, item in container.items() if content.get(key, _MISSING) is not item)]
+    known = {id(each) for each in content}
+    return [item for item in container if id(item) not in known]
+
+
+class _Own(list[Any]):
+    """A list of the search itself: it holds what it looks for, and is no holder."""
+
+
+def _holders_of(modes: list[DryMode], is_end: Callable[[Any], bool]) -> list[_Own]:
+    """Paths from tensors that are alive to who holds them, up to the nearest holder with a name."""
+    alive = _Own(each for mode in modes for each in mode.survivors())
+    del alive[_MOST_NAMED:]
+    return [_path_from(tensor, is_end) for tensor in alive]
+
+
+def _path_from(tensor: Tensor, is_end: Callable[[Any], bool]) -> _Own:
+    paths, seen = _Own([_Own([tensor])]), {id(tensor)}
+    for _ in range(_FARTHEST):
+        longer = _Own()
+        for path in paths:
+            for holder in gc.get_referrers(path[-1]):
+                if id(holder) not in seen and not isinstance(holder, (_Own, FrameType)):
+                    seen.add(id(holder))
+                    longer.append(_Own([*path, holder]))
+        found = [path for path in longer if is_end(path[-1])] or ([] if longer else paths)
+        if found:
+            return _Own(found[0])
+        paths = _Own(longer[:_MOST_NAMED])
+    return _Own(paths[0])
+
+
+def _own_name(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        return f"a {type(value).__name__}"
+    return f"the generator {name}" if isinstance(value, GeneratorType) else f"{value.__module__}.{name}"
+
+
+def _label(holder: Any, held: Any) -> str:
+    """How something is called where it is held."""
+    if isinstance(holder, dict):
+        return next((f"[{key!r}]" for key, item in holder.items() if item is held), "")
+    if isinstance(holder, (list, tuple)):
+        return next((f"[{number}]" for number, item in enumerate(holder) if item is held), "")
+    return ""

@@ -1,0 +1,280 @@
+"""What code does with a number that it reads from a tensor, as far as its source says.
+
+A number that becomes text or is added up is no matter; one that is compared, counts a loop or goes where nobody can
+follow may decide how much memory is taken. Found in the syntax tree of the file, by the position of the instruction
+that runs; names are followed within their function, attributes within their file.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import linecache
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+from itertools import islice
+from types import FrameType
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+_CONDITIONAL = (ast.If, ast.While, ast.Assert)
+_EXITS = {"exit", "_exit", "quit", "abort"}
+# Calls that make text of what they are given, or write it down; found by the last part of their names.
+_WRITING = frozenset(
+    {"print", "str", "repr", "format", "write", "echo", "log", "debug", "info", "warning", "error", "critical"}
+    | {"exception", "add_scalar", "add_scalars", "add_histogram", "log_dict", "log_metric", "log_metrics"}
+    | {"set_postfix", "set_postfix_str", "set_description"}
+)
+# Calls whose result is a number made of the numbers that they are given.
+_NUMBERS = frozenset(
+    {"float", "int", "bool", "abs", "round", "sum", "min", "max", "mean", "median", "fmean", "len", "item", "divmod"}
+    | {"exp", "log", "log2", "log10", "sqrt", "pow"}
+)
+_FINITE = frozenset({"isnan", "isinf", "isfinite"})  # what a training that goes on is never stopped by
+_ADDING = frozenset({"append", "add", "extend", "insert", "appendleft"})
+
+
+class Use(IntEnum):
+    """What becomes of a value; the larger, the more it may decide.
+
+    Attributes:
+        TEXT: Text, sums, nothing.
+        GUARD: Whether to raise an error: a run that goes on has passed.
+        RETURNED: It leaves the function.
+        UNKNOWN: Something else.
+        BRANCH: It is compared, or is a condition.
+    """
+
+    TEXT = 0
+    GUARD = 1
+    RETURNED = 2
+    UNKNOWN = 3
+    BRANCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place in the code where a value is read.
+
+    Attributes:
+        use: What becomes of it.
+        passing: Of a GUARD that asks for the value itself: what it must be for the run to go on; None where not known.
+    """
+
+    use: Use
+    passing: bool | None = None
+
+
+def site_of(frame: FrameType) -> Site:
+    """What the instruction that runs in a frame does with its value."""
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    version = id(lines), len(lines)  # linecache keeps the list as long as the file is what it was
+    return _site(frame.f_code.co_filename, version, _position(frame)) if lines else Site(Use.UNKNOWN)
+
+
+def operation_of(frame: FrameType) -> str:
+    """The name of the instruction that runs in a frame, such as ``"COMPARE_OP"``."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
+def _position(frame: FrameType) -> tuple[int | None, ...]:
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))  # of two bytes each
+
+
+@lru_cache(maxsize=4096)
+def _site(filename: str, version: tuple[int, int], position: tuple[int | None, ...]) -> Site:
+    tree = _tree(filename, version)
+    return Site(Use.UNKNOWN) if tree is None else tree.site(position)
+
+
+@lru_cache(maxsize=64)
+def _tree(filename: str, version: tuple[int, int]) -> _Tree | None:  # noqa: ARG001 - what the cache knows it by
+    try:
+        return _Tree(ast.parse("".join(linecache.getlines(filename))))
+    except (SyntaxError, ValueError):  # a notebook's magic, a file that has changed
+        return None
+
+
+@dataclass(slots=True)
+class _Tree:
+    """A file's syntax tree, with each node's parent."""
+
+    root: ast.Module
+    _parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    _by_position: dict[tuple[int | None, ...], ast.AST] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for parent in ast.walk(self.root):  # from the outside in: of two with one position, the inner one is kept
+            for child in ast.iter_child_nodes(parent):
+                self._parents[child] = parent
+                if isinstance(child, (ast.expr, *_CONDITIONAL)):
+                    place = child.lineno, child.end_lineno, child.col_offset, child.end_col_offset
+                    self._by_position[place] = child
+
+    def site(self, position: tuple[int | None, ...]) -> Site:
+        """What is done with the value at the position of an instruction."""
+        node = self._by_position.get(position)
+        if node is None:
+            return Site(Use.UNKNOWN)
+        if isinstance(node, _CONDITIONAL):  # up to Python 3.12 a jump stands where its whole statement does
+            return _guard(node) or Site(Use.BRANCH)
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            return self._guard_around(node) or Site(Use.BRANCH)
+        use = Use.TEXT if _makes_text(node) else self.use(node, set())
+        return (self._guard_around(node) if use is Use.BRANCH else None) or Site(use)
+
+    def _guard_around(self, node: ast.AST) -> Site | None:
+        """The guard whose condition an expression is a part of."""
+        is_plain = True
+        while isinstance(node, ast.expr):
+            parent = self._parents[node]
+            if isinstance(parent, _CONDITIONAL):
+                guard = _guard(parent)
+                passing = None if guard is None or guard.passing is None or not is_plain else guard.passing
+                return guard and Site(Use.GUARD, passing)
+            is_plain &= isinstance(parent, (ast.BoolOp, ast.UnaryOp)) or _is_bool(parent)
+            node = parent
+        return None
+
+    # ---------------------------------------------------------------------------------------------- uses
+
+    def use(self, node: ast.AST, seen: set[str]) -> Use:
+        """What becomes of the value of an expression."""
+        parent = self._parents.get(node)
+        if isinstance(parent, ast.Attribute):
+            return self._use_of_attribute(parent, seen)
+        if isinstance(parent, (ast.Call, ast.keyword)):
+            return self._use_in_call(node, parent, seen)
+        if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.AugAssign, ast.For, ast.comprehension)):
+            return self._use_of_targets(parent, seen)
+        if isinstance(parent, (ast.Compare, ast.BoolOp, ast.If, ast.While, ast.Assert, ast.Subscript, ast.IfExp)):
+            return self._use_in_condition(node, parent, seen)
+        if isinstance(parent, (ast.JoinedStr, ast.FormattedValue, ast.Expr, ast.Raise)):
+            return Use.TEXT
+        if isinstance(parent, ast.UnaryOp):
+            return Use.BRANCH if isinstance(parent.op, ast.Not) else self.use(parent, seen)
+        if isinstance(parent, ast.BinOp):
+            return Use.TEXT if _makes_text(parent) else self.use(parent, seen)
+        if isinstance(parent, (ast.Tuple, ast.List, ast.Dict, ast.Set, ast.Starred, ast.ListComp, ast.GeneratorExp)):
+            return self.use(parent, seen)
+        if isinstance(parent, (ast.Return, ast.Yield, ast.Lambda)):
+            return Use.RETURNED
+        return Use.UNKNOWN
+
+    def _use_in_call(self, node: ast.AST, parent: ast.AST, seen: set[str]) -> Use:
+        call = self._parents[parent] if isinstance(parent, ast.keyword) else parent
+        if not isinstance(call, ast.Call) or node is call.func:
+            return Use.UNKNOWN
+        name = _last_name(call.func)
+        if name in _WRITING:
+            return Use.TEXT
+        if name in _FINITE:
+            return Use.GUARD
+        if name in _NUMBERS:
+            return self.use(call, seen)
+        if name in _ADDING and isinstance(call.func, ast.Attribute):
+            return self._use_of_name(call.func.value, seen)
+        return Use.UNKNOWN
+
+    def _use_of_attribute(self, node: ast.Attribute, seen: set[str]) -> Use:
+        """Of a method that is called, such as ``losses.append`` or ``values.mean``."""
+        call = self._parents.get(node)
+        if not isinstance(call, ast.Call) or node is not call.func:
+            return Use.UNKNOWN
+        if node.attr in _NUMBERS:
+            return self.use(call, seen)
+        return Use.TEXT if node.attr in _ADDING | _WRITING | {"clear", "reset"} else Use.UNKNOWN
+
+    def _use_in_condition(self, node: ast.AST, parent: ast.AST, seen: set[str]) -> Use:
+        if isinstance(parent, ast.Subscript):
+            return self.use(parent, seen) if node is parent.value else Use.UNKNOWN
+        if isinstance(parent, ast.Assert):
+            return Use.TEXT if node is parent.msg else Use.BRANCH
+        if isinstance(parent, ast.IfExp) and node is not parent.test:
+            return self.use(parent, seen)
+        return Use.BRANCH
+
+    def _use_of_targets(self, parent: ast.AST, seen: set[str]) -> Use:
+        targets = parent.targets if isinstance(parent, ast.Assign) else [getattr(parent, "target", None)]
+        uses = [self._use_of_name(target, seen) for target in targets]
+        if isinstance(parent, ast.NamedExpr):
+            uses.append(self.use(parent, seen))
+        return max(uses)
+
+    def _use_of_name(self, target: ast.AST | None, seen: set[str]) -> Use:
+        """What becomes of a variable: the most that is done with it anywhere."""
+        if isinstance(target, ast.Subscript):
+            return self._use_of_name(target.value, seen)
+        if isinstance(target, (ast.Tuple, ast.List)):
+            return max((self._use_of_name(each, seen) for each in target.elts), default=Use.TEXT)
+        if not isinstance(target, (ast.Name, ast.Attribute)):
+            return Use.UNKNOWN
+        name = ast.dump(target) if isinstance(target, ast.Name) else f".{target.attr}"
+        if name in seen:
+            return Use.TEXT
+        seen.add(name)
+        return max((self.use(load, seen) for load in self._loads(target)), default=Use.TEXT)
+
+    def _loads(self, target: ast.Name | ast.Attribute) -> Iterator[ast.AST]:
+        if isinstance(target, ast.Attribute):
+            scope: ast.AST = self.root
+        else:
+            scope = target
+            while not isinstance(scope, _SCOPES):
+                scope = self._parents[scope]
+            is_global = any(isinstance(each, ast.Global) and target.id in each.names for each in ast.walk(scope))
+            scope = self.root if is_global else scope
+        for each in ast.walk(scope):
+            is_same = (isinstance(each, ast.Name) and isinstance(target, ast.Name) and each.id == target.id) or (
+                isinstance(each, ast.Attribute) and isinstance(target, ast.Attribute) and each.attr == target.attr
+            )
+            if is_same and isinstance(each.ctx, ast.Load):  # type: ignore[attr-defined]  # both have it
+                yield each
+
+
+# ---------------------------------------------------------------------------------------------------- guards
+
+
+def _guard(statement: ast.AST) -> Site | None:
+    """A statement that raises an error unless its condition is as it should be."""
+    if isinstance(statement, ast.Assert):
+        return Site(Use.GUARD, _passing(statement.test, wanted=True))
+    if isinstance(statement, ast.If) and _ends(statement.body) and not statement.orelse:
+        return Site(Use.GUARD, _passing(statement.test, wanted=False))
+    return None
+
+
+def _passing(test: ast.expr, *, wanted: bool) -> bool | None:
+    """What all parts of a condition must be for the whole to be so; None where not all the same."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _passing(test.operand, wanted=not wanted)
+    if isinstance(test, ast.BoolOp):
+        parts = {_passing(part, wanted=wanted) for part in test.values}
+        return parts.pop() if len(parts) == 1 else None
+    return wanted
+
+
+def _is_bool(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and _last_name(node.func) == "bool"
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    """Whether statements end the program: in an error or an exit."""
+    last = body[-1]
+    call = last.value if isinstance(last, ast.Expr) else None
+    return isinstance(last, ast.Raise) or (isinstance(call, ast.Call) and _last_name(call.func) in _EXITS)
+
+
+# ----------------------------------------------------------------------------------------------------- names
+
+
+def _makes_text(node: ast.AST) -> bool:
+    """Whether an expression is a text already, such as ``"%d rows" % count``."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Mod) and isinstance(node.left, (ast.Constant, ast.JoinedStr))
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _last_name(node.func) in _WRITING)
+
+
+def _last_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")

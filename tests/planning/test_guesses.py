@@ -1,0 +1,62 @@
+"""A number that was read from a tensor without data may decide how much is taken: then nothing is known, with the line.
+
+Numbers that are written down, added up or only checked leave the verdict as it is.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit.planning.card.virtual_gpu import VirtualGPU
+from tests.planning.reads import (
+    DECIDING,
+    ORDINARY,
+    accuracy,
+    any_of_a_mask,
+    int_plus_one,
+    list_of_sizes,
+    logged,
+    loop_in_a_helper,
+    not_a_number,
+    stored_and_returned,
+)
+
+META = torch.device("meta")
+
+
+def estimate_of(step, target):
+    model, x = nn.Linear(8, 8, device=META), torch.empty(4, 8, device=META)
+    return mk.estimate_memory_usage(model, x, step, optimizer="sgd", target=target)
+
+
+@pytest.mark.parametrize("step", DECIDING, ids=lambda step: step.__name__)
+def test_what_decides_is_not_known_and_says_where(step):
+    estimate = estimate_of(step, "cpu")
+    assert estimate.confidence == "guessed"
+    verdict = estimate.verdict("1TiB")
+    assert verdict == "not known"
+    assert not estimate.fits("1TiB")
+    name = "count_of" if step in (loop_in_a_helper, stored_and_returned) else step.__name__
+    assert f"in {name}" in verdict.reason or "in update" in verdict.reason
+    assert "reads.py:" in verdict.reason
+    assert verdict.reason.split(";")[0].split(" in ")[0] in estimate.explain()
+
+
+@pytest.mark.parametrize("step", ORDINARY, ids=lambda step: step.__name__)
+def test_what_is_written_down_or_checked_does_not_matter(step):
+    estimate = estimate_of(step, "cpu")
+    assert estimate.doubts == ()
+    assert estimate.verdict("1TiB") == "fits"
+    assert estimate.fits("1TiB")
+
+
+@pytest.mark.parametrize("target", ["T4"])
+@pytest.mark.parametrize("step", [any_of_a_mask, int_plus_one, list_of_sizes, logged, accuracy, not_a_number])
+def test_it_is_so_on_a_card(step, target):
+    assert bool(estimate_of(step, target).doubts) is (step in DECIDING)
+    with VirtualGPU(target) as gpu:
+        step(nn.Linear(8, 8).cuda(), torch.ones(4, 8, device="cuda")).backward()
+    estimate = gpu.estimate()
+    assert bool(estimate.doubts) is (step in DECIDING)
+    assert estimate.fits("T4") is (step not in DECIDING)

@@ -1,0 +1,378 @@
+"""After a simulated step nothing of it is left: what the user's code keeps is put back, or somebody is named."""
+
+import contextvars
+import functools
+import gc
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import memkit as mk
+from memkit._errors import StateError
+from memkit.planning.scaling.profile import profile_scaling
+
+X = torch.arange(32.0).reshape(8, 4) / 32
+
+
+def points(n):
+    return torch.linspace(-1, 1, n)
+
+
+# ------------------------------------------------------------------------------------------ places to keep things
+
+
+@functools.lru_cache
+def lru(n):
+    return points(n)
+
+
+@functools.cache
+def pair(n):
+    return lru(n), {"twice": 2 * lru(n)}
+
+
+DICT, NESTED, LISTS, OLD = {}, {"by size": {}}, defaultdict(list), OrderedDict()
+HISTORY, SEEN, RING = [], set(), deque(maxlen=2)
+BY_MODULE = weakref.WeakKeyDictionary()
+LOCAL, CONTEXT = threading.local(), contextvars.ContextVar("kept", default=None)
+LAST = None
+
+
+def in_dict(n, x):
+    if n not in DICT:
+        DICT[n] = points(n)
+    return DICT[n]
+
+
+def in_nested_dict(n, x):
+    return NESTED["by size"].setdefault(n, {"grid": (points(n), None)})["grid"][0]
+
+
+def in_list_of_dict(n, x):
+    if not LISTS[n]:
+        LISTS[n].append(points(n))
+    return LISTS[n][0]
+
+
+def in_limited_dict(n, x):
+    OLD[n] = points(n)
+    while len(OLD) > 2:
+        OLD.popitem(last=False)
+    return OLD[n]
+
+
+def in_list(n, x):
+    HISTORY.append(x)
+    return points(n)
+
+
+def in_set(n, x):
+    SEEN.add(x)
+    return points(n)
+
+
+def in_ring(n, x):
+    RING.append(points(n))
+    return RING[-1]
+
+
+def in_global(n, x):
+    global LAST
+    LAST = x * 2
+    return points(n)
+
+
+def in_default(n, x, kept={}):  # noqa: B006 - under test
+    return kept.setdefault(n, points(n))
+
+
+def in_function(n, x):
+    kept = vars(in_function).setdefault("kept", {})
+    return kept.setdefault(n, points(n))
+
+
+def memoized(function):
+    kept = {}
+
+    @functools.wraps(function)
+    def wrapper(n):
+        if n not in kept:
+            kept[n] = function(n)
+        return kept[n]
+
+    return wrapper
+
+
+in_closure = memoized(points)
+
+
+@dataclass
+class Record:
+    grid: torch.Tensor | None = None
+    all: list = field(default_factory=list)
+
+    @functools.cached_property
+    def ones(self):
+        return torch.ones(4)
+
+
+RECORD = Record()
+
+
+class Slotted:
+    __slots__ = ("grid",)
+
+
+SLOTTED = Slotted()
+
+
+class Kept:
+    shared = {}  # noqa: RUF012 - under test
+    latest = None
+
+    def grid(self, n):
+        type(self).latest = points(n)
+        return self.shared.setdefault(n, points(n))
+
+
+KEPT = Kept()
+
+
+def in_record(n, x):
+    if RECORD.grid is None:
+        RECORD.grid = points(n)
+        RECORD.all.append(RECORD.grid)
+    return RECORD.grid * RECORD.ones
+
+
+def in_slots(n, x):
+    if not hasattr(SLOTTED, "grid"):
+        SLOTTED.grid = points(n)
+    return SLOTTED.grid
+
+
+def in_weak_dict(n, x):
+    return BY_MODULE.setdefault(ANCHOR, points(n))
+
+
+def in_thread_local(n, x):
+    if not hasattr(LOCAL, "grid"):
+        LOCAL.grid = points(n)
+    return LOCAL.grid
+
+
+def in_pool(n, x):
+    with ThreadPoolExecutor(1) as pool:
+        DICT[n] = pool.submit(torch.sum, points(n).mul(x)).result()
+    return DICT[n]
+
+
+ANCHOR = nn.Linear(1, 1)
+WAYS = {
+    "lru_cache": lambda n, x: lru(n),
+    "cache of a cache": lambda n, x: pair(n)[1]["twice"],
+    "closure": lambda n, x: in_closure(n),
+    "class": lambda n, x: KEPT.grid(n),
+    **{
+        way.__name__: way
+        for way in (
+            in_dict, in_nested_dict, in_list_of_dict, in_limited_dict, in_list, in_set, in_ring, in_global, in_default,
+            in_function, in_record, in_slots, in_weak_dict, in_thread_local, in_pool,
+        )
+    },
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.way = way
+        self.state = Record()
+
+    def forward(self, x):
+        out = self.linear(x)
+        if self.state.grid is None:
+            self.state.grid = out.detach()
+        return out * WAYS[self.way](4, out) if self.way else out
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+def count_fakes():
+    gc.collect()
+    return sum(type(each) is FakeTensor for each in gc.get_objects())
+
+
+def estimate(model, loss_fn, **options):
+    mk.estimate_memory_usage(model, X, loss_fn, **options)
+
+
+def plan(model, loss_fn):
+    mk.plan_training(model, X, loss_fn, budget="1GiB")
+
+
+def advise(model, loss_fn):
+    mk.advise(model, X, loss_fn)
+
+
+def scaling(model, loss_fn):
+    def build_step(n):
+        x = torch.ones(n, 4)
+        return lambda: loss_fn(model, x).backward()
+
+    profile_scaling(build_step, sizes=[16], modes=("train",))
+
+
+def assert_nothing_left(model):
+    loss = mean_square(model, X)
+    assert type(loss) is torch.Tensor
+    loss.backward()
+    assert model.linear.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_users_code_keeps_is_real_again(way):
+    expected = mean_square(Model(way).requires_grad_(requires_grad=False), X) if way == "in_ring" else None
+    model = Model(way)
+    estimate(model, mean_square)
+    if expected is not None:
+        assert [type(each) for each in RING] == [torch.Tensor]  # what was there, and no more
+    assert_nothing_left(model)
+
+
+def test_guessed_numbers_are_not_kept_either():
+    @functools.lru_cache
+    def extent(n):
+        return points(n).abs().max().item()
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean() * extent(4)
+        HISTORY.append(("loss", loss.item()))
+        RECORD.all.append({"count": (x > 0).sum().item()})
+        return loss
+
+    HISTORY[:], RECORD.all[:] = [0.5], []
+    estimate(Model(None), loss_fn)
+    assert (HISTORY, RECORD.all) == ([0.5], [])
+    assert extent.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("call", [plan, advise, scaling], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("way", ["lru_cache", "in_dict", "in_global"])
+def test_whoever_simulates(call, way):
+    for cache in (lru, pair):
+        cache.cache_clear()
+    DICT.clear()
+    model = Model(way)
+    call(model, mean_square)
+    assert_nothing_left(model)
+    assert count_fakes() == 0
+
+
+def test_a_loss_object_keeps_nothing():
+    class Loss:
+        def __init__(self):
+            self.seen, self.last = [], None
+
+        def __call__(self, model, x):
+            self.last = model(x)
+            self.seen.append(self.last)
+            return self.last.square().mean()
+
+    loss, model = Loss(), Model(None)
+    estimate(model, loss)
+    assert (loss.seen, loss.last) == ([], None)
+    estimate(model, loss.__call__)
+    assert (loss.seen, loss.last) == ([], None)
+    assert_nothing_left(model)
+
+
+@pytest.mark.parametrize("way", ["lru_cache", "in_dict", "in_closure", "in_list_of_dict"])
+def test_what_was_kept_before_works_within_and_stays(way):
+    keep = WAYS.get(way, lambda n, x: in_closure(n))
+    real = keep(4, X)
+    seen = []
+
+    def loss_fn(model, x):
+        seen.append(type(keep(4, x)))
+        return (model(x) * keep(4, x)).square().mean()
+
+    estimate(Model(None), loss_fn)
+    assert keep(4, X).equal(points(4))
+    assert way == "lru_cache" or keep(4, X) is real
+
+
+def test_values_of_other_sizes_stay_in_a_dict_that_is_put_back():
+    DICT.clear()
+    DICT[7] = kept = points(7)
+    estimate(Model("in_dict"), mean_square)
+    assert list(DICT) == [7]
+    assert DICT[7] is kept
+
+
+def test_the_card_leaves_nothing_either():
+    @functools.lru_cache
+    def grid(n, device):
+        return torch.linspace(-1, 1, n, device=device)
+
+    model = Model(None)
+    estimate(model, lambda model, x: (model(x) * grid(4, x.device)).sum(), target="RTX 4090")
+    assert_nothing_left(model)
+    assert grid(4, X.device).equal(points(4))
+
+
+def test_an_error_inside_leaves_nothing():
+    def loss_fn(model, x):
+        model(x)
+        raise KeyError("of mine")
+
+    DICT.clear()
+    lru.cache_clear()
+    for way in ("in_dict", "lru_cache"):
+        model = Model(way)
+        with pytest.raises(KeyError, match="of mine"):
+            estimate(model, loss_fn)
+        assert type(mean_square(model, X)) is torch.Tensor
+
+
+def test_a_cache_of_another_package_is_emptied(monkeypatch):
+    package = types.ModuleType("a_package")
+    package.__file__ = str(Path(torch.__file__).parents[1] / "a_package.py")
+    exec("import functools, torch\n@functools.lru_cache\ndef grid(n): return torch.linspace(-1, 1, n)", vars(package))
+    monkeypatch.setitem(sys.modules, "a_package", package)
+    model = Model(None)
+    estimate(model, lambda model, x: (model(x) * package.grid(4)).sum())
+    assert_nothing_left(model)
+    assert package.grid(4).equal(points(4))
+
+
+def batches():
+    kept = points(4)
+    while True:
+        yield kept
+
+
+def test_who_cannot_be_made_to_let_go_is_named():
+    generator, model = batches(), Model(None)
+
+    def loss_fn(model, x):
+        return (model(x) * next(generator)).sum()
+
+    with pytest.raises(StateError, match=r"held after the step, by .*loss_fn's variable generator; .*Way out: empty"):
+        estimate(model, loss_fn)
+    with pytest.raises(StateError, match="on a tensor without data"):  # whoever uses it all the same
+        model(X) * next(generator)
+    generator.close()
