@@ -11,6 +11,7 @@ import math
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn, get_args
@@ -18,7 +19,9 @@ from typing import Any, BinaryIO, Literal, NoReturn, get_args
 from memkit._errors import FileFormatError, InputError, InputTypeError
 from memkit._events import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, require_count, short
 from memkit._eventwriter import LONGEST_LINE_BYTES, looks_like_log
+from memkit._jsonstream import JsonStream, NotWholeError, check_density
 
+_CHUNK_BYTES = 2**20
 _LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines have to be held whole: of the older form some 4 million events
 Form = Literal["lines", "array", "snapshot", "trace"]
 OWN = "memkit"  # of our own events in a trace the category, and the key of the rest in its otherData
@@ -63,7 +66,7 @@ class EventFile:
         self._num_runs_before = num_runs_before
         self._unknown: Counter[str] = Counter()
         self._seen: set[int] = set()
-        self._num_repeats = 0
+        self._num_repeats = self._crc = 0
         with self.path.open("rb") as file:
             start = file.read(4096)
             has_mark = start.startswith(codecs.BOM_UTF8)
@@ -72,7 +75,7 @@ class EventFile:
                 self._note("a byte order mark at its start was passed over")
             text = start.removeprefix(codecs.BOM_UTF8).lstrip()
             if start.startswith((_SNAPSHOT_START, _GZIP_START)) or _looks_like_trace(text):
-                self._read_import(self._read_whole(file, "a snapshot or a trace"))
+                self._read_import(file, start)
             elif text.startswith(b"["):
                 self.form = "array"
                 self._read_array(file)
@@ -100,7 +103,7 @@ class EventFile:
                 self._end_run(cut)
                 self._add_header(where, record)
                 cut = ""
-            elif isinstance(record, _NotWholeError):
+            elif isinstance(record, NotWholeError):
                 cut = f"{where}: {record}"
             else:
                 self._add_event(where, line, record)
@@ -111,7 +114,7 @@ class EventFile:
         """Return the line's JSON value, or, where it may have been cut, what is wrong with it."""
         try:
             return _parse(line)
-        except _NotWholeError as error:
+        except NotWholeError as error:
             if not self.headers and not looks_like_log(line):
                 self._fail(f"{where}: {error}", "the header line of an event log, or a JSON array of events")
             return error
@@ -174,30 +177,35 @@ class EventFile:
         before = self.seconds[-1] if self.seconds else -math.inf
         self.seconds.append(before if wall_s is None else max(before, wall_s))
 
-    def _read_whole(self, file: BinaryIO, expected: str) -> bytes:
-        data = file.read(_LARGEST_WHOLE_BYTES + 1)
-        if len(data) > _LARGEST_WHOLE_BYTES:
-            self._fail(f"more than {_LARGEST_WHOLE_BYTES} bytes", expected)
-        return data
+    def _chunks(self, file: BinaryIO, expected: str) -> Iterator[bytes]:
+        num_bytes = 0
+        while chunk := file.read(_CHUNK_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > _LARGEST_WHOLE_BYTES:
+                self._fail(f"more than {_LARGEST_WHOLE_BYTES} bytes", expected)
+            self._crc = zlib.crc32(chunk, self._crc)
+            yield chunk
 
-    def _read_import(self, data: bytes) -> None:
+    def _read_import(self, file: BinaryIO, start: bytes) -> None:
         """Take what another program wrote, or we wrote for another program."""
         # Most files are logs: they need not wait for the other readers.
         from memkit._snapshotlog import read_snapshot
-        from memkit._tracefile import load_trace, read_profile, unzip
+        from memkit._tracefile import Trace, read_profile, unzipped
 
+        chunks = self._chunks(file, "a snapshot or a trace")
         try:
-            if data.startswith(_SNAPSHOT_START):
+            if start.startswith(_SNAPSHOT_START):
                 self.form = "snapshot"
-                found = read_snapshot(data, self._num_runs_before)
+                found = read_snapshot(b"".join(chunks), self._num_runs_before)
             else:
                 self.form = "trace"
-                trace = load_trace(unzip(data, _LARGEST_WHOLE_BYTES) if data.startswith(_GZIP_START) else data)
-                own = trace.get("otherData")
+                is_packed = start.startswith(_GZIP_START)
+                trace = Trace(unzipped(chunks, _LARGEST_WHOLE_BYTES) if is_packed else chunks, OWN)
+                own = trace.entries.get("otherData")
                 if isinstance(own, dict) and isinstance(own.get(OWN), dict):
-                    self._read_own(own[OWN], trace["traceEvents"])
+                    self._read_own(own[OWN], trace.own_records)
                     return
-                found = read_profile(trace, f"trace-{zlib.crc32(data):08x}", self._num_runs_before)
+                found = read_profile(trace, f"trace-{self._crc:08x}", self._num_runs_before)
         except (InputError, InputTypeError) as error:
             self._fail(error.got, error.expected)
         self.headers, self.events = found.headers, found.events
@@ -206,7 +214,7 @@ class EventFile:
         for event in self.events:
             self._note_second(event.wall_s)
 
-    def _read_own(self, own: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    def _read_own(self, own: dict[str, Any], records: list[tuple[int, dict[str, Any]]]) -> None:
         """Take a trace of `memkit.export_log` back."""
         headers = own.get("headers")
         if own.get("form") not in get_args(Form) or not isinstance(headers, list):
@@ -216,25 +224,38 @@ class EventFile:
             if not isinstance(header, dict) or "schema" not in header:
                 self._fail(f"otherData, index {index}: {short(header)}", "the header of a run")
             self._add_header(f"otherData, index {index}", header)
-        for index, record in enumerate(records):
-            if record.get("cat") == OWN:
-                args, run = record.get("args"), None
-                if isinstance(args, dict):
-                    run = args.pop("run", None)
-                if not isinstance(args, dict) or (
-                    run is not None and (type(run) is not int or run not in range(len(headers)))
-                ):
-                    self._fail(f"index {index}: {short(record)}", "an event under one of the headers")
-                self._add_record(f"index {index}", args, run)
+        for index, record in records:
+            args, run = record.get("args"), None
+            if isinstance(args, dict):
+                run = args.pop("run", None)
+            if not isinstance(args, dict) or (
+                run is not None and (type(run) is not int or run not in range(len(headers)))
+            ):
+                self._fail(f"index {index}: {short(record)}", "an event under one of the headers")
+            self._add_record(f"index {index}", args, run)
 
     def _read_array(self, file: BinaryIO) -> None:
-        data = self._read_whole(file, "a JSON array of events")
+        stream = JsonStream(self._chunks(file, "a JSON array of events"), _decoder)
+        wrong: FileFormatError | None = None
         try:
-            records = _parse(data)
+            for index, record in enumerate(stream.elements()):
+                if wrong is not None and stream.num_chars > _CHUNK_BYTES:
+                    break  # nearby, an error in the text itself would say more
+                if stream.may_have_halves:
+                    _check_characters(record)
+                try:
+                    if wrong is None:
+                        self._add_legacy(f"index {index}", record)
+                except FileFormatError as error:
+                    wrong = error
+            else:
+                stream.expect_end()
+        except FileFormatError:
+            raise
         except ValueError as error:
             self._fail(str(error), "a whole JSON array of events")
-        for index, record in enumerate(records):
-            self._add_legacy(f"index {index}", record)
+        if wrong is not None:
+            raise wrong
         self._note_legacy()
 
     def _add_legacy(self, where: str, record: object) -> None:
@@ -280,38 +301,34 @@ def _looks_like_trace(start: bytes) -> bool:
     return start.startswith(b"{") and (b'"traceEvents"' in start or b'"schemaVersion"' in start)
 
 
-class _NotWholeError(ValueError):
-    """The text is no JSON, so that it may be the beginning of some."""
-
-
 def _parse(data: bytes) -> Any:
     """Parse JSON strictly.
 
     Raises:
-        _NotWholeError: The text may have been cut.
+        NotWholeError: The text may have been cut.
         ValueError: The text is whole, but repeats a key, is nested too deeply, or holds what JSON does not have.
     """
     try:
         text = data.decode()
+        check_density(text)
         value = _decode(text)
     except UnicodeError:
-        raise _NotWholeError("text that is not UTF-8") from None
+        raise NotWholeError("text that is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise _NotWholeError(f"no JSON at character {error.pos} ({error.msg})") from None
+        raise NotWholeError(f"no JSON at character {error.pos} ({error.msg})") from None
     except RecursionError:
         raise ValueError("JSON that is nested too deeply") from None
-    if "\\u" in text and not _is_unicode(value):
-        raise ValueError("text that is no Unicode: half of a surrogate pair")
+    if "\\u" in text:
+        _check_characters(value)
     return value
 
 
-def _is_unicode(value: object) -> bool:
-    """Say whether UTF-8 can hold every text in a JSON value: an escape can spell half a character."""
+def _check_characters(value: object) -> None:
+    """Refuse what UTF-8 cannot hold: an escape can spell half a character."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
-        return False
-    return True
+        raise ValueError("text that is no Unicode: half of a surrogate pair") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -327,7 +344,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 # One for all lines: json.loads would make one for each.
-_decode = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant).decode
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_decode = _decoder.decode
 
 
 def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str]) -> dict[str, Any]:

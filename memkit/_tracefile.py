@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from memkit._errors import InputError, InputTypeError
 from memkit._events import Event, LoggedDevice, LogHeader, Origin, require_count, short
+from memkit._jsonstream import JsonStream
 from memkit._pickles import refuse
 from memkit._snapshotfile import NO_PLACE, is_library, place_name
 from memkit._snapshotlog import Imported
@@ -20,15 +23,24 @@ _BACKENDS = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps"}  # torch's Dev
 _FIRST_SECOND = 10**9  # times before 2001 are no times of day
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})", re.ASCII)
 _CODE = re.compile(r"(?P<file>.+\.pyw?)\((?P<line>\d+)\): (?P<name>.+)", re.DOTALL)
+CHUNK_BYTES = 2**20
+_MOST_ACTS = 2**20  # a profile writes some 3000 bytes for each, and a file has at most 2**28
+_MOST_LEVELS = 1000  # of slices inside each other
+_CHARS_PER_RECORD = 48  # on the average, at least: the profiler's have some 250
+_MOST_PACKED = 200  # bytes in one of a gzip file: the profiler's have some 20, what is made to be unpacked has 1000
+_SMALL_BYTES = 2**24
 # Categories of slices that are looked at; the first traces had one for operators and marks.
 _SLICES = ("cpu_op", "Operator", "user_annotation", "python_function")
+
+
+_Thread = tuple[str, str]  # numbers of process and thread
 
 
 class _Act(NamedTuple):
     """One "[memory]" event."""
 
     time_us: float
-    thread: tuple[Any, Any]
+    thread: _Thread
     address: int | None
     num_bytes: int
     allocated_bytes: int | None
@@ -44,50 +56,140 @@ class _Slice(NamedTuple):
     name: str
 
 
-def unzip(data: bytes, most_bytes: int) -> bytes:
-    """Return what a gzip file holds; no more is unpacked than is allowed.
+def unzipped(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
+    """Yield what a gzip file holds, in pieces; no more is unpacked than is allowed.
 
     Raises:
         InputError: The file is damaged, or holds more.
     """
-    unpacker = zlib.decompressobj(wbits=31)
-    try:
-        text = unpacker.decompress(data, most_bytes + 1)
-    except zlib.error as error:
-        refuse(f"a gzip file that cannot be unpacked ({error})", "a whole gzip file")
-    if len(text) > most_bytes:
-        refuse(f"more than {most_bytes} bytes in a gzip file", "a trace")
+    unpacker, num_bytes, num_packed, has_more = zlib.decompressobj(wbits=31), 0, 0, False
+    for chunk in chunks:
+        num_packed += len(chunk)
+        packed, is_left = chunk, not unpacker.eof
+        has_more |= unpacker.eof
+        while is_left:
+            try:
+                text = unpacker.decompress(packed, CHUNK_BYTES)
+            except zlib.error as error:
+                refuse(f"a gzip file that cannot be unpacked ({error})", "a whole gzip file")
+            num_bytes += len(text)
+            if num_bytes > most_bytes:
+                refuse(f"more than {most_bytes} bytes in a gzip file", "a trace")
+            if num_bytes > _SMALL_BYTES + _MOST_PACKED * num_packed:
+                refuse(f"more than {num_bytes} bytes in {num_packed} bytes of a gzip file", "a trace as it was packed")
+            yield text
+            packed = unpacker.unconsumed_tail
+            is_left = not unpacker.eof and (bool(packed) or len(text) == CHUNK_BYTES)
     if not unpacker.eof:
         refuse("a gzip file that was cut", "a whole gzip file")
-    return text
+    if has_more or unpacker.unused_data:
+        refuse("something after the end of a gzip file", "one trace in it")
 
 
-def load_trace(data: bytes) -> dict[str, Any]:
-    """Load a trace, and see that it has a list of events.
+class Trace:
+    """What is kept of a trace, which is read piece by piece.
+
+    Args:
+        chunks: The file's text.
+        own: The category of events that memkit itself has exported.
+
+    Attributes:
+        entries: All but its events.
+        own_records: Events that memkit has exported, with their places in the list.
+        acts: Memory events by device, in the order of their times.
+        slices: What took a while, by thread, in the order of their times.
 
     Raises:
-        InputError: The file is no trace.
+        InputError: The file is no trace, or an event has values that the profiler does not give.
+        InputTypeError: A field has another type than the profiler gives it.
     """
+
+    def __init__(self, chunks: Iterable[bytes], own: str) -> None:
+        self.entries: dict[str, Any] = {}
+        self.own_records: list[tuple[int, dict[str, Any]]] = []
+        self.acts: dict[tuple[int, int], list[_Act]] = {}
+        self.slices: dict[_Thread, list[_Slice]] = {}
+        self._own, self._num_acts = own, 0
+        self._threads: dict[_Thread, _Thread] = {}  # one tuple for each, however many events it has
+        stream = JsonStream(chunks, json.JSONDecoder())
+        try:
+            self._read(stream)
+        except (InputError, InputTypeError):
+            raise
+        except ValueError as error:
+            refuse(f"no JSON ({short(str(error))})", "a whole trace")
+        for found in self.acts.values():
+            found.sort(key=lambda act: act.time_us)
+        for parts in self.slices.values():
+            parts.sort(key=lambda part: (part.start_us, -part.end_us))
+
+    def _read(self, stream: JsonStream) -> None:
+        has_events = False
+        for key in stream.names():
+            if key == "traceEvents" and stream.peek() == "[" and not has_events:
+                has_events = True
+                for index, record in enumerate(stream.elements()):
+                    if not isinstance(record, dict):
+                        refuse("JSON that has no list of traceEvents", "a trace in Chrome's format")
+                    if index > 1000 and index * _CHARS_PER_RECORD > stream.num_chars:
+                        refuse("a list of traceEvents that say hardly anything", "a trace of torch.profiler")
+                    self._add(index, _with_whole_characters(record) if stream.may_have_halves else record)
+            else:
+                value = stream.value()
+                self.entries[key] = _with_whole_characters(value) if stream.may_have_halves else value
+        stream.expect_end()
+        if not has_events or "traceEvents" in self.entries:
+            refuse("JSON that has no list of traceEvents", "a trace in Chrome's format")
+
+    def _add(self, index: int, record: dict[str, Any]) -> None:
+        """Keep what is needed of an event."""
+        if record.get("cat") == self._own:
+            self.own_records.append((index, record))
+        elif record.get("name") == _MEMORY and isinstance(args := record.get("args"), dict):
+            self._add_act(index, record, args)
+        elif record.get("ph") == "X" and record.get("cat") in _SLICES:
+            start, name = _time(record, "ts"), record.get("name")
+            end = start + _time(record, "dur")
+            part = _Slice(start, end, sys.intern(str(record["cat"])), sys.intern(str(name)))
+            self.slices.setdefault(self._thread(record), []).append(part)
+
+    def _add_act(self, index: int, record: Mapping[str, Any], args: Mapping[str, Any]) -> None:
+        change = args.get("Bytes")
+        if type(change) is not int or abs(change) >= 2**63:
+            refuse(f"traceEvents[{index}]: Bytes={short(change)}", "an integer below 2**63")
+        device = (_number(args, "Device Type", 0), args.get("Device Id", -1))
+        if type(device[1]) is not int:
+            refuse(f"traceEvents[{index}]: Device Id={short(device[1])}", "an integer")
+        self._num_acts += 1
+        if self._num_acts > _MOST_ACTS:
+            refuse(f"over {_MOST_ACTS} memory events", "a shorter profile")
+        totals = (_count(args, "Total Allocated"), _count(args, "Total Reserved"))
+        act = _Act(_time(record, "ts"), self._thread(record), _count(args, "Addr"), change, *totals)
+        self.acts.setdefault(device, []).append(act)
+
+    def _thread(self, record: Mapping[str, Any]) -> _Thread:
+        thread = (str(record.get("pid")), str(record.get("tid")))
+        return self._threads.setdefault(thread, thread)
+
+
+def _with_whole_characters(value: Any) -> Any:
+    """Return a value in which half of a surrogate pair alone, which has no place in UTF-8, is a "?"."""
+    text = json.dumps(value, ensure_ascii=False)
     try:
-        trace = json.loads(data)
-        if b"\\ud" in data or b"\\uD" in data:  # half of a surrogate pair alone has no place in UTF-8: "?" for it
-            trace = json.loads(json.dumps(trace, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError) as error:
-        refuse(f"no JSON ({short(str(error))})", "a whole trace")
-    records = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
-        refuse("JSON that has no list of traceEvents", "a trace in Chrome's format")
-    return dict(trace)
+        text.encode()
+    except UnicodeError:
+        return json.loads(text.encode(errors="replace"))
+    return value
 
 
-def read_profile(trace: Mapping[str, Any], name: str, first_run: int) -> Imported:
-    """Read a loaded trace of torch.profiler: each device is a run, each block taken or given back an event.
+def read_profile(trace: Trace, name: str, first_run: int) -> Imported:
+    """Turn a trace of torch.profiler into records: each device is a run, each block taken or given back an event.
 
     A CPU's sizes are counted here, since the profiler's own total also has blocks of earlier sessions; blocks from
     before the session are not in it. Where an accelerator was used, the CPU's blocks are left out.
 
     Args:
-        trace: What `load_trace` returned.
+        trace: The trace.
         name: What no other trace is called.
         first_run: Number of the first device's run.
 
@@ -95,8 +197,8 @@ def read_profile(trace: Mapping[str, Any], name: str, first_run: int) -> Importe
         InputError: There are no memory events, or one has values that the profiler does not give.
         InputTypeError: A field has another type than the profiler gives it.
     """
-    base_s = _number(trace, "baseTimeNanoseconds", 0) / 1e9
-    acts, slices = _take_apart(trace["traceEvents"])
+    base_s = _number(trace.entries, "baseTimeNanoseconds", 0) / 1e9
+    acts = trace.acts
     if not acts:
         refuse(f"a trace without {_MEMORY} events", "a profile with profile_memory=True")
     problems = []
@@ -112,40 +214,13 @@ def read_profile(trace: Mapping[str, Any], name: str, first_run: int) -> Importe
             LogHeader(
                 run_id=f"{name}-{device[0]}-{device[1]}",
                 wall_s=min(walls, default=None),
-                device=_device(trace, device),
+                device=_device(trace.entries, device),
                 fields={"allocated_bytes": origin, "reserved_bytes": origin},
             )
         )
-        events += _Run(acts[device], slices, base_s, first_run + len(headers) - 1, is_own=is_own).events()
+        run = first_run + len(headers) - 1
+        events += _Run(acts[device], trace.slices, base_s, run, is_own=is_own).events()
     return Imported(headers, events, problems)
-
-
-def _take_apart(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[dict[tuple[int, int], list[_Act]], dict[tuple[Any, Any], list[_Slice]]]:
-    """Find memory events by device, and slices by thread, both in the order of their times."""
-    acts: dict[tuple[int, int], list[_Act]] = {}
-    slices: dict[tuple[Any, Any], list[_Slice]] = {}
-    for index, record in enumerate(records):
-        thread = (str(record.get("pid")), str(record.get("tid")))
-        if record.get("name") == _MEMORY and isinstance(args := record.get("args"), dict):
-            change = args.get("Bytes")
-            if type(change) is not int or abs(change) >= 2**63:
-                refuse(f"traceEvents[{index}]: Bytes={short(change)}", "an integer below 2**63")
-            device = (_number(args, "Device Type", 0), args.get("Device Id", -1))
-            if type(device[1]) is not int:
-                refuse(f"traceEvents[{index}]: Device Id={short(device[1])}", "an integer")
-            totals = (_count(args, "Total Allocated"), _count(args, "Total Reserved"))
-            acts.setdefault(device, []).append(_Act(_time(record, "ts"), thread, _count(args, "Addr"), change, *totals))
-        elif record.get("ph") == "X" and record.get("cat") in _SLICES:
-            start, name = _time(record, "ts"), record.get("name")
-            end = start + _time(record, "dur")
-            slices.setdefault(thread, []).append(_Slice(start, end, str(record["cat"]), str(name)))
-    for found in acts.values():
-        found.sort(key=lambda act: act.time_us)
-    for parts in slices.values():
-        parts.sort(key=lambda part: (part.start_us, -part.end_us))
-    return acts, slices
 
 
 class _Run:
@@ -162,7 +237,7 @@ class _Run:
     def __init__(
         self,
         acts: Sequence[_Act],
-        slices: Mapping[tuple[Any, Any], Sequence[_Slice]],
+        slices: Mapping[_Thread, Sequence[_Slice]],
         base_s: float,
         run: int,
         *,
@@ -200,12 +275,18 @@ class _Run:
     def _steps(self) -> list[_Slice]:
         """The profiler's steps, the last one first."""
         found = [part for parts in self._slices.values() for part in parts if _STEP.fullmatch(part.name)]
+        bounds = [self._bounds(part) for part in found]
+        if sum(end - start for start, end in bounds) > _MOST_LEVELS * len(self._acts):
+            refuse(f"{len(found)} steps that lie over each other", "one step after the other")
         return sorted(found, key=lambda part: -part.end_us)
 
+    def _bounds(self, part: _Slice) -> tuple[int, int]:
+        """The acts between the beginning and the end."""
+        start, end = (bisect_left(self._acts, us, key=lambda act: act.time_us) for us in (part.start_us, part.end_us))
+        return start, end
+
     def _step_event(self, step: _Slice) -> Event:
-        start, end = (
-            bisect_left(self._acts, time_us, key=lambda act: act.time_us) for time_us in (step.start_us, step.end_us)
-        )
+        start, end = self._bounds(step)
         within = self._levels[max(0, start - 1) : end]
         return Event(
             "step",
@@ -221,7 +302,7 @@ class _Run:
     def _places(self) -> Iterator[_Place]:
         """Find what each act was part of. The acts of a thread come in order, so each slice is looked at once."""
         ahead = {thread: list(reversed(self._slices.get(thread, ()))) for thread in {act.thread for act in self._acts}}
-        inside: dict[tuple[Any, Any], list[_Slice]] = {thread: [] for thread in ahead}
+        inside: dict[_Thread, list[_Slice]] = {thread: [] for thread in ahead}
         for act in self._acts:
             coming, stack = ahead[act.thread], inside[act.thread]
             while coming and coming[-1].start_us <= act.time_us:
@@ -231,6 +312,8 @@ class _Run:
                 stack.append(part)
             while stack and stack[-1].end_us < act.time_us:
                 stack.pop()
+            if len(stack) > _MOST_LEVELS:
+                refuse(f"{len(stack)} slices inside each other", f"at most {_MOST_LEVELS}")
             yield _place(stack)
 
     def _split(self, places: Sequence[_Place], best: int) -> dict[str, Any]:

@@ -270,7 +270,7 @@ def _table() -> tuple[GPU, ...]:
 def _read(path: Path) -> list[GPU]:
     try:
         return [_gpu(row) for row in json.loads(path.read_text("utf-8"))["gpus"]]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(
             f"calibrated={str(path)!r}",
             got=f"{type(error).__name__}: {error}",

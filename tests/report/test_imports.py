@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import struct
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -127,6 +128,7 @@ def bombs():
     yield "recursion", pickle.dumps({"segments": deep}), "segments[0]"
     yield "sharing", pickle.dumps({"segments": [{"blocks": blocks}] * 2000}), "over and over"
     yield "another pickle", pickle.dumps({"epoch": 3}), "a pickle of {'epoch': 3}"
+    yield "containers", b"\x80\x04(" + b"}" * 10**6 + b"l.", "hardly anything but empty containers"
     yield "nothing", pickle.dumps({"segments": []}), "without segments or history"
     yield "a sign", pickle.dumps({"segments": [{"blocks": [{"size": -1}]}]}), "size=-1"
     yield "a type", pickle.dumps({"device_traces": [[{"action": 3}]]}), "action=3"
@@ -220,6 +222,64 @@ def test_a_trace_may_be_packed_and_a_bomb_is_not_unpacked(profile, tmp_path, mon
     packed.write_bytes(gzip.compress(bytes(10**8)))
     with pytest.raises(FileFormatError, match="more than 1000000 bytes in a gzip file"):
         read_memory_events(packed)
+
+
+def bomb(unit, head=b'{"traceEvents":[', tail=b"]}"):
+    """24 MB of one part over and over, which a gzip file holds in 24 kB."""
+    return gzip.compress(head + unit * (24 * MIB // len(unit)) + unit.strip(b",") + tail)
+
+
+BOMBS = {
+    "empty events": (bomb(b"{},"), "hardly anything"),
+    "events of one entry": (bomb(b'{"a":1},'), "hardly anything"),
+    "events that are none": (bomb(b"[[]],"), "no list of traceEvents"),
+    "one event": (bomb(b"{},", b'{"traceEvents":[{"args":[', b"]}]}"), "containers in"),
+    "beside the events": (bomb(b"{},", b'{"others":[', b'],"traceEvents":[]}'), "containers in"),
+    "nested": (bomb(b"[", b'{"traceEvents":[{"args":', b"}]}"), "nested too deeply"),
+    "digits": (bomb(b"1"), "Exceeds the limit"),
+    "text": (bomb(b"x", b'{"traceEvents":[{"name":"', b'"}]}'), "bytes of a gzip file"),
+    "spaces": (gzip.compress(b" " * 16 * MIB), "no JSON at character 16777216"),
+    "many in little": (
+        gzip.compress(b'{"traceEvents":[' + b'{"ph":"M"},' * 40 + b" " * 2**26 + b"]}"),
+        "bytes of a gzip file",
+    ),
+    "two files": (gzip.compress(b"{}") * 2, "something after the end of a gzip file"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_trace_takes_the_memory_of_what_is_kept_of_it(tmp_path, name):
+    data, text = BOMBS[name]
+    path = tmp_path / "log"
+    path.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(FileFormatError) as refusal:
+        read_memory_events(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert text in refusal.value.got
+    assert peak < 200 * MIB
+
+
+def act(time_us, **more):
+    args = {"Bytes": 512, "Addr": 64, "Device Type": 0, "Device Id": -1}
+    return {"ph": "i", "name": "[memory]", "ts": time_us, "pid": 1, "tid": 1, "args": args, **more}
+
+
+def piece(name, thread):
+    return {"ph": "X", "cat": "cpu_op", "name": name, "ts": 0, "dur": 100, "pid": 1, "tid": thread}
+
+
+def test_slices_that_would_be_looked_at_over_and_over_are_refused(tmp_path):
+    path = tmp_path / "log"
+    for pieces, text in (
+        ([piece("op", 1) for _ in range(1100)], "1100 slices inside each other"),
+        ([piece(f"ProfilerStep#{thread}", thread) for thread in range(1100)], "1100 steps that lie over each other"),
+    ):
+        events = [*pieces, act(50), act(51)]
+        path.write_text(json.dumps({"traceEvents": events}))
+        with pytest.raises(FileFormatError, match=text):
+            read_memory_events(path)
 
 
 def test_of_an_accelerator_the_allocators_own_totals_count(tmp_path):

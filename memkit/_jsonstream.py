@@ -1,0 +1,155 @@
+"""Parse JSON piece by piece, so that a file takes the memory of what is kept of it, not of all that stands in it.
+
+``[{},{},...]`` takes 24 times its own size when it is parsed as a whole, and a thousandth of it when it is packed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+_SPACE: Final = re.compile(r"[ \t\n\r]*")
+_AFTER: Final = frozenset(" \t\n\r,:]}")
+_HALF: Final = re.compile(r"\\u[dD]")
+_LARGEST_CHARS: Final = 2**24  # of one value: a line of a log may have as many bytes
+_SMALL_CHARS: Final = 2**20
+_CHARS_PER_CONTAINER: Final = 16  # of a large value, at least: it holds texts and numbers
+
+
+class NotWholeError(ValueError):
+    """The text is no JSON, so that it may be the beginning of some."""
+
+
+def check_density(text: str, start: int = 0) -> None:
+    """Refuse a large value that consists of hardly anything but containers, before it is parsed.
+
+    Raises:
+        ValueError: It would take far more memory than it has characters.
+    """
+    num_chars = len(text) - start
+    if num_chars > _SMALL_CHARS:
+        num_containers = sum(text.count(each, start) for each in "{[")
+        if num_containers * _CHARS_PER_CONTAINER > num_chars:
+            raise ValueError(f"{num_containers} containers in {num_chars} characters")
+
+
+class JsonStream:
+    """A JSON text, of which one value after the other is asked for.
+
+    Args:
+        chunks: The text in UTF-8, in pieces of any length.
+        decoder: Parses the values.
+
+    Raises:
+        NotWholeError: The text is no JSON; of all methods.
+        ValueError: The decoder refuses a value, or a value is too large; of all methods.
+    """
+
+    def __init__(self, chunks: Iterable[bytes], decoder: json.JSONDecoder) -> None:
+        self._chunks, self._decode = iter(chunks), decoder.raw_decode
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._text, self._at, self._num_before = "", 0, 0
+        self._any_halves = self._has_halves = False
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that were passed over or parsed."""
+        return self._num_before + self._at
+
+    @property
+    def may_have_halves(self) -> bool:
+        """Whether an escape in the last value spells half of a surrogate pair."""
+        return self._has_halves
+
+    def peek(self) -> str:
+        """Return the next character that is no space; nothing at the end of the text."""
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            self._at = found.end() if found else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_on():
+                return ""
+
+    def expect(self, characters: str) -> str:
+        """Pass over the next character that is no space, which must be one of these."""
+        found = self.peek()
+        if not found or found not in characters:
+            names = " or ".join(repr(each) for each in characters)
+            raise NotWholeError(f"no JSON at character {self.num_chars} (Expecting {names})")
+        self._at += 1
+        return found
+
+    def expect_end(self) -> None:
+        """See that nothing comes any more."""
+        if self.peek():
+            raise NotWholeError(f"no JSON at character {self.num_chars} (Extra data)")
+
+    def value(self) -> Any:
+        """Parse the next value."""
+        while True:
+            self.peek()
+            try:
+                value, end = self._decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if not self._read_on(len(self._text) - self._at):  # as much again: the value is parsed once more
+                    raise NotWholeError(f"no JSON at character {self._num_before + error.pos} ({error.msg})") from None
+            except RecursionError:
+                raise ValueError("JSON that is nested too deeply") from None
+            else:
+                if (
+                    self._text[end : end + 1] in _AFTER or not self._read_on()
+                ):  # else a number may go on: "1", "1.", "1e"
+                    self._has_halves = self._any_halves and bool(_HALF.search(self._text, self._at, end))
+                    self._at = end
+                    return value
+
+    def elements(self) -> Iterator[Any]:
+        """Parse the array that comes next, one element after the other."""
+        self.expect("[")
+        if self.peek() == "]":
+            self.expect("]")
+            return
+        while True:
+            yield self.value()
+            if self.expect(",]") == "]":
+                return
+
+    def names(self) -> Iterator[str]:
+        """Parse the names in the object that comes next; after each, its value must be asked for."""
+        self.expect("{")
+        if self.peek() == "}":
+            self.expect("}")
+            return
+        while True:
+            if self.peek() != '"':
+                self.expect('"')
+            key: str = self.value()
+            self.expect(":")
+            yield key
+            if self.expect(",}") == "}":
+                return
+
+    def _read_on(self, num_chars: int = 1) -> bool:
+        """Get more text, ``num_chars`` if there are so many; say whether there was any."""
+        if len(self._text) - self._at > _LARGEST_CHARS:
+            raise ValueError(f"a value of over {_LARGEST_CHARS} characters at character {self.num_chars}")
+        pieces, num_new = [self._text[self._at :]], 0
+        try:
+            while num_new < num_chars and (chunk := next(self._chunks, None)) is not None:
+                pieces.append(self._utf8.decode(chunk))
+                num_new += len(pieces[-1])
+            if num_new < num_chars:
+                self._utf8.decode(b"", final=True)
+        except UnicodeDecodeError:
+            raise NotWholeError("text that is not UTF-8") from None
+        if not num_new:
+            return False
+        self._num_before += self._at
+        self._text, self._at = "".join(pieces), 0
+        self._any_halves = bool(_HALF.search(self._text))
+        check_density(self._text)
+        return True
