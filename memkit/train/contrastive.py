@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from memkit.train.split import count_rows, list_leaves, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 
 _CALL = "cached_backward(encoder, ...)"
+_WHOLE = "or raise chunk_size to the rows of the batch"
 # For each encoder, in which modes and on batches of what structure it was looked at. A cache: a loop pays once.
 _LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
@@ -94,8 +95,8 @@ def cached_backward(
         chunks.append(leaves)
         if changes is not None:
             changes.note()
-    if changes is not None and changes.found:
-        _tell_of_buffers(list(changes.found))
+    if changes is not None:
+        changes.tell()
     if structure is None:
         raise InputError(
             "cached_backward(encoder, batch)", got="no rows", expected="one row or more", fix="skip empty batches."
@@ -119,7 +120,7 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
         return None
     if not any(parameter.requires_grad for parameter in encoder.parameters()):
         known.add(key)
-        return _Changes(encoder, ())
+        return _Changes(encoder, SplitVerdict(exact=True))
 
     def loss_fn(model: nn.Module, part: tuple[Any, torch.Tensor]) -> Loss:
         rows, numbers = part
@@ -132,7 +133,7 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
     _tell(verdict)
     if not verdict.is_uninformative:
         known.add(key)
-    return _Changes(encoder, (*verdict.modules, *verdict.state))
+    return _Changes(encoder, verdict)
 
 
 def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -145,14 +146,13 @@ def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 def _tell(verdict: SplitVerdict) -> None:
     """Refuse or warn as the verdict says."""
-    way_out = "or raise chunk_size to the rows of the batch"
     if verdict.loss in {"rows", "weights"}:
         error = "" if verdict.error is None else f", off by {verdict.error:.2g} in chunks"
         raise ConfigError(
             _CALL,
             got=f"an encoder whose result for one row depends on other rows{error}",
             expected="an encoder of each row alone",
-            fix=f"do what mixes rows (a mean, a softmax, attention over them) in loss_on_embeddings, {way_out}; "
+            fix=f"do what mixes rows (a mean, a softmax, attention over them) in loss_on_embeddings, {_WHOLE}; "
             "check=False leaves this check out.",
         )
     if verdict.modules:
@@ -162,13 +162,7 @@ def _tell(verdict: SplitVerdict) -> None:
         warn_user(
             f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
             "and change running statistics once per chunk: the gradient is not the whole batch's. Use GroupNorm or "
-            f"LayerNorm, freeze the statistics with .eval(), {way_out}."
-        )
-    if verdict.loss == "state":
-        names = ", ".join(verdict.state) or "something that memkit cannot name"
-        warn_user(
-            f"cached_backward: each chunk changes state that the embeddings depend on ({names}), which a step on the "
-            f"whole batch changes once. Update it outside of forward, {way_out}."
+            f"LayerNorm, freeze the statistics with .eval(), {_WHOLE}."
         )
     if verdict.exact is None and not verdict.is_uninformative:
         warn_user(
@@ -181,10 +175,10 @@ def _tell(verdict: SplitVerdict) -> None:
 class _Changes:
     """Finds buffers that several chunks change: they end as no step on the whole batch would leave them."""
 
-    def __init__(self, encoder: nn.Module, told: Sequence[str]) -> None:
-        self._encoder, self._told = encoder, told
+    def __init__(self, encoder: nn.Module, verdict: SplitVerdict) -> None:
+        self._encoder, self._verdict = encoder, verdict
         self._before: dict[str, torch.Tensor] | None = None
-        self.found: dict[str, None] = {}
+        self._found: dict[str, None] = {}
 
     def note(self) -> None:
         """Call after each chunk. The first one may fill a cache; from the second on a change is one too many."""
@@ -192,19 +186,27 @@ class _Changes:
         now = {name: buffer for name, buffer in self._encoder.named_buffers() if not self._is_told(name)}
         for name, value in (self._before or {}).items():
             if name in now and now[name].shape == value.shape and not torch.equal(now[name], value):
-                self.found[name] = None
+                self._found[name] = None
         self._before = {name: buffer.clone() for name, buffer in now.items()}
 
+    def tell(self) -> None:
+        """Warn of state that the embeddings depend on, or else of the buffers alone."""
+        names = ", ".join([*(self._verdict.state or self._found)][:5])
+        if self._verdict.loss == "state":
+            names = names or "something that memkit cannot name"
+            warn_user(
+                f"cached_backward: each chunk changes state that the embeddings depend on ({names}), which a step on "
+                f"the whole batch changes once: the gradient is another. Update it outside of forward, {_WHOLE}."
+            )
+        elif names:
+            warn_user(
+                f"cached_backward: each chunk changes the buffers {names}, which a step on the whole batch changes "
+                "once. No embedding depends on them, but they end with other values. Freeze them with .eval(), or "
+                "update them outside of forward."
+            )
+
     def _is_told(self, name: str) -> bool:
-        return any(name == each or name.startswith(f"{each}.") for each in self._told)
-
-
-def _tell_of_buffers(names: Sequence[str]) -> None:
-    warn_user(
-        f"cached_backward: each chunk changes the buffers {', '.join(names[:5])}, which a step on the whole batch "
-        "changes once: the gradient is right, their values are not. Freeze them with .eval(), or update them outside "
-        "of forward."
-    )
+        return any(name.startswith(f"{each}.") for each in self._verdict.modules)
 
 
 def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: BufferWatch) -> Any:
