@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NoReturn, get_args
 
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError
+from memkit._loss import Loss
 from memkit._protocols import Closing
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
@@ -23,11 +25,12 @@ from memkit.points.sampler import GridAwareSampler
 from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.replay import BufferWatch
-from memkit.train.split_check import scan_modules
+from memkit.train.split_check import CheckAttempt, scan_modules
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 Mode = Literal["joint", "cached", "stopgrad"]
-Loss = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor | Loss]
+Distance = Callable[[Any, Any], Tensor]
 
 _CALL = "DensityInvariantTrainer.train_step(scene)"
 
@@ -36,7 +39,7 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
     return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
 
 
-_CONSISTENCIES: dict[str, Loss] = {"mse": F.mse_loss, "kl": _kl}
+_CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
 
 
 class DensityInvariantTrainer(Closing):
@@ -57,7 +60,8 @@ class DensityInvariantTrainer(Closing):
             point, (M, ...), or a pytree of them. Clouds must not see each other: it has to respect ``offsets``. A
             wrapper has no ``split_fn``: what it splits is the list of scenes.
         sampler: Draws the scenarios. Its `state_dict` makes a resumed training draw what the old one would have.
-        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim.
+        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim, or a `Loss`. A cloud without a
+            label adds nothing to the task loss: where all its integer targets are -100, or the `Loss` has a count of 0.
         consistency: ``"mse"``; ``"kl"`` for logits in the last dimension, (M, C), in nats per point; or a function
             ``(sparse_output, dense_output)`` of the same points that returns a 0-dim mean.
         weight: Of the consistency loss.
@@ -101,8 +105,8 @@ class DensityInvariantTrainer(Closing):
         self,
         trainer_or_model: MemoryEfficientTrainingWrapper | nn.Module,
         sampler: GridAwareSampler,
-        loss_fn: Loss,
-        consistency: Literal["mse", "kl"] | Loss = "mse",
+        loss_fn: LossFn,
+        consistency: Literal["mse", "kl"] | Distance = "mse",
         weight: float = 0.1,
         scenarios: Iterable[Scenario] = ("dense", "half", "single"),
         mode: Mode = "joint",
@@ -157,14 +161,19 @@ class DensityInvariantTrainer(Closing):
                 clouds = [cloud for number, scene in enumerate(scenes) for cloud in self._draw(number, scene)]
             for attempt in self._trainer.microbatches(torch.arange(len(scenes))):
                 with attempt as numbers:
-                    chosen = set(numbers.tolist())
-                    losses |= self._run([each for each in clouds if each.number in chosen], clock)
+                    chosen = [each for each in clouds if each.number in set(numbers.tolist())]
+                    if isinstance(
+                        attempt, CheckAttempt
+                    ):  # of the split: neither its losses nor its time are the step's
+                        self._run(chosen, Clock(self._memory))
+                    else:
+                        losses |= self._run(chosen, clock)
             with clock.phase("optimizer"):
                 stepped = self._trainer.step()
         whole, mean = clock.figures.pop("step"), mean_losses(list(losses.values()))
         return DensityStep(
-            loss=mean.total(self._weight),
-            task=mean.task,
+            loss=torch.stack([each.total(self._weight) for each in losses.values()]).mean(),
+            task={name: torch.tensor(math.nan) if loss is None else loss for name, loss in mean.task.items()},
             consistency=mean.consistency,
             num_points={each: sum(c.num_points for c in clouds if c.scenario == each) for each in self._scenarios},
             stepped=stepped,
@@ -205,8 +214,7 @@ class DensityInvariantTrainer(Closing):
                     outputs |= zip([each.place for each in group], self._forward(group, batch), strict=True)
                 for cloud, target in zip(clouds, targets, strict=True):
                     if not self._is_teacher(cloud):
-                        loss = self._loss_fn(outputs[cloud.place], target)
-                        losses[cloud.number].task[cloud.scenario] = _scalar(loss, "loss_fn")
+                        losses[cloud.number].task[cloud.scenario] = self._task(cloud, outputs[cloud.place], target)
             with clock.phase("consistency"):
                 densest = {each.number: each for each in clouds if self._is_densest(each)}
                 for cloud in clouds:
@@ -219,6 +227,13 @@ class DensityInvariantTrainer(Closing):
         with clock.phase("backward"):
             self._trainer.backward(total)
         return {number: each.detached() for number, each in losses.items()}
+
+    def _task(self, cloud: Cloud, output: Any, target: Tensor) -> Tensor | None:
+        """The task loss of a cloud; None where none of its points has a label."""
+        loss = self._loss_fn(output, target)
+        if isinstance(loss, Loss):
+            return loss.average() if bool(loss.weight) else None
+        return None if cloud.is_unlabeled() else _scalar(loss, "loss_fn")
 
     def _is_densest(self, cloud: Cloud) -> bool:
         return cloud.scenario == self._scenarios[0]

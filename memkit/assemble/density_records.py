@@ -14,6 +14,8 @@ from memkit.memory.manager import MemoryManager
 from memkit.memory.phases import larger, peak_by_record
 from memkit.points.sample import Scenario
 
+_IGNORED = -100  # torch's ignore_index
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +84,8 @@ class DensityStep:
 
     Attributes:
         loss: What was minimised: mean task loss + weight * mean consistency loss.
-        task: The task loss of each scenario that was trained on, mean over the scenes.
+        task: The task loss of each scenario that was trained on, mean over the scenes with a label in it; NaN where
+            there is none, which `loss` leaves out.
         consistency: The distance of each sparser scenario to the densest, mean over the scenes.
         num_points: Points of each scenario, of all scenes.
         stepped: Whether the optimiser really stepped.
@@ -135,6 +138,14 @@ class Cloud(NamedTuple):
         chosen = values if self.rows is None else values.index_select(0, self.rows.to(values.device))
         return chosen.to(device, non_blocking=True)
 
+    def is_unlabeled(self) -> bool:
+        """Whether none of its points has a label: all its classes are torch's ``ignore_index``."""
+        targets = self.scene.targets
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            return False
+        chosen = targets if self.rows is None else targets.index_select(0, self.rows.to(targets.device))
+        return bool((chosen == _IGNORED).all())
+
     def within(self, denser: Cloud) -> Tensor:
         """Rows of these points in a denser cloud of the scene."""
         rows = cast("Tensor", self.rows)  # only the densest cloud may have all
@@ -146,33 +157,36 @@ class SceneLosses:
     """The losses of one scene.
 
     Attributes:
-        task: The task loss of each scenario that is trained on.
+        task: The task loss of each scenario that is trained on; None where no point has a label.
         consistency: The distance of each sparser scenario to the densest.
     """
 
-    task: dict[Scenario, Tensor]
+    task: dict[Scenario, Tensor | None]
     consistency: dict[Scenario, Tensor]
 
     def total(self, weight: float) -> Tensor:
         """What is minimised."""
-        task, consistency = (torch.stack(list(each.values())).mean() for each in (self.task, self.consistency))
-        return task + weight * consistency
+        distance = weight * torch.stack(list(self.consistency.values())).mean()
+        tasks = [loss for loss in self.task.values() if loss is not None]
+        return torch.stack(tasks).mean() + distance if tasks else distance
 
     def detached(self) -> SceneLosses:
         """Return copies without a graph: a loss may be a view of something large."""
-        task, consistency = (
-            {name: loss.detach().clone() for name, loss in each.items()} for each in (self.task, self.consistency)
-        )
-        return SceneLosses(task, consistency)
+        task = {name: None if loss is None else loss.detach().clone() for name, loss in self.task.items()}
+        return SceneLosses(task, {name: loss.detach().clone() for name, loss in self.consistency.items()})
 
 
 def mean_losses(scenes: Sequence[SceneLosses]) -> SceneLosses:
-    """The mean of each loss over scenes."""
+    """The mean of each loss over the scenes that have it."""
 
-    def mean(losses: list[dict[Scenario, Tensor]]) -> dict[Scenario, Tensor]:
-        return {name: torch.stack([each[name] for each in losses]).mean() for name in losses[0]}
+    def mean(losses: list[Tensor]) -> Tensor | None:
+        return torch.stack(losses).mean() if losses else None
 
-    return SceneLosses(mean([each.task for each in scenes]), mean([each.consistency for each in scenes]))
+    tasks = {name: mean([loss for each in scenes if (loss := each.task[name]) is not None]) for name in scenes[0].task}
+    distances = {
+        name: torch.stack([each.consistency[name] for each in scenes]).mean() for name in scenes[0].consistency
+    }
+    return SceneLosses(tasks, distances)
 
 
 class Clock:

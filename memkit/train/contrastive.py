@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._loss import Loss
 from memkit.train.replay import BufferWatch, Replay
-from memkit.train.split import count_rows, take_rows
+from memkit.train.split import count_rows, list_leaves, take_rows
+from memkit.train.split_check import SplitVerdict, check_split
+
+_CALL = "cached_backward(encoder, ...)"
+_WHOLE = "or raise chunk_size to the rows of the batch"
+# For each encoder, in which modes and on batches of what structure it was looked at. A cache: a loop pays once.
+_LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
 def cached_backward(
@@ -22,6 +30,7 @@ def cached_backward(
     *,
     chunk_size: int,
     backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+    check: bool = True,
 ) -> torch.Tensor:
     """Compute the gradient of a contrastive loss over a whole batch, in chunks of its rows.
 
@@ -30,8 +39,12 @@ def cached_backward(
     and each chunk is encoded once more as backward reaches it. The gradient is the whole batch's, not an approximation.
 
     The second encoding repeats the first: the same dropout masks (torch's, NumPy's and Python's random state are
-    replayed), the autocast state of the call, and buffers that change once. A BatchNorm in training mode sees one
-    chunk's statistics, in both.
+    replayed), the autocast state of the call, and buffers that change once.
+
+    That holds where each row's embedding depends on that row alone, which is looked at on a few rows, once for each
+    encoder, mode and structure of the batch. A BatchNorm in training mode, or a normalization by hand, sees one
+    chunk's statistics: that is warned of, and so is state that each chunk changes. An encoder that mixes its rows in
+    evaluation mode as well is refused.
 
     Args:
         encoder: Called as ``encoder(chunk)``. For several towers, one module that returns a tuple or dict.
@@ -41,17 +54,22 @@ def cached_backward(
         chunk_size: Rows encoded at a time.
         backward: Called with the loss instead of ``loss.backward()``: ``accumulator.backward``, or
             ``lambda loss: scaler.scale(loss).backward()``.
+        check: Whether to look at the encoder.
 
     Returns:
         The loss, 0-dim and detached.
 
     Raises:
-        ConfigError: ``chunk_size`` is not a positive int.
+        ConfigError: ``chunk_size`` is not a positive int; the encoder mixes its rows.
         InputTypeError: ``encoder`` is not a module, or returns something else than tensors.
         InputError: The batch has no rows, or the encoder does not return one row per row.
 
+    Warns:
+        MemkitWarning: Chunks do not give the whole batch's gradient, or leave other buffers, or that could not be
+            checked.
+
     Memory cost: the activations of one chunk, all embeddings with their gradient, and what the loss keeps; per chunk
-    some 30 KB of random state. Time cost: one more forward.
+    some 30 KB of random state. Time cost: one more forward; at first, three of at most 8 rows, with their backwards.
 
     Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
 
@@ -66,6 +84,7 @@ def cached_backward(
     """
     _check(encoder, chunk_size)
     num_rows = count_rows(batch)
+    changes = _look(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None
     watch = BufferWatch(encoder)
     chunks: list[list[torch.Tensor]] = []
     structure = None
@@ -74,6 +93,10 @@ def cached_backward(
         leaves, structure = pytree.tree_flatten(run_again_in_backward(encoder, chunk, watch))
         _check_embeddings(leaves, min(chunk_size, num_rows - start))
         chunks.append(leaves)
+        if changes is not None:
+            changes.note()
+    if changes is not None:
+        changes.tell()
     if structure is None:
         raise InputError(
             "cached_backward(encoder, batch)", got="no rows", expected="one row or more", fix="skip empty batches."
@@ -82,6 +105,108 @@ def cached_backward(
     loss = loss_on_embeddings(pytree.tree_unflatten(columns, structure))
     backward(loss)
     return loss.detach()
+
+
+def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Changes | None:
+    """See on a few rows whether chunks give the whole's gradient; return what is to look at the buffers meanwhile.
+
+    None where this encoder was looked at in these modes, on batches of this structure.
+    """
+    leaves = list_leaves(batch)
+    structure = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else type(each) for each in leaves]
+    key = (tuple(module.training for module in encoder.modules()), tuple(structure))
+    known = _LOOKED_AT.setdefault(encoder, set())
+    if key in known:
+        return None
+    if not any(parameter.requires_grad for parameter in encoder.parameters()):
+        known.add(key)
+        return _Changes(encoder, SplitVerdict(exact=True))
+
+    def loss_fn(model: nn.Module, part: tuple[Any, torch.Tensor]) -> Loss:
+        rows, numbers = part
+        embeddings = pytree.tree_leaves(model(rows))
+        trained = [each for each in embeddings if isinstance(each, torch.Tensor) and each.requires_grad]
+        return Loss(sum=sum(_weighed(each, numbers) for each in trained), count=len(numbers))  # type: ignore[arg-type]  # of one at least
+
+    numbers = torch.arange(num_rows)
+    verdict = check_split(encoder, (batch, numbers), loss_fn, num_parts=-(-num_rows // chunk_size))
+    _tell(verdict)
+    if not verdict.is_uninformative:
+        known.add(key)
+    return _Changes(encoder, verdict)
+
+
+def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Sum embeddings with a weight for each element, as the gradient of a loss has: from row and column."""
+    flat = (torch.view_as_real(embeddings) if embeddings.is_complex() else embeddings).reshape(len(numbers), -1)
+    rows, columns = torch.meshgrid(numbers.double() + 1, torch.arange(flat.shape[1]).double() + 1, indexing="ij")
+    weights = torch.cos(1.7 * rows * columns.sqrt() + columns).to(flat.device, flat.dtype)
+    return (flat * weights).sum()
+
+
+def _tell(verdict: SplitVerdict) -> None:
+    """Refuse or warn as the verdict says."""
+    if verdict.loss in {"rows", "weights"}:
+        error = "" if verdict.error is None else f", off by {verdict.error:.2g} in chunks"
+        raise ConfigError(
+            _CALL,
+            got=f"an encoder whose result for one row depends on other rows{error}",
+            expected="an encoder of each row alone",
+            fix=f"do what mixes rows (a mean, a softmax, attention over them) in loss_on_embeddings, {_WHOLE}; "
+            "check=False leaves this check out.",
+        )
+    if verdict.modules:
+        names = ", ".join(verdict.modules[:5]) + (
+            f" and {len(verdict.modules) - 5} more" if verdict.modules[5:] else ""
+        )
+        warn_user(
+            f"cached_backward: in training mode {names} would see the statistics of each chunk, not of the batch, "
+            "and change running statistics once per chunk: the gradient is not the whole batch's. Use GroupNorm or "
+            f"LayerNorm, freeze the statistics with .eval(), {_WHOLE}."
+        )
+    if verdict.exact is None and not verdict.is_uninformative:
+        warn_user(
+            "cached_backward: could not check that chunks give the whole batch's gradient: "
+            f"{verdict.reason.rstrip('.')}. Pass check=False if you know that each row's embedding depends on that "
+            "row alone."
+        )
+
+
+class _Changes:
+    """Finds buffers that several chunks change: they end as no step on the whole batch would leave them."""
+
+    def __init__(self, encoder: nn.Module, verdict: SplitVerdict) -> None:
+        self._encoder, self._verdict = encoder, verdict
+        self._before: dict[str, torch.Tensor] | None = None
+        self._found: dict[str, None] = {}
+
+    def note(self) -> None:
+        """Call after each chunk. The first one may fill a cache; from the second on a change is one too many."""
+        # By value: a BatchNorm changes its statistics without raising their version.
+        now = {name: buffer for name, buffer in self._encoder.named_buffers() if not self._is_told(name)}
+        for name, value in (self._before or {}).items():
+            if name in now and now[name].shape == value.shape and not torch.equal(now[name], value):
+                self._found[name] = None
+        self._before = {name: buffer.clone() for name, buffer in now.items()}
+
+    def tell(self) -> None:
+        """Warn of state that the embeddings depend on, or else of the buffers alone."""
+        names = ", ".join([*(self._verdict.state or self._found)][:5])
+        if self._verdict.loss == "state":
+            names = names or "something that memkit cannot name"
+            warn_user(
+                f"cached_backward: each chunk changes state that the embeddings depend on ({names}), which a step on "
+                f"the whole batch changes once: the gradient is another. Update it outside of forward, {_WHOLE}."
+            )
+        elif names:
+            warn_user(
+                f"cached_backward: each chunk changes the buffers {names}, which a step on the whole batch changes "
+                "once. No embedding depends on them, but they end with other values. Freeze them with .eval(), or "
+                "update them outside of forward."
+            )
+
+    def _is_told(self, name: str) -> bool:
+        return any(name.startswith(f"{each}.") for each in self._verdict.modules)
 
 
 def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: BufferWatch) -> Any:

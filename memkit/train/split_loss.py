@@ -37,6 +37,7 @@ from memkit.train.split_loss_checks import (
     list_modules,
     list_trained,
     unwrap_replica,
+    warn_of_float16,
 )
 from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.window import Window
@@ -121,8 +122,9 @@ class SplitLoss:
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
         self.is_checking = False
+        self._is_scaled, self._looked_at = False, set[tuple[torch.dtype, bool]]()
 
-    def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    def __call__(self, batch: Any, loss_fn: LossFn, *, scale: float | torch.Tensor | None = None) -> torch.Tensor:
         """Run forward and backward of a batch; return its loss.
 
         Args:
@@ -131,7 +133,8 @@ class SplitLoss:
                 with count 0 contributes exactly nothing; a batch of nothing else has loss and gradient 0. The model is
                 the one within DistributedDataParallel; the wrapped one must not run.
             scale: What a loss scaler will multiply the loss with (``scaler.get_scale()``), so that gradients in float16
-                do not vanish on the way; the result is not scaled.
+                do not vanish on the way; the result is not scaled. None is 1, with a warning where the loss is computed
+                in float16.
 
         Returns:
             0-dim loss of the batch; without gradients (``torch.no_grad()``) the plain loss of the whole batch, in one.
@@ -147,6 +150,7 @@ class SplitLoss:
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
         check_callable("loss_fn", loss_fn, call=f"{CALL}(model)")
+        self._is_scaled, scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(scale, torch.Tensor) and not scale > 0:
             refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
@@ -217,6 +221,10 @@ class SplitLoss:
         check_loss(loss.value, call=CALL_LOSS)
         if leaves is not None:
             check_graph(loss.value, total.parameters, leaves)
+            precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
+            if not self._is_scaled and precision not in self._looked_at:  # once: it goes through all nodes
+                self._looked_at.add(precision)
+                warn_of_float16(loss.value)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
             raise InputError(
                 f"{CALL}(split_fn=...)",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 
 CALL = "SplitLoss"
@@ -71,6 +71,20 @@ def check_ranks(model: nn.Module) -> None:
         if is_sharded
         else "wrap the whole model, or pass several wrapped ones: SplitLoss([encoder, head]).",
     )
+
+
+def warn_of_float16(loss: torch.Tensor) -> None:
+    """Warn where a loss whose backward runs here goes through float16 without a scale.
+
+    The scaler comes too late: it multiplies the loss that is returned, whose gradient is computed by then.
+    """
+    given = (getattr(node, "_input_metadata", ()) for node in graph_nodes(loss))  # dtypes of forward's results
+    if any(each.dtype == torch.float16 for metadata in given for each in metadata):
+        warn_user(
+            f"{CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero on the "
+            "way, whatever scales the loss afterwards. Pass scale=scaler.get_scale(), or compute in bfloat16; "
+            "scale=1.0 says that no scale is wanted."
+        )
 
 
 def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict[int, str]) -> None:

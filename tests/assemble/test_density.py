@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import ConfigError, InputError, MemkitOutOfMemoryError, MemoryEfficientTrainingWrapper, MemoryManager
+import memkit as mk
+from memkit import (
+    ConfigError,
+    InputError,
+    MemkitOutOfMemoryError,
+    MemkitWarning,
+    MemoryEfficientTrainingWrapper,
+    MemoryManager,
+)
 from memkit.assemble.density import DensityInvariantTrainer
 from memkit.assemble.density_records import PointBatch, PointScene
 from memkit.points.grid import GridIndex
@@ -165,7 +173,8 @@ def test_survives_out_of_memory_with_fewer_scenes_at_a_time():
     scenes = [scene(seed=seed, num_points=300) for seed in range(2)]
     model = Fails(model_of(), most=900)  # one scene with its sparser densities, not two
     before = copy.deepcopy(model.inner)
-    result = one_step(model, scenes)
+    with pytest.warns(MemkitWarning, match="could not check that splitting"):  # there is no room for two at once
+        result = one_step(model, scenes)
     want, loss = plain_gradient(before, scenes)
     assert relative_error(moved(model.inner, before), want) < 1e-12
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)
@@ -395,3 +404,71 @@ def test_refuses_what_model_and_loss_return(output, loss_fn, text):
         pytest.raises(InputError, match=text),
     ):
         trainer.train_step(scene())
+
+
+# ---- clouds without a label
+
+
+def unlabeled(each):
+    return PointScene(each.coords, each.features, torch.full_like(each.targets, -100))
+
+
+@pytest.mark.parametrize("mode", ["joint", "cached", "stopgrad"])
+def test_a_scene_without_labels_adds_nothing_to_the_task(mode):
+    """Its mean over no label is NaN; the consistency of its densities counts, and the other scene's task."""
+    model, scenes = model_of(), [scene(seed=0), unlabeled(scene(seed=1))]
+    before = copy.deepcopy(model)
+    result = one_step(model, scenes, mode)
+    task_and_distance, loss = plain_gradient(copy.deepcopy(before), scenes[:1], mode)
+    zero_targets = PointScene(scenes[1].coords, scenes[1].features, torch.zeros_like(scenes[1].targets))
+    sampler = GridAwareSampler(seed=5)
+    draw(sampler, scenes[0])
+    half, single, _ = draw(sampler, zero_targets)
+    outputs = []
+    for rows in (torch.arange(len(zero_targets.coords)), half, single):
+        batch = PointBatch(zero_targets.coords[rows], zero_targets.features[rows], torch.tensor([len(rows)]))
+        outputs.append(before(batch))
+    dense = outputs[0].detach() if mode == "stopgrad" else outputs[0]
+    distance = (
+        WEIGHT * sum(F.mse_loss(out, dense[rows]) for out, rows in zip(outputs[1:], (half, single), strict=True)) / 2
+    )
+    only = torch.cat([g.flatten() for g in torch.autograd.grad(distance, list(before.parameters()))])
+    assert relative_error(moved(model, before), (task_and_distance + only) / 2) < 1e-12
+    torch.testing.assert_close(result.loss, (loss + distance.detach()) / 2, rtol=1e-12, atol=0)
+    assert all(each.isfinite() for each in result.task.values())
+
+
+def test_no_label_at_all_leaves_the_consistency():
+    model = model_of()
+    before = copy.deepcopy(model)
+    result = one_step(model, unlabeled(scene()))
+    assert result.stepped
+    assert result.loss.isfinite()
+    assert all(each.isnan() for each in result.task.values())
+    assert moved(model, before).isfinite().all()
+
+
+def test_a_count_of_zero_says_the_same():
+    """For those who mark what has no label in another way."""
+
+    def loss_fn(output, targets):
+        valid = targets != 255
+        return mk.Loss(sum=F.cross_entropy(output, targets, ignore_index=255, reduction="sum"), count=valid.sum())
+
+    model, each = model_of(), scene()
+    blank = PointScene(each.coords, each.features, torch.full_like(each.targets, 255))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"grid_size": GRID_MM, "optimizer": optimizer}
+    with DensityInvariantTrainer(model, GridAwareSampler(seed=5), loss_fn, **settings) as density:
+        result = density.train_step([each, blank])
+        assert result.loss.isfinite()
+        assert all(loss.isfinite() for loss in result.task.values())
+        assert density.train_step(blank).loss.isfinite()
+
+
+def test_a_task_that_diverges_stays_visible():
+    """NaN where points have labels is no missing label."""
+    model = model_of()
+    with torch.no_grad():
+        model.second[2].bias[0] = float("nan")
+    assert one_step(model, scene()).loss.isnan()

@@ -1,6 +1,7 @@
 """The gradient in two passes is the whole batch's, with one chunk's activations; a split loss is not."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -114,7 +115,7 @@ def test_random_draws_are_the_same_in_both_passes():
     model.zero_grad()
     torch.manual_seed(5)
     random.seed(5)
-    cached_backward(model, views, info_nce, chunk_size=8)
+    cached_backward(model, views, info_nce, chunk_size=8, check=False)  # one draw for all rows of a call
     assert relative_error(gradient(model), want) <= 1e-14
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
@@ -125,7 +126,8 @@ def test_batch_statistics_are_those_of_the_chunks_and_change_once():
     twin = copy.deepcopy(model)
     encoded = [twin(chunk) for chunk in zip(*(view.split(8) for view in views), strict=True)]
     info_nce([torch.cat(column) for column in zip(*encoded, strict=True)]).backward()
-    cached_backward(model, views, info_nce, chunk_size=8)
+    with pytest.warns(mk.MemkitWarning, match=r"in training mode layers\.2 would see the statistics of each chunk"):
+        cached_backward(model, views, info_nce, chunk_size=8)
     assert relative_error(gradient(model), gradient(twin)) <= 1e-14
     for got, want in zip(model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(got, want)
@@ -211,6 +213,7 @@ def test_a_wrong_chunk_size(chunk_size):
 
 def test_wrong_arguments():
     views = make_views(torch.float32)
+    cached_backward = functools.partial(mk.cached_backward, check=False)  # the checks of each chunk
     with pytest.raises(InputTypeError, match="put the towers into one module"):
         cached_backward(lambda x: x, views, info_nce, chunk_size=4)
     with pytest.raises(InputError, match="got no rows"):
@@ -229,3 +232,153 @@ def test_wrong_arguments():
 
     with pytest.raises(InputTypeError, match="a float from the encoder"):
         cached_backward(Named(), views, info_nce, chunk_size=4)
+
+
+# ---- encoders of which chunks do not give the whole batch's gradient
+
+
+class ByHand(nn.Module):
+    """A normalization over the batch that has no name of its own."""
+
+    def __init__(self, *, in_training_only):
+        super().__init__()
+        self.in_training_only = in_training_only
+
+    def forward(self, x):
+        if self.in_training_only and not self.training:
+            return x
+        return (x - x.mean(0)) / (x.std(0) + 1e-3)
+
+
+class Normalizer(nn.Module):
+    """Running statistics that reach the embeddings, and change with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(32, dtype=torch.float64))
+
+    def forward(self, x):
+        before = self.running
+        self.running = 0.5 * before + 0.5 * x.detach().mean(0)
+        return x - before
+
+
+class AttentionOverBatch(nn.Module):
+    def forward(self, x):
+        return (x @ x.T).softmax(-1) @ x
+
+
+class Counting(nn.Module):
+    """A buffer that each call changes and no embedding depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += len(x)
+        self.seen *= 0.5
+        return x
+
+
+class Caching(nn.Module):
+    """A buffer that the first call fills."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(32, dtype=torch.float64))
+
+    def forward(self, x):
+        self.table.copy_(torch.arange(32.0))
+        return x + self.table
+
+
+def whole_error(model, views, **settings):
+    """How far the gradient in chunks is from the whole batch's."""
+    twin = copy.deepcopy(model)
+    info_nce(twin(views)).backward()
+    cached_backward(model, views, info_nce, chunk_size=8, **settings)
+    return relative_error(gradient(model), gradient(twin))
+
+
+class TestEncodersThatAreNoneOfEachRowAlone:
+    @pytest.mark.parametrize(
+        ("layer", "text"),
+        [
+            (nn.BatchNorm1d(32), r"in training mode layers\.2 would see .*Use GroupNorm or LayerNorm, freeze"),
+            (nn.BatchNorm1d(32, track_running_stats=False).eval(), r"in training mode layers\.2 would see"),
+            (ByHand(in_training_only=True), r"in training mode layers\.2 would see"),
+        ],
+    )
+    def test_are_warned_of(self, layer, text):
+        model, views = Tower(layer).double(), make_views()
+        with pytest.warns(mk.MemkitWarning, match=text):
+            assert whole_error(model, views) > 1e-3
+        model.zero_grad()
+        cached_backward(model, views, info_nce, chunk_size=8)  # said once
+
+    def test_state_that_reaches_the_embeddings_is_named(self):
+        model, x = nn.Sequential(nn.Linear(6, 32), Normalizer(), nn.Tanh()).double(), make_views()[0]
+        with pytest.warns(mk.MemkitWarning, match=r"state that the embeddings depend on \(.*1\.running"):
+            cached_backward(model, x, lambda e: info_nce((e, e.roll(1, 0))), chunk_size=8)
+
+    @pytest.mark.parametrize("layer", [ByHand(in_training_only=False), AttentionOverBatch(), Normalizer()])
+    def test_are_refused_where_evaluation_mixes_rows_too(self, layer):
+        model, views = Tower(layer).double(), make_views()
+        with pytest.raises(ConfigError, match=r"depends on other rows.*do what mixes rows .* in loss_on_embeddings"):
+            whole_error(model, views)
+        with pytest.raises(ConfigError, match="depends on other rows"):  # each time
+            cached_backward(model, views, info_nce, chunk_size=8)
+        assert whole_error(model, views, check=False) > 1e-3
+
+    def test_one_chunk_is_the_whole_batch(self):
+        model, views = Tower(nn.BatchNorm1d(32)).double(), make_views()
+        cached_backward(model, views, info_nce, chunk_size=ROWS)
+        assert model.layers[2].num_batches_tracked == 2
+
+    @pytest.mark.parametrize(
+        "layer",
+        [nn.LayerNorm(32), nn.Dropout(0.3), nn.BatchNorm1d(32).eval(), Caching(), nn.Dropout1d(0.2), nn.Identity()],
+    )
+    def test_others_are_not(self, layer):
+        model, views = Tower(layer).double(), make_views()
+        cached_backward(model, views, info_nce, chunk_size=8)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_lower_precision_is_no_fault(self, dtype):
+        model = Tower(nn.LayerNorm(32)).to(dtype)
+        cached_backward(model, make_views(dtype), lambda e: info_nce([each.float() for each in e]), chunk_size=8)
+        bad = Tower(nn.BatchNorm1d(32)).to(dtype)
+        with pytest.warns(mk.MemkitWarning, match="would see the statistics"):
+            cached_backward(bad, make_views(dtype), lambda e: info_nce([each.float() for each in e]), chunk_size=8)
+
+    def test_another_mode_is_looked_at_again(self):
+        model, views = Tower(nn.BatchNorm1d(32)).double().eval(), make_views()
+        cached_backward(model, views, info_nce, chunk_size=8)
+        model.train()
+        with pytest.warns(mk.MemkitWarning, match="would see the statistics"):
+            cached_backward(model, views, info_nce, chunk_size=8)
+
+    def test_buffers_that_each_chunk_changes_are_named(self):
+        model, views = Tower(Counting()).double(), make_views()
+        with pytest.warns(mk.MemkitWarning, match=r"each chunk changes the buffers layers\.2\.seen"):
+            assert whole_error(model, views) <= 1e-14
+        cached_backward(model, views, info_nce, chunk_size=8)  # said once
+
+    def test_looking_leaves_no_trace(self):
+        model, views = Tower(nn.Dropout(0.5), nn.BatchNorm1d(32)).double(), make_views()
+        twin, state = copy.deepcopy(model), torch.get_rng_state()
+        with pytest.warns(mk.MemkitWarning, match="would see the statistics"):
+            cached_backward(model, views, info_nce, chunk_size=8)
+        torch.set_rng_state(state)
+        cached_backward(twin, views, info_nce, chunk_size=8, check=False)
+        assert torch.equal(gradient(model), gradient(twin))
+        for got, want in zip(model.buffers(), twin.buffers(), strict=True):
+            assert torch.equal(got, want)
+
+    def test_a_frozen_encoder_needs_no_look(self):
+        model, views = Tower(nn.BatchNorm1d(32)).double(), make_views()
+        head = nn.Linear(8, 8).double()
+        model.requires_grad_(False)
+        with pytest.warns(mk.MemkitWarning, match=r"each chunk changes the buffers layers\.2\.running_mean"):
+            cached_backward(model, views, lambda e: info_nce([head(each) for each in e]), chunk_size=8)

@@ -1,5 +1,6 @@
 """SplitLoss: a batch's gradient computed in parts, handed over by one usual backward, whatever runs out of memory."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -220,7 +221,7 @@ def test_half_precision_parts_are_summed_in_float32(dtype):
     torch.manual_seed(0)
     model = nn.Linear(6, 1).to(dtype)
     split = mk.SplitLoss(model, num_microbatches=ROWS, probe=False)
-    split(rows(dtype), loss_fn).backward()
+    split(rows(dtype), loss_fn, scale=1.0).backward()
     parts = []
     for x, y in zip(*(each.split(1) for each in rows(dtype)), strict=True):
         parts.append(torch.autograd.grad(loss_fn(model, (x, y)), model.weight, torch.tensor(1 / ROWS, dtype=dtype))[0])
@@ -243,8 +244,38 @@ def test_a_scalers_scale_saves_gradients_from_vanishing_on_the_way():
     scaler.scale(split(rows(), tiny, scale=scaler.get_scale())).backward()
     torch.testing.assert_close(model.weight.grad, want, rtol=1e-2, atol=0)  # float16's own rounding
     model.zero_grad()
-    scaler.scale(split(rows(), tiny)).backward()
+    with pytest.warns(
+        mk.MemkitWarning, match=r"computed in float16, and no scale is given.*scale=scaler\.get_scale\(\)"
+    ):
+        loss = split(rows(), tiny)
+    scaler.scale(loss).backward()
     assert model.weight.grad.abs().max() == 0
+    model.zero_grad()
+    scaler.scale(split(rows(), tiny)).backward()  # said once
+    scaler.scale(mk.SplitLoss(model, probe=False)(rows(), tiny, scale=1.0)).backward()  # it is meant
+    mk.SplitLoss(model, num_microbatches=3, probe=False)(rows(), loss_fn).backward()  # nothing of float16
+
+
+def run_half(split, loss_fn, context):
+    with context():
+        split(rows(torch.float32), loss_fn)
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_autocast_to_float16_without_a_scale_is_warned_of(where):
+    model = nn.Linear(6, 1)
+    split = mk.SplitLoss(model, num_microbatches=3, probe=False)
+    split(rows(torch.float32), loss_fn)  # in full precision: nothing to say, and another precision later
+    half = functools.partial(torch.autocast, "cpu", torch.float16)
+
+    def inside(model, batch):
+        with half():
+            return loss_fn(model, batch).float()
+
+    if where == "inside":
+        split = mk.SplitLoss(model, num_microbatches=3, probe=False)
+    with pytest.warns(mk.MemkitWarning, match="computed in float16, and no scale is given"):
+        run_half(split, inside if where == "inside" else loss_fn, half if where == "around" else contextlib.nullcontext)
 
 
 class Tied(nn.Module):
