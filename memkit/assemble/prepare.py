@@ -99,7 +99,7 @@ def plan_training(
 
     Memory cost:
         No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
-        small model with data is also copied to check that its batch may be split (`docs/exactness-probe.md`).
+        small model with data is also copied to check that its batch may be split (`docs/split-check.md`).
 
     Source:
         ``docs/plan.md``; held against exhaustive searches in ``benchmarks/cases/planner.py``.

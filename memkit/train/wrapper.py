@@ -67,7 +67,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
-        probe: Check on a few rows whether the gradient of a split batch is the whole's (``docs/exactness-probe.md``):
+        probe: Check on a few rows whether the gradient of a split batch is the whole's (``docs/split-check.md``):
             on the first batch that is split, where something is new, and now and then. Warns of BatchNorm and of what
             could not be checked, refuses a loss that compares rows. ``"require"`` also refuses what could not be
             checked.
