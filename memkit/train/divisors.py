@@ -34,7 +34,7 @@ def divisors(loss: Tensor) -> tuple[Path, ...]:
     """
     # A mode that is active (a FLOP counter) would get a number that torch has saved as a tensor, and not know it.
     with _disable_current_modes(), torch.no_grad():
-        paths = list(_walk(loss.grad_fn))
+        paths = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # not in a simulation: it has no values
     return tuple(paths) if len(paths) <= _MAX_PATHS else ()
 
 
@@ -76,7 +76,7 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         return float(node._saved_self_sym_numel), True  # noqa: SLF001 - what a node has saved stands nowhere else
     if name in {"NllLossBackward", "NllLoss2DBackward"}:
         is_mean = node._saved_reduction == 1  # noqa: SLF001
-        return (node._saved_total_weight if is_mean else None), True  # noqa: SLF001
+        return (_on_host(node._saved_total_weight) if is_mean else None), True  # noqa: SLF001
     if name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy"):
         is_mean = getattr(node, "_saved_reduction", None) == 1
         return (float(node._saved_self.numel()) if is_mean else None), True  # noqa: SLF001
@@ -84,8 +84,7 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         other = getattr(node, "_saved_other", None)
         if not isinstance(other, (int, float, Tensor)) or (isinstance(other, Tensor) and other.numel() != 1):
             return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
-        if isinstance(other, Tensor):
-            other = float(other) if other.is_cpu else other.detach()
+        other = _on_host(other)
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
     is_one_number = name in {"AddBackward", "SubBackward", "NegBackward", "ToCopyBackward", "ViewBackward"} | {
         "SqueezeBackward",
@@ -95,6 +94,11 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         "UnsqueezeBackward",
     }
     return None, not is_one_number
+
+
+def _on_host(value: Factor) -> Factor:
+    """Read a number that nobody has to be waited for."""
+    return value if not isinstance(value, Tensor) else float(value) if value.is_cpu else value.detach()
 
 
 def _is_not_zero(number: Factor) -> bool:
@@ -115,6 +119,8 @@ class DivisorWatch:
         """
         lengths = {len(paths) for _, paths in group}
         if len(group) < 2 or len(lengths) != 1 or not lengths.pop():
+            return False
+        if any(isinstance(weight, Tensor) and type(weight) is not Tensor for weight, _ in group):
             return False
         with _disable_current_modes(), torch.no_grad():
             columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]

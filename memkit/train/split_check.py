@@ -237,6 +237,7 @@ class Examination:
         with_hooks: Whether a step runs the parameters' hooks on each part's gradient.
         is_uneven: Losses were divided by something that the parts' rows do not follow: real parts are looked at.
         has_autocast: Whether the caller's step runs under autocast, which is off for a look in full precision.
+        scale: Factor that keeps gradients in float16 from vanishing.
     """
 
     def __init__(
@@ -250,6 +251,7 @@ class Examination:
         with_hooks: bool = True,
         is_uneven: bool = False,
         has_autocast: bool = False,
+        scale: float | Tensor = 1.0,
     ) -> None:
         self._model, self._parameters = model, list(parameters)
         self._ways, self._adds_up = ways, adds_up
@@ -258,7 +260,7 @@ class Examination:
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
-        self._failure, self._is_uneven = "", is_uneven
+        self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
         self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
@@ -399,7 +401,9 @@ class Examination:
             raise InputError(
                 "loss_fn", got="a loss without a graph", expected="one computed with gradients", fix="do not detach it."
             )
-        slopes = torch.full_like(root, slope)
+        scale = 1.0 if self._in_full_precision else self._scale
+        slopes = torch.full_like(root, slope, dtype=torch.float32 if root.dtype in _HALF else root.dtype) * scale
+        slopes, count = slopes.to(root.dtype), count * scale
         if has_reentrant_checkpoint(root):
             return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count, adds_up)
         hooks = contextlib.nullcontext() if self._with_hooks else without_hooks(self._parameters)
@@ -745,9 +749,10 @@ def ways_to_cut(
     few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
     two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
     two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
+    # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
     if is_tight:
-        return [few, two_rows]
-    return [some, few, two, replace(few, is_smaller=True), two_rows]
+        return [few, two_rows, two_rows]
+    return [some, few, two, replace(few, is_smaller=True), two_rows, two_rows]
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:

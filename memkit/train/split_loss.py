@@ -203,7 +203,7 @@ class SplitLoss:
         self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
         self.num_ooms += window.num_ooms
         if window.was_cut:
-            self._check_split(window, total.parameters, loss_fn)
+            self._check_split(window, total.parameters, loss_fn, scale)
         return total
 
     def _add(
@@ -232,7 +232,7 @@ class SplitLoss:
                 expected="the weight of the part, which its rows do not tell",
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
-        note = (share if count is None else count), divisors(loss.value)
+        note = (share if count is None else count), divisors(loss.value) if self._split_watch.is_on else ()
         total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
         return loss.detached(note[0]), note
 
@@ -250,7 +250,12 @@ class SplitLoss:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
 
-    def _check_split(self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn) -> None:
+    def _check_split(
+        self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn, scale: float | torch.Tensor
+    ) -> None:
+        if not self._split_watch.is_on:
+            return
+        device_type = parameters[0].device.type
         is_uneven = self._reduction == "mean" and self._divisors.is_uneven(window.notes())
         if not self._split_watch.is_due(window.batch, loss_fn, self.sizes, is_uneven=is_uneven):
             return
@@ -268,11 +273,18 @@ class SplitLoss:
             adds_up=self._reduction == "sum",
             is_uneven=is_uneven,
             with_hooks=False,  # they run once, on the batch's gradient
+            has_autocast=torch.is_autocast_enabled(device_type),
+            scale=scale,
         )
         self.is_checking = True
         try:
             for attempt in examination.attempts():
-                with attempt as micro:
+                autocast = (
+                    torch.autocast(device_type, enabled=False)
+                    if attempt.in_full_precision
+                    else contextlib.nullcontext()
+                )
+                with attempt as micro, autocast:
                     attempt.backward(self._evaluate(micro, loss_fn)[0])
         finally:
             self.is_checking = False

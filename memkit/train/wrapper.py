@@ -250,7 +250,7 @@ class MemoryEfficientTrainingWrapper(Closing):
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
-        paths = divisors(loss.value)
+        paths = divisors(loss.value) if self._split_watch.is_on else ()
         attempt.loss = self._add(
             loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
         )
@@ -371,7 +371,7 @@ class MemoryEfficientTrainingWrapper(Closing):
         try:
             for part, size in parts:
                 loss = self._evaluate(part, loss_fn)
-                paths = divisors(loss.value)
+                paths = divisors(loss.value) if self._split_watch.is_on else ()
                 losses.append(self._add(loss, size=size, batch_size=batch_size))
                 notes.append((losses[-1].weight, paths))
             if sizes != (batch_size,):
@@ -387,6 +387,8 @@ class MemoryEfficientTrainingWrapper(Closing):
         self, batch: Any, sizes: Sequence[int], notes: Sequence[Note], loss_fn: LossFn | None, *, num_ooms: int
     ) -> Iterator[CheckAttempt]:
         """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out."""
+        if not self._split_watch.is_on:
+            return
         is_uneven = self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
         if not self._split_watch.is_due(batch, loss_fn, sizes, is_uneven=is_uneven):
             return
@@ -408,6 +410,7 @@ class MemoryEfficientTrainingWrapper(Closing):
             ),
             is_uneven=is_uneven,
             has_autocast=self._precision.is_mixed,
+            scale=self._precision.scaler.get_scale() if self._precision.scaler else 1.0,
         )
         try:
             for attempt in examination.attempts():

@@ -185,24 +185,6 @@ def test_micro_batches_that_were_asked_for_are_judged_too():
     assert (whole.notes, whole.is_split_exact) == ((), None)
 
 
-def test_what_the_plan_judged_the_first_step_does_not_judge_again(monkeypatch):
-    """A probe runs the loss in float64, beside the budget that was just planned."""
-    dtypes = []
-
-    def noting(model, batch):
-        dtypes.append(next(model.parameters()).dtype)
-        return loss_fn(model, batch)
-
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    with prepare(model, optimizer, digits(), noting, budget="2500KiB") as trainer:
-        assert trainer.plan.is_split_exact
-        assert torch.float64 in dtypes
-        dtypes.clear()
-        assert trainer.train_step(digits(), noting).num_microbatches > 1
-    assert set(dtypes) == {torch.float32}
-
-
 def test_another_loss_than_the_plan_judged_is_judged():
     def contrastive(model, batch):
         scores = model(batch[0])
