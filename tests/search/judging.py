@@ -173,9 +173,17 @@ class _Case:
     def _of_messages(self, verdict: Verdict, messages: list[str]) -> str:
         if verdict.is_unequal:
             return TOLD
+        if self.spec.mode.startswith("accumulator") and self._is_unlike_whole(verdict):
+            return EARLY  # as it was told; and still what was asked for
         if verdict.is_unequal is None or self._is_unequal_with_other_data(verdict):
             return EARLY
         return UNCHECKED_ALARM if any(map(UNCHECKED.search, messages)) else ALARM
+
+    def _is_unlike_whole(self, verdict: Verdict) -> bool:
+        """Whether an accumulator's group, which is what it promises to be, is not the whole batch's gradient."""
+        fields = self.fields(verdict.step, verdict.number)
+        whole = self.exact.whole(self.start, verdict.step, fields)
+        return self._by_split(verdict.step, Done(), fields, whole) > 1
 
     @property
     def _working_dtype(self) -> torch.dtype:
@@ -208,7 +216,8 @@ class _Case:
         step = verdict.step
         data = dataclasses.replace(step.data, classes="any", rare="", padded="mask" in self.spec.needs)
         self.start.train()
-        for again, rows in enumerate((max(step.data.rows, 2 * self.spec.parts), 2 * self.spec.parts + 1), 1):
+        even = 4 * self.spec.parts
+        for again, rows in enumerate((max(step.data.rows, even // 2), even // 2 + 1, even), 1):
             other = dataclasses.replace(step, data=dataclasses.replace(data, rows=rows), training=True)
             fields = self.fields(other, verdict.number, again=again)
             try:
