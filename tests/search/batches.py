@@ -193,9 +193,9 @@ CONTAINERS = {
         lambda f: {"fields": f, "names": _strings(len(f["x"])), "split": "train"}, lambda b: b["fields"]
     ),
     "with None": Container(lambda f: (f["x"], None, _rest(f)), lambda b: {"x": b[0], **b[2]}),
-    "with numbers": Container(
-        lambda f: {"fields": f, "epoch": 3, "scale": torch.tensor(2.0), "ids": list(range(len(f["x"])))},
-        lambda b: b["fields"],
+    "with numbers": Container(lambda f: {"fields": f, "epoch": 3, "scale": torch.tensor(2.0)}, lambda b: b["fields"]),
+    "with a list of ids": Container(  # it may be one number for each row, or shared
+        lambda f: {"fields": f, "ids": list(range(len(f["x"])))}, lambda b: b["fields"], may_refuse=True
     ),
     "nested": Container(
         lambda f: {"inputs": {"x": f["x"]}, "rest": [_rest(f)]}, lambda b: {**b["inputs"], **b["rest"][0]}

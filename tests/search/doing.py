@@ -58,6 +58,7 @@ class Runner:
         self.model: Net = build(spec, self.world)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self._gradients: Gradients = {}
+        self._fault: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.optimizer.register_step_pre_hook(self._catch)
         self._owner, self._run = _OWNERS[spec.mode](self)
 
@@ -68,12 +69,11 @@ class Runner:
         self.model.zero_grad()
         self._gradients = {}
         batch = CONTAINERS[step.container].wrap(cast(fields, self.spec.dtype))
-        fault = FailingOperator(place) if place else contextlib.nullcontext()
+        self._fault = FailingOperator(place) if place else contextlib.nullcontext()
         with seeded(self.spec.index), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with fault:
-                    self._run(done, step, batch, fields)
+                self._run(done, step, batch, fields)
             except Exception as error:  # noqa: BLE001 - each error is an outcome
                 done.error = error
         done.messages = [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
@@ -83,6 +83,10 @@ class Runner:
     def close(self) -> None:
         if hasattr(self._owner, "close"):
             self._owner.close()
+
+    def fault(self) -> contextlib.AbstractContextManager[Any]:
+        """Around what memkit has to recover: memory runs out in it, once."""
+        return self._fault
 
     def loss_fn(self, step: Step) -> Callable[[Any, Any], Any]:
         return _once(self, step)
@@ -140,7 +144,8 @@ def _wrapper(runner: Runner, **settings: Any) -> tuple[Any, Any]:
 
     def run(done: Done, step: Step, batch: Any, fields: Fields) -> None:
         loss_fn = runner.loss_fn(step)
-        result = trainer.train_step(batch, _told(runner, step, loss_fn))
+        with runner.fault():
+            result = trainer.train_step(batch, _told(runner, step, loss_fn))
         done.num_ooms = result.num_ooms
         done.sizes = result.sizes
 
@@ -166,13 +171,14 @@ def _microbatches(runner: Runner, **settings: Any) -> tuple[Any, Any]:
     def run(done: Done, step: Step, batch: Any, fields: Fields) -> None:
         loss_fn, unwrap = runner.loss_fn(step), CONTAINERS[step.container].unwrap
         sizes = []
-        for attempt in trainer.microbatches(batch):
-            with attempt as micro:
-                with trainer.autocast():
-                    said = loss_fn(runner.model, micro)
-                _backward(trainer, said)
-                sizes.append(len(unwrap(micro)["x"]))
-        trainer.step()
+        with runner.fault():
+            for attempt in trainer.microbatches(batch):
+                with attempt as micro:
+                    with trainer.autocast():
+                        said = loss_fn(runner.model, micro)
+                    _backward(trainer, said)
+                    sizes.append(len(unwrap(micro)["x"]))
+            trainer.step()
         done.sizes = tuple(sizes)
 
     return trainer, run
@@ -190,7 +196,8 @@ def _split_loss(runner: Runner, **settings: Any) -> tuple[Any, Any]:
     split = mk.SplitLoss(runner.model, **{"num_microbatches": runner.spec.parts, **settings})
 
     def run(done: Done, step: Step, batch: Any, fields: Fields) -> None:
-        loss = split(batch, _told(runner, step, runner.loss_fn(step)))
+        with runner.fault():
+            loss = split(batch, _told(runner, step, runner.loss_fn(step)))
         loss.backward()
         done.sizes, done.num_ooms = split.sizes, split.num_ooms
         runner.optimizer.step()
@@ -240,6 +247,7 @@ def _split_fn(runner: Runner, *, drops: bool = False, how: str = "wrapper") -> t
 _OWNERS: dict[str, Callable[[Runner], tuple[Any, Any]]] = {
     "wrapper": _wrapper,
     "wrapper, unchecked": lambda runner: _wrapper(runner, probe=False),
+    "wrapper, require": lambda runner: _wrapper(runner, probe="require"),
     "wrapper, on_oom=raise": lambda runner: _wrapper(runner, on_oom="raise"),
     "wrapper, out of memory": _wrapper_oom,
     "microbatches": _microbatches,

@@ -25,7 +25,8 @@ SILENT_AGAIN = "SILENT, after it was refused before"  # somebody runs the cell o
 ALARM, UNCHECKED_ALARM, REFUSAL = "FALSE ALARM", "FALSE ALARM, could not be checked", "FALSE ALARM, refused"
 EARLY = "equal by accident, told"  # the same step with other data is not equal
 UNCUT = "not cut, refused"  # a batch that need not be cut
-NO_MEMORY = "out of memory at one row"  # each planted fault teaches that less fits
+# Each planted fault teaches that less fits, down to one row; and what a forward has changed in place is gone.
+NO_MEMORY = "out of memory for good"
 OTHER_DRAWS = "other draws than a plain loop over the same parts"
 GRAY_ZONE, CRASH, EXCLUDED = "within rounding", "CRASH", "excluded"
 BAD = {SILENT, SILENT_AGAIN, ALARM, UNCHECKED_ALARM, REFUSAL, CRASH}
@@ -40,6 +41,7 @@ class Verdict:
         is_unequal: Whether the step over parts trains something else than the whole batch; None: nobody knows.
         error: The largest error in tolerances, and the parameter.
         notes: Warnings, errors, and what else is to be said.
+        buffers: Buffers that end elsewhere than after the whole batch.
     """
 
     spec: Spec
@@ -49,6 +51,7 @@ class Verdict:
     error: float = 0.0
     parameter: str = ""
     notes: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
     @property
     def step(self) -> Step:
@@ -86,6 +89,7 @@ class _Case:
         verdict = Verdict(self.spec, number, EXCLUDED, None)
         try:
             whole = self._whole(step, fields)
+            buffers = {name: each.clone() for name, each in self.exact.model.named_buffers()}
             plain = errors(self.plain.whole(self.start, step, fields), whole)
         except Exception as error:  # noqa: BLE001 - the plain loop cannot do it either
             verdict.notes = (f"plain: {error!r:.200}",)
@@ -97,6 +101,7 @@ class _Case:
             verdict.notes += ("plain: not finite",)
             return verdict
         self._judge(verdict, done, fields, whole, plain)
+        verdict.buffers = tuple(_elsewhere(dict(runner.model.named_buffers()), buffers))
         self.said.add(verdict.kind)
         return verdict
 
@@ -136,6 +141,8 @@ class _Case:
         modes = {"wrapper", "wrapper, on_oom=raise", "microbatches", "SplitLoss"}
         if not self.spec.is_noisy or not done.stepped or self.spec.mode not in modes:
             return False
+        if sum(done.sizes) != len(fields["x"]):
+            return False
         twin = Twin(self.spec, exact=False, fed=False)
         with seeded(self.spec.index):
             drawn = twin.parts(self.start, step, fields, done.sizes)
@@ -154,7 +161,8 @@ class _Case:
         may_refuse = CONTAINERS[verdict.step.container].may_refuse or verdict.step.data.extra
         if not isinstance(error, mk.MemkitError):
             return CRASH
-        if isinstance(error, mk.MemkitOutOfMemoryError) and "of 1 rows" in str(error):
+        in_place = any(each.startswith("InPlace") for each in self.spec.traits)
+        if isinstance(error, mk.MemkitOutOfMemoryError) and ("of 1 rows" in str(error) or in_place):
             return NO_MEMORY
         if may_refuse and (not verdict.is_unequal or "splitting a batch" in str(error)):
             return UNCUT
@@ -165,9 +173,17 @@ class _Case:
     def _of_messages(self, verdict: Verdict, messages: list[str]) -> str:
         if verdict.is_unequal:
             return TOLD
+        if self.spec.mode.startswith("accumulator") and self._is_unlike_whole(verdict):
+            return EARLY  # as it was told; and still what was asked for
         if verdict.is_unequal is None or self._is_unequal_with_other_data(verdict):
             return EARLY
         return UNCHECKED_ALARM if any(map(UNCHECKED.search, messages)) else ALARM
+
+    def _is_unlike_whole(self, verdict: Verdict) -> bool:
+        """Whether an accumulator's group, which is what it promises to be, is not the whole batch's gradient."""
+        fields = self.fields(verdict.step, verdict.number)
+        whole = self.exact.whole(self.start, verdict.step, fields)
+        return self._by_split(verdict.step, Done(), fields, whole) > 1
 
     @property
     def _working_dtype(self) -> torch.dtype:
@@ -200,7 +216,8 @@ class _Case:
         step = verdict.step
         data = dataclasses.replace(step.data, classes="any", rare="", padded="mask" in self.spec.needs)
         self.start.train()
-        for again, rows in enumerate((max(step.data.rows, 2 * self.spec.parts), 2 * self.spec.parts + 1), 1):
+        even = 4 * self.spec.parts
+        for again, rows in enumerate((max(step.data.rows, even // 2), even // 2 + 1, even), 1):
             other = dataclasses.replace(step, data=dataclasses.replace(data, rows=rows), training=True)
             fields = self.fields(other, verdict.number, again=again)
             try:
@@ -210,6 +227,13 @@ class _Case:
             if is_finite(whole) and self._by_split(other, Done(error=RuntimeError()), fields, whole) > 1:
                 return True
         return False
+
+
+def _elsewhere(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> Iterator[str]:
+    for name, true in truth.items():
+        got = found[name].to(true.dtype)
+        if not torch.allclose(got.double(), true.double(), rtol=2e-2, atol=1e-3):
+            yield name
 
 
 def describe(verdict: Verdict) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -9,10 +10,12 @@ from typing import Any
 
 from tests.search import judging
 from tests.search.judging import Verdict, describe, is_bad, judge
+from tests.search.losses import LOSSES
 from tests.search.shrinking import cause, shrink, source
-from tests.search.specs import Spec, generate
+from tests.search.specs import generate
+from tests.search.traits import TRAITS
 
-SEED, NUM_CASES = 16, 2600
+SEED, NUM_CASES = 16, 2700
 
 
 def search(seed: int, indices: Iterable[int]) -> Iterator[Verdict]:
@@ -37,6 +40,7 @@ def summarize(verdicts: list[Verdict]) -> dict[str, Any]:
         "num_silent": counts[judging.SILENT] + counts[judging.SILENT_AGAIN],
         "num_false_alarms": sum(counts[kind] for kind in _ALARMS),
         "num_crashes": counts[judging.CRASH],
+        "num_equal_with_other_buffers": sum(each.kind == judging.EQUAL and bool(each.buffers) for each in judged),
         "verdicts": dict(sorted(counts.items())),
         "fewest_steps_of_a_production": min(productions.values(), default=0),
         "productions": dict(sorted(productions.items())),
@@ -59,26 +63,31 @@ def by_production(verdicts: list[Verdict]) -> str:
     return "\n".join(f"| {name} | {silent[name]} of {unequal[name]} |" for name in rows)
 
 
-def findings(verdicts: list[Verdict], *, most: int = 200) -> str:
-    """The bad verdicts as a page: shrunk, put together by cause, the most frequent first."""
-    groups: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for each in _one_of_each_case(verdicts, most):
-        small = shrink(each)
-        groups[small.kind, cause(small)].append(small)
+def findings(verdicts: list[Verdict], *, most: int = 40) -> str:
+    """The bad verdicts as a page: put together by what they have in common, one of each shrunk."""
+    groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+    for each in filter(is_bad, verdicts):
+        said = (re.sub(r"[\d, ]+", " ", note)[:60] for note in each.notes[-1:])
+        groups[each.kind, *_suspects(each), *said].append(each)
     lines = []
-    for (kind, why), found in sorted(groups.items(), key=lambda group: (group[0][0], -len(group[1]))):
-        first = min(found, key=lambda each: len(each.spec.steps))
-        cases = ", ".join(f"{each.spec.seed} {each.spec.index}" for each in found[:6])
-        lines += [f"## {kind} x{len(found)}: {why}", "", f"cases {cases}; error {first.error:.3g} tolerances", ""]
-        lines += [f"- step {number}: {step}" for number, step in enumerate(first.spec.steps)]
-        lines += [f"- said: {note:.300}" for note in first.notes]
-        lines += ["", "```python", source(first).strip(), "```", ""]
+    for found in sorted(groups.values(), key=lambda found: (found[0].kind == judging.CRASH, -len(found)))[:most]:
+        small = shrink(min(found, key=lambda each: len(each.spec.steps)))
+        cases = ", ".join(dict.fromkeys(f"{each.spec.seed} {each.spec.index}" for each in found[:8]))
+        lines += [f"## {small.kind} x{len(found)}: {cause(small)}", ""]
+        spec = small.spec
+        lines += [f"cases {cases}; shrunk from {spec.index}, error {small.error:.3g} tolerances", ""]
+        lines += [f"- {spec.mode}, {spec.parts} parts, {spec.setting}, body {spec.body}, seed {spec.seed} {spec.index}"]
+        lines += [f"- step {number}: {step}" for number, step in enumerate(small.spec.steps)]
+        lines += [f"- said: {note:.400}" for note in small.notes]
+        lines += ["", "```python", source(small).strip(), "```", ""]
+    lines += [f"{max(0, len(groups) - most)} kinds of bad cases more."]
     return "\n".join(lines)
 
 
-def _one_of_each_case(verdicts: list[Verdict], most: int) -> Iterator[Verdict]:
-    seen: set[tuple[Spec, str]] = set()
-    for each in verdicts:
-        if is_bad(each) and (each.spec, each.kind) not in seen and len(seen) < most:
-            seen.add((each.spec, each.kind))
-            yield each
+def _suspects(verdict: Verdict) -> Iterator[str]:
+    """What may have made a case unequal."""
+    spec, name = verdict.spec, verdict.spec.loss_of(verdict.step)
+    yield spec.mode if "split_fn" in spec.mode or "," in spec.mode else ""
+    yield name if LOSSES[name].mixes else ""
+    yield verdict.step.data.extra
+    yield from (each for each in spec.traits if TRAITS[each].mixes)

@@ -24,6 +24,7 @@ Item = TypeVar("Item")
 MODES = {  # and how often each is dealt
     "wrapper": 6,
     "wrapper, on_oom=raise": 1,
+    "wrapper, require": 1,
     "wrapper, out of memory": 3,
     "microbatches": 3,
     "microbatches, out of memory": 1,
