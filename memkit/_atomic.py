@@ -8,6 +8,7 @@ killed while writing leaves its temporary file behind: the next write of the sam
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import zlib
@@ -23,16 +24,17 @@ def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Open ``path`` for writing so that it changes as a whole, when the block ends without an error.
 
     Args:
-        path: The file to write. Its directory must exist. A symbolic link stays a link: the file behind it changes.
-            A file that exists keeps its permissions.
+        path: The file to write. Its directory must exist. A symbolic link stays a link: the file behind it changes,
+            which must be there. A file that exists keeps its permissions.
 
     Yields:
         A binary file. If the block raises, or the process dies at any instant, ``path`` is what it was before.
 
     Raises:
-        OSError: The file cannot be written (disk full, read-only); ``path`` is untouched and nothing is left behind.
+        OSError: The file cannot be written (disk full, read-only, a link to nowhere, a device); ``path`` is untouched
+            and nothing is left behind.
     """
-    target = Path(os.path.realpath(path))
+    target = _target_of(path)
     _sweep(target)
     temporary = target.with_name(f"{_prefix(target)}{os.getpid()}.{os.urandom(4).hex()}{_SUFFIX}")
     try:
@@ -58,6 +60,16 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8 with plain newlines, atomically; see `atomic_writer`."""
     write_bytes(path, text.encode())
+
+
+def _target_of(path: str | os.PathLike[str]) -> Path:
+    """Return the file that is to change; a link that leads nowhere would let others choose where a file appears."""
+    target = Path(os.path.realpath(path))
+    if not target.exists() and Path(path).is_symlink():
+        raise FileNotFoundError(errno.ENOENT, "a link to a file that is not there", os.fspath(path))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        raise OSError(errno.EINVAL, "no regular file, which a new one would replace", os.fspath(path))
+    return target
 
 
 def _prefix(target: Path) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from memkit._atomic import atomic_writer, write_bytes
 from memkit._errors import FileFormatError, InputError, MemkitWarning, StateError
 from memkit._events import EVENT_KEYS, Event, LogHeader, require_rank
+from memkit._printable import printable_json
 
 if sys.platform != "win32":
     import fcntl
@@ -254,7 +255,7 @@ def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
             lines.append(_encode({"event": event.event, "incremental_memory": event.incremental_bytes}))
         else:
             num_left_out += 1
-    write_bytes(path, _utf8("[\n" + ",\n".join(lines) + "\n]\n"))
+    write_bytes(path, _utf8(printable_json("[\n" + ",\n".join(lines) + "\n]\n")))
     return num_left_out
 
 
@@ -317,7 +318,7 @@ def _text_of(event: Event) -> str:
 
 
 def _line(text: str) -> bytes:
-    line = _utf8(text + "\n")
+    line = _utf8(printable_json(text) + "\n")
     if len(line) > LONGEST_LINE_BYTES:
         raise InputError(
             "writing a memory log",

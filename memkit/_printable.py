@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import unicodedata
 
 # Control and format characters (escape sequences, bidirectional overrides), lone surrogates, ends of lines.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_NOT_ASCII = re.compile("[\x7f-\ud7ff\ue000-\U0010ffff]")  # halves of pairs are for the encoder
 
 
 def printable(text: str, *, is_one_line: bool = True) -> str:
@@ -24,6 +27,21 @@ def printable(text: str, *, is_one_line: bool = True) -> str:
         return text
     kept = "" if is_one_line else "\n\t"
     return "".join(each if each in kept or not _is_hidden(each) else repr(each)[1:-1] for each in text)
+
+
+def printable_json(text: str) -> str:
+    r"""Return a JSON text of the same values, with escapes for what is hidden; below ASCII, JSON has its own.
+
+    Example:
+        >>> from memkit._printable import printable_json
+        >>> printable_json('"\u00e9\u202e\x9b"')
+        '"é\\u202e\\u009b"'
+    """
+    return text if text.isascii() and "\x7f" not in text else _NOT_ASCII.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
 
 
 def _is_hidden(character: str) -> bool:

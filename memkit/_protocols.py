@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import torch
+
+from memkit._errors import InputTypeError
 
 
 class Closing(ABC):
@@ -22,6 +24,30 @@ class Closing(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Uncopied:
+    """What hooks into a model, a device or the files of this process: a copy would do so a second time.
+
+    Attributes:
+        instead: What to do instead of copying or pickling it.
+    """
+
+    instead = "save its state_dict(), and load that into one that is made for the other model."
+
+    def __reduce_ex__(self, protocol: object, /) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            InputTypeError: Always.
+        """
+        name = type(self).__name__
+        raise InputTypeError(
+            f"a pickle or a copy of a {name}",
+            got=f"a {name} that holds hooks, locks or files of this process",
+            expected="one of its own for each model and each process",
+            fix=self.instead,
+        )
 
 
 class GradScaler(Protocol):

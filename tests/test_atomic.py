@@ -110,3 +110,20 @@ def test_the_longest_file_name_works(tmp_path):
     path = tmp_path / ("x" * 255)
     _atomic.write_text(path, "x")
     assert path.read_text() == "x"
+
+
+def test_a_link_to_nowhere_and_what_is_no_file_are_refused(tmp_path):
+    """Else a link that somebody has laid chooses where a file appears, and a device becomes a file."""
+    elsewhere = tmp_path / "elsewhere"
+    for name, leads_to in {"link": elsewhere, "loop": "loop", "chain": "link"}.items():
+        (tmp_path / name).symlink_to(leads_to)
+        with pytest.raises(FileNotFoundError, match="a link to a file that is not there"):
+            _atomic.write_text(tmp_path / name, "x")
+        assert (tmp_path / name).is_symlink()
+    assert not elsewhere.exists()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("pipe", "null"):
+        with pytest.raises(OSError, match="no regular file"):
+            _atomic.write_text(tmp_path / name, "x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain", "link", "loop", "null", "pipe"]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
-from memkit._protocols import Closing
+from memkit._protocols import Closing, Uncopied
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths
@@ -42,7 +42,7 @@ def _kl(student: Tensor, teacher: Tensor) -> Tensor:
 _CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
 
 
-class DensityInvariantTrainer(Closing):
+class DensityInvariantTrainer(Uncopied, Closing):
     """Trains on several densities of each scene at once, so that predictions do not depend on how dense a scan is.
 
     Each step thins out the scene by the cells of a grid: ``"half"`` keeps a random share of each cell, ``"single"`` one
@@ -100,6 +100,8 @@ class DensityInvariantTrainer(Closing):
         >>> result.num_points["dense"], result.num_points["single"], list(result.consistency)
         (1000, 64, ['half', 'single'])
     """
+
+    instead = "make another one around a trainer of its own; what is to be saved is the trainer's state_dict()."
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ import torch
 from memkit import _device
 from memkit._errors import ConfigError, MemkitWarning
 from memkit._oom import is_out_of_memory
-from memkit._protocols import Closing
+from memkit._protocols import Closing, Uncopied
 from memkit._records import MemorySnapshot
 from memkit._settings import Checker
 from memkit._units import parse_budget
@@ -38,7 +38,7 @@ _RELEASE_INTERVAL_S = 10.0
 _RESERVE_BYTES = 2**20  # kept aside while a post-mortem may have to be written, and given back first
 
 
-class MemoryManager(Closing):
+class MemoryManager(Uncopied, Closing):
     """Says what a device and the host hold: now, per phase, per step; finds what leaks; writes the log.
 
     It reads counters that exist anyway, and starts no thread. Each thread has phases of its own. A process that is
@@ -80,6 +80,8 @@ class MemoryManager(Closing):
         >>> list(memory.phases), memory.phases["epoch/forward"].num_calls
         (['epoch', 'epoch/forward'], 1)
     """
+
+    instead = "make another MemoryManager; its log, if any, needs another path."
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from memkit._atomic import write_bytes, write_text
 from memkit._events import EVENT_KEYS, Event
 from memkit._eventwriter import rank_path
 from memkit._oom import describe_error
+from memkit._printable import printable_json
 from memkit._records import MemorySnapshot
 from memkit._units import format_bytes
 from memkit.memory.census import Census, take_census
@@ -85,7 +86,7 @@ def write_post_mortem(
     }
     if allocator is not None:
         write_bytes(path.with_suffix(".pickle"), allocator)
-    write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, printable_json(json.dumps(record, indent=1, ensure_ascii=False)) + "\n")
     return path
 
 

@@ -9,6 +9,7 @@ import torch
 
 from memkit._device import resolve_device
 from memkit._errors import StateError
+from memkit._protocols import Uncopied
 from memkit._recorder import Recorder
 from memkit._recording import IntArray, Label, Moment, Phase, Recording, StorageRecord
 from memkit._units import format_bytes
@@ -36,7 +37,7 @@ class PeakPlace(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-class Tracker:
+class Tracker(Uncopied):
     """Watch a block of code: its peak of live bytes, and what that peak is made of.
 
     It sees every tensor that an operator of this thread makes or touches, with the threads that run autograd's
@@ -68,6 +69,8 @@ class Tracker:
         >>> tracker.peak_bytes, tracker.timeline.tolist(), tracker.peak_where.operator
         (8192, [4096, 8192], 'aten.mul.Tensor')
     """
+
+    instead = "keep what it says, such as peak_by_category: plain values."
 
     def __init__(self, *, device: str | torch.device | None = "auto", workspace: bool = False) -> None:
         self._device = None if device is None else str(resolve_device(device))

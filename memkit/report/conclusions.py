@@ -6,6 +6,7 @@ import datetime as dt
 from collections.abc import Iterator, Sequence
 
 from memkit._eventlog import EventLog
+from memkit._printable import printable
 from memkit.report.advice import HORIZONS, Advice
 from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import Figures, Peak
@@ -74,7 +75,7 @@ def overview(log: EventLog, figures: Figures, words: Words) -> Section:
 
 def clean_sentence(text: str) -> str:
     """Make a sentence about a file fit for a page; it may be longer than a name."""
-    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in text[:500])
+    return printable(text[:500])
 
 
 def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str, Cell]]:

@@ -16,6 +16,7 @@ from memkit._eventfile import OWN
 from memkit._eventlog import EventLog
 from memkit._events import EVENT_KEYS, Event, LogHeader
 from memkit._eventwriter import header_record, run_lines
+from memkit._printable import printable, printable_json
 from memkit.report.blocks import snapshot_of
 
 _COUNTERS = {
@@ -41,7 +42,8 @@ def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
         path: A new file. ``.json`` is a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open:
             phases as slices, sizes as counters, other events as marks, one process for each rank. A log without a
             clock has its events a millisecond apart. ``.csv`` is a table with a row for each event, sizes in bytes; a
-            text that a spreadsheet would take for a formula gets an apostrophe before it. ``.jsonl`` is our own form.
+            text that a spreadsheet would take for a formula gets an apostrophe before it, and control and direction
+            characters are spelled out. ``.jsonl`` is our own form.
             ``.pickle`` is a snapshot for pytorch.org/memory_viz and ``torch.cuda._memory_viz``: a log knows sums and no
             blocks, so each growth of ``allocated_bytes`` is one block there, named after its event, and a fall gives
             the youngest blocks back.
@@ -76,7 +78,7 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     if target.suffix.lower() not in _WRITERS:
         fix = "write for example 'trace.json' or 'events.csv'."
         raise InputError(call, got=f"the suffix {target.suffix!r}", expected=f"one of {', '.join(_WRITERS)}", fix=fix)
-    if target.exists():
+    if os.path.lexists(target):
         raise InputError(call, got="a path where something is", expected="a new path", fix="choose another name.")
     return target
 
@@ -93,7 +95,7 @@ def _trace(log: EventLog) -> bytes:
         "displayTimeUnit": "ms",
         "otherData": {OWN: own},
     }
-    return f"{json.dumps(trace, ensure_ascii=False)}\n".encode(errors="replace")
+    return f"{printable_json(json.dumps(trace, ensure_ascii=False))}\n".encode(errors="replace")
 
 
 def _trace_events(log: EventLog) -> Iterator[dict[str, Any]]:
@@ -140,8 +142,11 @@ def _table(log: EventLog) -> bytes:
 
 def _entry(value: object) -> object:
     if isinstance(value, dict):
-        return json.dumps(value, ensure_ascii=False)
-    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+        return printable_json(json.dumps(value, ensure_ascii=False))
+    if not isinstance(value, str):
+        return value
+    shown = printable(value)
+    return f"'{shown}" if value.startswith(_FORMULA) else shown
 
 
 _WRITERS: Final[dict[str, Callable[[EventLog], bytes]]] = {

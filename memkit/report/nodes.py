@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from memkit._eventlog import EventLog
+from memkit._printable import printable
 
 _LONGEST_NAME = 80
 
@@ -177,6 +178,4 @@ def clean(name: str) -> str:
     """Make a name from a file fit for a page: one line, no control or direction characters, not endless."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
-    if name.isprintable():
-        return name
-    return "".join(each if each.isprintable() else f"\\u{ord(each):04x}" for each in name)
+    return printable(name)

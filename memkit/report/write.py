@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memkit._atomic import write_text
 from memkit._errors import InputError
+from memkit._printable import printable_json
 from memkit.report.html import to_html
 from memkit.report.markdown import to_markdown, to_text
 from memkit.report.nodes import Bars, Lines, Node, Paragraph, Report, Share, Size, Table
@@ -42,7 +43,12 @@ def check_target(path: str | os.PathLike[str]) -> Path:
         )
     if target.is_dir():
         raise InputError(call, got="a directory", expected="a path for a file", fix="add a name to it.")
+    if target.is_symlink() and not target.exists():
+        fix = "remove the link, or choose another name."
+        raise InputError(call, got="a link to a file that is not there", expected="a new path", fix=fix)
     if target.exists():
+        if not target.is_file():
+            raise InputError(call, got="no regular file", expected="a path for a file", fix="choose another name.")
         with target.open("rb") as file:
             if MARK.encode() not in file.read(200):
                 raise InputError(
@@ -72,7 +78,7 @@ def _to_json(report: Report) -> str:
         "figures": report.figures(),
         "sections": sections,
     }
-    return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+    return printable_json(json.dumps(value, ensure_ascii=False, indent=1)) + "\n"
 
 
 def _plain(node: Node) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import StateError
 from memkit._oom import retry_once
-from memkit._protocols import Closing, GradScaler
+from memkit._protocols import Closing, GradScaler, Uncopied
 from memkit.train.checks import (
     check_choice,
     check_group,
@@ -55,7 +55,7 @@ from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ran
 _VERSION = 1
 
 
-class GradientAccumulator(Closing):
+class GradientAccumulator(Uncopied, Closing):
     """Accumulates micro-batches into one optimiser step with the full batch's gradient.
 
     The usual ``(loss / steps).backward()`` is right only when all micro-batches weigh the same. Here each micro-batch

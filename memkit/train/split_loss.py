@@ -14,6 +14,7 @@ from memkit._captured import named_tensors
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss, detached, read_loss
 from memkit._oom import retry_once
+from memkit._protocols import Uncopied
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (
     check_callable,
@@ -45,7 +46,7 @@ from memkit.train.window import Window
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
-class SplitLoss:
+class SplitLoss(Uncopied):
     """The loss of a whole batch, to be backpropagated by whoever owns the step, in memory for a part of it.
 
     Forward and backward of the batch run here, in micro-batches; what is returned is the batch's loss with its gradient

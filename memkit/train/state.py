@@ -15,7 +15,7 @@ import torch
 
 from memkit import _rng
 from memkit._errors import ConfigError, FileFormatError, InputError, MemkitWarning, StateError
-from memkit._protocols import Closing
+from memkit._protocols import Closing, Uncopied
 from memkit.train.statechecks import as_metric, as_step, check_given, check_which
 from memkit.train.statefiles import (
     Draft,
@@ -44,7 +44,7 @@ from memkit.train.stateshards import write_shards
 
 
 @final
-class TrainingStateManager(Closing):
+class TrainingStateManager(Uncopied, Closing):
     """Saves all that a training's next step depends on, so that it can be stopped at any instant.
 
     A state is a folder that is there as a whole or not at all, with a checksum of each file. `restore` takes the newest
@@ -85,6 +85,8 @@ class TrainingStateManager(Closing):
         >>> state.restore(model=model, optimizer=optimizer)
         1000
     """
+
+    instead = "make another TrainingStateManager for the same directory."
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memkit import _device
 from memkit._errors import ConfigError, FileFormatError, InputError, MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss, read_loss
-from memkit._protocols import Average, Closing, MemoryWatch, Scheduler
+from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import check_callable, check_loss, check_open, check_owner, check_reduction, list_optimizers
@@ -39,7 +39,7 @@ Reduction = Literal["mean", "sum"]
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
-class MemoryEfficientTrainingWrapper(Closing):
+class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     """Makes the step of a loop that you own fit, with the gradient of the whole batch.
 
     A batch is split into micro-batches whose gradients add up exactly. When one runs out of memory it is rolled back

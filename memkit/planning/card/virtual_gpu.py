@@ -15,6 +15,7 @@ from torch.compiler import set_stance
 
 from memkit._atomic import write_bytes
 from memkit._errors import StateError
+from memkit._protocols import Uncopied
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.answers import cuda_answers
@@ -28,7 +29,7 @@ from memkit.planning.leftovers import empty_caches
 from memkit.planning.libraries import told_that_tensors_are_real
 
 
-class VirtualGPU:
+class VirtualGPU(Uncopied):
     """A context in which ``cuda`` is a card that is not there.
 
     Code inside builds models, moves them with ``.cuda()`` or ``.to("cuda")`` and runs training steps as it would on the
@@ -79,6 +80,8 @@ class VirtualGPU:
         >>> gpu.peak_bytes // 2**20, gpu.reserved_peak_bytes // 2**20
         (338, 348)
     """
+
+    instead = "keep what it says, such as peak_bytes, or save_snapshot(path)."
 
     def __init__(
         self,
