@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from memkit.train.loop import LoopResult, MemoryEfficientTrainLoop
     from memkit.train.offload import offload_activations
     from memkit.train.order import ResumableBatchSampler, ResumableLoader
-    from memkit.train.parameterwise import materialize_state
+    from memkit.train.parameterwise import materialize_state, register_parameterwise
     from memkit.train.penalty import gradient_penalty
     from memkit.train.progressive import ProgressiveTrainer, Stage
     from memkit.train.reducers import Accuracy, ConfusionCounts, Mean, WeightedMean
@@ -236,6 +236,7 @@ _HOMES = {
     "profile_scaling": "planning.scaling.profile",
     "read_memory_events": "_eventlog",
     "recover_from_oom": "_oom",
+    "register_parameterwise": "train.parameterwise",
     "run_memory_test": "planning.scaling.sweep",
     "sample_edges": "points.edges",
     "split_packed": "points.packed",
@@ -374,6 +375,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "profile_scaling",
     "read_memory_events",
     "recover_from_oom",
+    "register_parameterwise",
     "run_memory_test",
     "sample_edges",
     "split_packed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,30 @@ import torch
 from torch.optim import Optimizer
 
 from memkit._device import has_room, release_cached_memory
-from memkit._errors import MemkitOutOfMemoryError
+from memkit._errors import MemkitOutOfMemoryError, warn_user
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
+from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
 from memkit.train.transaction import chunked_steps
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
+_MOST_BYTES = 2**30  # of a copy that nobody has asked for
 _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all
 
 
 class StepGuard:
     """Protects the steps of optimisers that may run out of memory.
 
-    Torch's own step in chunks, which are whole (`atomic_steps`). An optimiser that nobody knows is protected by a copy
-    of all parameters, gradients and state, of all that step together, before the steps that may run out of memory.
-    Those are the first two, when the state is made; in the second one the temporary results are counted. Later ones are
-    those before which so much memory cannot be had: it is asked for, and given back at once. The copy of an
-    accelerator's tensors lies in host memory, that of host tensors in temporary files: it must not take the memory that
-    is short. After an out-of-memory all is put back, and the step is tried once more with the allocator's cache
-    released. Where the copy itself does not fit, the step runs without it.
+    Torch's own step in chunks, which are whole (`atomic_steps`), and so does one of `register_parameterwise`. An
+    optimiser that nobody knows is protected by a copy of all parameters, gradients and state, of all that step
+    together, before the steps that may run out of memory. Those are the first two, when the state is made; in the
+    second one the temporary results are counted. Later ones are those before which so much memory cannot be had: it is
+    asked for, and given back at once. The copy of an accelerator's tensors lies in host memory, that of host tensors in
+    temporary files: it must not take the memory that is short. After an out-of-memory all is put back, and the step is
+    tried once more with the allocator's cache released. A copy of more than `_MOST_BYTES`, or one that does not fit, is
+    not made. Whether it is made, and how large it is, is said once, at the first step.
 
     Args:
         optimizers: The optimisers that step together.
@@ -43,6 +46,7 @@ class StepGuard:
         self._optimizers = optimizers
         self._unknown = next((type(each).__name__ for each in optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
+        self._is_told = False
         self._temporary_bytes: dict[torch.device, int] = {}
 
     def run(self, step: Callable[[], bool]) -> bool:
@@ -107,14 +111,51 @@ class StepGuard:
         return False
 
     def _copy(self) -> _Copy | None:
-        try:
-            return _Copy(self._optimizers)
-        except OSError:  # no temporary folder, or no room in it
-            return None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-        return None
+        num_bytes = sum(map(_num_bytes, _tensors(self._optimizers)))
+        copied = None
+        if num_bytes <= _MOST_BYTES:
+            try:
+                copied = _Copy(self._optimizers)
+            except OSError:  # no temporary folder, or no room in it
+                copied = None
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        if not self._is_told:
+            self._is_told = True
+            self._tell(num_bytes, is_copied=copied is not None)
+        return copied
+
+    def _tell(self, num_bytes: int, *, is_copied: bool) -> None:
+        size = format_bytes(num_bytes)
+        what = (
+            f"parameters, gradients and state ({size} now) are copied to the host before its first two steps, and "
+            "before later ones without room, so that an out-of-memory inside leaves them whole"
+            if is_copied
+            else f"an out-of-memory inside its step may leave parameters and state half stepped. They are not copied: "
+            f"{size} are too many, or do not fit"
+        )
+        warn_user(
+            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: where it steps each "
+            f"parameter by itself, say memkit.register_parameterwise({self._unknown}), and its step is whole without a "
+            "copy; on_oom='raise', or guard_steps=False, guards nothing."
+        )
+
+
+def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
+    """Yield what a copy holds."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield from (local_part(parameter.detach()), local_part(parameter.grad.detach()))
+        for state in optimizer.state.values():
+            values = state.values() if isinstance(state, dict) else ()
+            yield from (local_part(value.detach()) for value in values if isinstance(value, torch.Tensor))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return sum(part.nbytes for part in (tensor._indices(), tensor._values())) if tensor.is_sparse else tensor.nbytes  # noqa: SLF001 - the public forms want it coalesced
 
 
 class _Copy(contextlib.AbstractContextManager["_Copy"]):

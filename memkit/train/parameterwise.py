@@ -3,33 +3,125 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError
+from memkit._errors import ConfigError, InputTypeError
 from memkit._oom import retry_once
 from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
+_Kind = TypeVar("_Kind", bound=Optimizer)
 
 # Each element is stepped by itself, so a large parameter can be stepped slice by slice.
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
-# Each parameter is stepped by itself. Exact types: a subclass may do anything.
+# Each parameter is stepped by itself.
 PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, optim.Muon, optim.SparseAdam)
+# What a subclass may replace without touching the step: how it is built, shown, saved, and how gradients are zeroed.
+_HARMLESS = frozenset(
+    (
+        *(
+            "__init__",
+            "__module__",
+            "__doc__",
+            "__qualname__",
+            "__annotations__",
+            "__dict__",
+            "__weakref__",
+            "__repr__",
+        ),
+        *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__", "__type_params__"),
+        *("__abstractmethods__", "_abc_impl", "zero_grad", "state_dict", "load_state_dict", "add_param_group"),
+    )
+)
+_REGISTERED: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
+
+
+def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
+    """Say of an optimizer class that it steps each parameter by itself, as torch's own do: Lion, 8-bit Adam, ....
+
+    What memkit does with torch's optimizers it then does with this one: steps that out-of-memory leaves whole
+    (`atomic_steps`, the wrapper, the accumulator) without a copy of everything, and `step_in_backward`. The step runs
+    on some of a group's parameters at a time. It must read nothing but the group's settings, and of each parameter its
+    gradient and its ``optimizer.state``, and change nothing but the parameter, its gradient and its state. A step that
+    visibly keeps something else, in its group or in attributes, is refused when it runs.
+
+    Args:
+        kind: The class; subclasses are not meant. Also as a decorator.
+
+    Returns:
+        The class.
+
+    Raises:
+        InputTypeError: It is no class of optimizers.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> @mk.register_parameterwise
+        ... class SignSGD(torch.optim.Optimizer):
+        ...     def __init__(self, params, lr=0.01):
+        ...         super().__init__(params, {"lr": lr})
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         for group in self.param_groups:
+        ...             for parameter in group["params"]:
+        ...                 if parameter.grad is not None:
+        ...                     parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+        >>> with mk.atomic_steps(SignSGD(torch.nn.Linear(3, 1).parameters())):
+        ...     pass
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):  # type: ignore[redundant-expr]  # people pass any
+        raise InputTypeError(
+            "register_parameterwise(kind)",
+            got=f"a {type(kind).__name__}",
+            expected="a class of optimizers",
+            fix="pass the class itself, not an instance: register_parameterwise(type(optimizer)).",
+        )
+    _REGISTERED.add(kind)
+    return kind
 
 
 def steps_parameterwise(optimizer: Optimizer) -> bool:
     """Say whether an optimiser is known to step each parameter by itself, so that its step can go in chunks."""
-    return type(optimizer) in PARAMETERWISE and not optimizer.defaults.get("differentiable", False)
+    return known_kind(optimizer) is not None and not optimizer.defaults.get("differentiable", False)
+
+
+def known_kind(optimizer: Optimizer) -> type[Optimizer] | None:
+    """Return the class whose step an optimizer has: torch's own, also of a subclass that leaves it alone; or its own.
+
+    None for a class that may do anything.
+    """
+    kind = type(optimizer)
+    if kind in _REGISTERED or kind in PARAMETERWISE:
+        return kind
+    base = next((each for each in kind.__mro__ if each in PARAMETERWISE), None)
+    return base if base is not None and _leaves_step_alone(kind, base) else None
+
+
+def _leaves_step_alone(kind: type[Optimizer], base: type[Optimizer]) -> bool:
+    """Whether classes between a subclass and its base, mixins too, replace nothing that the base's step may use."""
+    theirs = {"param_groups", "state", "defaults"} | {name for each in base.__mro__ for name in vars(each)} - _HARMLESS
+    for each in kind.__mro__:
+        if each not in base.__mro__ and theirs & (set(vars(each)) - {"step"}):
+            return False
+    return inspect.unwrap(kind.step) is inspect.unwrap(base.step)  # torch puts its own around it, in the class
+
+
+def known_names(*, makes_state: bool = False) -> str:
+    """The classes that are known, for a message; with ``makes_state`` those that make their state before they step."""
+    kinds = [*PARAMETERWISE, *sorted(_REGISTERED, key=lambda each: each.__name__)]
+    return ", ".join(kind.__name__ for kind in kinds if not makes_state or hasattr(kind, "_init_group"))
 
 
 def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
@@ -61,7 +153,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
             raise ConfigError(
                 f"materialize_state({type(each).__name__})",
                 got=f"a {type(each).__name__}",
-                expected=f"one of {', '.join(kind.__name__ for kind in PARAMETERWISE[:-1])}",
+                expected=f"one of {known_names(makes_state=True)}",
                 fix="let its first step make the state.",
             )
         for group in each.param_groups:
@@ -71,16 +163,39 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
 
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
     """Say whether a step may change gradients: SGD adds the momentum to them; fused ones take the loss scale out."""
-    return bool(group.get("fused")) or (type(optimizer) is optim.SGD and group["nesterov"])
+    kind = known_kind(optimizer)
+    return kind not in PARAMETERWISE or bool(group.get("fused")) or (kind is optim.SGD and group["nesterov"])
 
 
 def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Run the optimiser's own step on some parameters of a group, without its hooks."""
-    groups, optimizer.param_groups = optimizer.param_groups, [{**group, "params": list(parameters)}]
+    lent = {**group, "params": list(parameters)}
+    groups, optimizer.param_groups = optimizer.param_groups, [lent]
+    before = _kept_elsewhere(optimizer, lent)
     try:
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # beneath torch's call of the hooks
     finally:
         optimizer.param_groups = groups
+    if _kept_elsewhere(optimizer, lent) != before:
+        name = type(optimizer).__name__
+        raise ConfigError(
+            f"register_parameterwise({name})",
+            got="a step that keeps something besides its parameters and their state: in its group, or in attributes",
+            expected="an optimizer that steps each parameter by itself",
+            fix=f"do not register {name}: a step on some of its parameters is not a part of the whole step.",
+        )
+
+
+def _kept_elsewhere(optimizer: Optimizer, group: Group) -> list[object] | None:
+    """What a registered optimizer's step has no business to change, as far as that is seen; None for torch's own."""
+    if type(optimizer) not in _REGISTERED:
+        return None
+    plain = int, float, str, bool, type(None)
+    settings = [(name, value if isinstance(value, plain) else id(value)) for name, value in group.items()]
+    attributes = [(name, value) for name, value in vars(optimizer).items() if isinstance(value, plain)]
+    state: Any = optimizer.state  # its keys need not be parameters
+    others = [(key, value) for key, value in state.items() if not isinstance(key, torch.Tensor)]
+    return [*settings, *attributes, *copy.copy(others)]
 
 
 def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
@@ -94,7 +209,7 @@ def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.
             dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
             parameter.grad = parameter.detach().new_zeros((), dtype=dtype).expand(parameter.shape)
         own_init({**group, "params": list(parameters)}, *lists)
-        if type(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
+        if known_kind(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
             for parameter in parameters:  # minus zero plus the first gradient is that gradient, bit for bit
                 if optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, -0.0).detach()

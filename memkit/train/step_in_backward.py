@@ -56,7 +56,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     optimizers = as_list(optimizer)
     for each in optimizers:
         if not steps_parameterwise(each):
-            _refuse(f"a {type(each).__name__}", "one of torch's optimisers that step each parameter by itself")
+            _refuse(f"a {type(each).__name__}", "an optimizer that is known to step each parameter by itself")
     if process_rank()[1] > 1:
         _refuse(f"{process_rank()[1]} ranks", "one process: ranks exchange their gradients when backward has them all")
     with contextlib.ExitStack() as stack:

@@ -21,9 +21,10 @@ from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_onc
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
-    PARAMETERWISE,
     Group,
     create_state,
+    known_kind,
+    known_names,
     lent_state,
     put_state,
     step_group,
@@ -52,10 +53,11 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
     bit-identical to the plain step.
 
     Args:
-        optimizer: One of torch's own optimisers but LBFGS, or several.
+        optimizer: One of torch's own optimisers but LBFGS, a subclass that leaves the step alone, or a class of
+            `register_parameterwise`; or several.
 
     Raises:
-        ConfigError: The optimiser is not known to step each parameter by itself: LBFGS, subclasses, other people's.
+        ConfigError: The optimiser is not known to step each parameter by itself: LBFGS, other people's.
         MemkitOutOfMemoryError: From ``step()``: even the smallest part does not fit. The message says how many
             parameters are stepped; each is whole.
 
@@ -77,8 +79,9 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
             raise ConfigError(
                 f"atomic_steps({type(each).__name__})",
                 got=f"a {type(each).__name__}",
-                expected=f"one of {', '.join(kind.__name__ for kind in PARAMETERWISE)}",
-                fix="use one of these, or step without it.",
+                expected=f"one of {known_names()}, or a subclass that leaves the step alone",
+                fix="use one of these, or step without it; if it steps each parameter by itself, call "
+                f"memkit.register_parameterwise({type(each).__name__}).",
             )
     with chunked_steps(optimizers):
         yield
@@ -105,29 +108,39 @@ class _ChunkedStep:
     def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
         self._optimizer, self._only_once = optimizer, only_once
         self._groups = optimizer.param_groups
-        self._is_done = False
-        self._chunk_bytes = self._num_stepped = 0
+        self._is_done = self._is_running = False
+        self._chunk_bytes = self._num_stepped = self._num_inner = 0
 
     def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The hook before the step."""
+        if self._is_running or not optimizer.param_groups:  # the step calls its base's, which calls the hooks again
+            self._num_inner += 1
+            return args, kwargs
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._groups, self._num_stepped = optimizer.param_groups, 0
+        self._groups, self._num_stepped, self._num_inner = optimizer.param_groups, 0, 0
         total_bytes = sum(_num_bytes(parameter) for group in self._groups for parameter in group["params"])
         self._chunk_bytes = max(_SMALLEST_CHUNK_BYTES, total_bytes // _NUM_CHUNKS)
-        for group in self._groups if not self._is_done else ():
-            for chunk in self._chunks(group):
-                self._step(group, chunk)
+        self._is_running = True
+        try:
+            for group in self._groups if not self._is_done else ():
+                for chunk in self._chunks(group):
+                    self._step(group, chunk)
+        finally:
+            self._is_running = False
         self._is_done = self._only_once
         optimizer.param_groups = []
         return (optimizer,), {} if closure is None else {"closure": lambda: result}
 
     def end(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002 - the hook's signature
         """The hook after the step."""
-        optimizer.param_groups = self._groups
+        if self._num_inner:
+            self._num_inner -= 1
+        else:
+            optimizer.param_groups = self._groups
 
     def _chunks(self, group: Group) -> Iterator[list[torch.Tensor]]:
         """Yield a group's parameters that have gradients, as many at a time as a chunk holds."""
@@ -290,9 +303,9 @@ def _num_bytes(parameter: torch.Tensor) -> int:
 
 def _has_slices(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> bool:
     """Say whether a parameter may be stepped slice by slice."""
-    if type(optimizer) not in ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
+    if known_kind(optimizer) not in ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
         return False
-    if type(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] != 0:
+    if known_kind(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] != 0:
         return False  # its state starts from the first gradient
     dense = parameter.grad is not None and parameter.grad.layout == torch.strided
     return dense and parameter.dim() > 0 and parameter.numel() > 1

@@ -12,6 +12,8 @@ import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
 
+pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
+
 
 class Foreign(torch.optim.SGD):
     """Keeps state in places where torch's own optimisers do not, and fails as often as it is told."""
@@ -28,7 +30,10 @@ class Foreign(torch.optim.SGD):
 
 
 class ForeignAdam(torch.optim.AdamW):
-    """A class that memkit does not know."""
+    """A class that may do anything in its step."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 def make(width=200):
@@ -137,7 +142,8 @@ from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
 
 class Mine(torch.optim.AdamW):
-    pass
+    def step(self, closure=None):
+        return super().step(closure)
 
 def attempt():
     torch.manual_seed(0)
@@ -201,3 +207,49 @@ def test_a_later_step_asks_for_the_room_that_it_needs_and_makes_no_copy(monkeypa
     asked = guard._temporary_bytes[torch.device("cpu")]
     assert model.weight.nbytes < asked <= trace_allocations(lambda: step(optimizer)).peak <= asked + 1024  # numbers
     assert trace_allocations(lambda: guard.run(lambda: step(optimizer))).peak <= asked + 1024  # and given back before
+
+
+class TestWhatIsSaidOfAnUnknownOptimizer:
+    """Copies that nobody has asked for, and steps that nothing guards, are told of once, with the way out."""
+
+    pytestmark = pytest.mark.filterwarnings("error:optimizer.step.*memkit does not know how")
+
+    def test_a_copy_and_its_size(self):
+        _, optimizer = make()
+        guard = StepGuard([optimizer])
+        with pytest.warns(
+            mk.MemkitWarning,
+            match=r"does not know how Foreign steps; parameters, gradients and state \(314\.06 KiB now\) are copied.*"
+            r"memkit\.register_parameterwise\(Foreign\).*guard_steps=False",
+        ):
+            guard.run(lambda: step(optimizer))
+        guard.run(lambda: step(optimizer))
+
+    def test_a_large_one_is_not_copied(self, monkeypatch):
+        monkeypatch.setattr("memkit.train.guard._MOST_BYTES", 1000)
+        _, optimizer = make()
+        monkeypatch.setattr("memkit.train.guard._Copy", lambda *_: pytest.fail("nobody has asked for it"))
+        guard = StepGuard([optimizer])
+        with pytest.warns(mk.MemkitWarning, match=r"half stepped\. They are not copied: 314\.06 KiB are too many"):
+            guard.run(lambda: step(optimizer))
+        assert guard.run(lambda: step(optimizer))
+
+    def test_one_that_cannot_be_made(self, monkeypatch, tmp_path):
+        import tempfile
+
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+        _, optimizer = make()
+        with pytest.warns(mk.MemkitWarning, match="may leave parameters and state half stepped"):
+            StepGuard([optimizer]).run(lambda: step(optimizer))
+
+    def test_a_subclass_that_leaves_the_step_alone_is_no_stranger(self):
+        kind = type("Mere", (torch.optim.SGD,), {})
+        model = nn.Linear(4, 4)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
+        assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped
+
+    def test_one_that_is_registered_is_none_either(self):
+        kind = mk.register_parameterwise(type("Mine", (torch.optim.SGD,), {"step": torch.optim.SGD.step}))
+        model = nn.Linear(4, 4)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
+        assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped

@@ -1,5 +1,6 @@
 """Steps that are whole: bit-identical to torch's, also after faults at every operator and inside real limits."""
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -12,7 +13,7 @@ from torch import nn, optim
 import memkit as mk
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
-from memkit.train.parameterwise import materialize_state, writes_gradients
+from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
 from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
 from tests.train.faults import FailingOperator
@@ -326,14 +327,149 @@ def test_sparse_gradients(kind):
 
 def test_other_optimizers_are_refused_by_name():
     class Mine(optim.SGD):
-        pass
+        def step(self, closure=None):
+            return super().step(closure)
 
     parameters = [nn.Parameter(torch.ones(2))]
     for optimizer in (optim.LBFGS(parameters), Mine(parameters)):
-        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__), atomic_steps(optimizer):
+        with pytest.raises(mk.ConfigError, match=r"RAdam, .*register_parameterwise\("), atomic_steps(optimizer):
             pass
-        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__):
+        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__) as error:
             materialize_state(optimizer)
+        assert "Muon" in str(error.value)
+        assert "SparseAdam" not in str(error.value)  # makes its state in its step
+
+
+class Lion(optim.Optimizer):
+    """Another people's optimizer, which steps each parameter by itself."""
+
+    def __init__(self, params, lr=1e-3, **settings):
+        super().__init__(params, {"lr": lr, "beta": 0.9, **settings})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                parameter.grad.add_(parameter, alpha=0.01)  # decay, in place of the gradient
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                parameter.add_((average * group["beta"] + 0.1 * parameter.grad).sign_(), alpha=-group["lr"])
+                average.lerp_(parameter.grad, 0.01)
+
+
+def registered(base, **members):
+    """A class of its own, since a registration is for good."""
+    return mk.register_parameterwise(type("Registered", (base,), members))
+
+
+def train_small(kind, guarded, num_steps=4, faults=()):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for _ in range(num_steps):
+        model(torch.ones(2, 300)).square().mean().backward()
+        with atomic_steps(optimizer) if guarded else contextlib.nullcontext(), FailingOperator(*faults) as fault:
+            optimizer.step()
+        assert fault.num_failures == len(faults)
+        optimizer.zero_grad()
+    return [each.detach() for each in model.parameters()]
+
+
+class TestRegisteredOptimizers:
+    def test_step_in_chunks_as_they_do_alone(self):
+        torch.testing.assert_close(train_small(registered(Lion), True), train_small(Lion, False), rtol=0, atol=0)
+
+    def test_are_put_back_and_go_on_after_an_out_of_memory(self):
+        kind = registered(Lion)
+        for place in (3, 9, 20):  # the first is the profiler's
+            found = train_small(kind, guarded=True, faults=[place])
+            torch.testing.assert_close(found, train_small(Lion, False), rtol=0, atol=0)
+
+    def test_may_call_the_step_that_they_inherit(self):
+        """Torch calls the hooks around it once more."""
+
+        def step(self, closure=None):
+            return super(kind, self).step(closure)
+
+        kind = registered(optim.AdamW, step=step)
+        calls = []
+        torch.testing.assert_close(train_small(kind, True), train_small(optim.AdamW, False), rtol=0, atol=0)
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = kind([parameter])
+        parameter.grad = torch.ones(3)
+        with atomic_steps(optimizer):
+            optimizer.register_step_post_hook(lambda *_: calls.append(1))
+            optimizer.step()
+        assert optimizer.param_groups[0]["params"] == [parameter]
+        assert calls
+
+    @pytest.mark.parametrize("where", ["group", "attribute", "state"])
+    def test_that_keep_something_else_are_refused(self, where):
+        def step(self, closure=None):
+            Lion.step.__wrapped__(self) if hasattr(Lion.step, "__wrapped__") else Lion.step(self)
+            if where == "group":
+                self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+            elif where == "attribute":
+                self.k = getattr(self, "k", 0) + 1
+            else:
+                self.state["total"] = self.state.get("total", 0) + 1
+
+        kind = registered(Lion, step=torch.no_grad()(step))
+        with pytest.raises(mk.ConfigError, match="keeps something besides its parameters"):
+            train_small(kind, guarded=True)
+
+    def test_what_is_no_class_of_optimizers(self):
+        for wrong in (Lion([nn.Parameter(torch.ones(2))]), nn.Linear, "Lion"):
+            with pytest.raises(mk.InputTypeError, match=r"register_parameterwise\(type\(optimizer\)\)"):
+                mk.register_parameterwise(wrong)
+
+
+class Named(optim.SGD):
+    """Only built, shown and saved in its own way."""
+
+    def __init__(self, params, name="mine", **settings):
+        super().__init__(params, lr=1e-2, momentum=0.9, nesterov=True)
+        self.name = name
+
+    def __repr__(self):
+        return self.name
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none=set_to_none)
+
+
+class Mixin:
+    def helper(self):
+        return 1
+
+
+class Replacing:
+    def _init_group(self, *args):
+        raise AssertionError
+
+
+class TestSubclasses:
+    @pytest.mark.parametrize(
+        "kind", [type("Plain", (optim.Adam,), {}), Named, type("Mixed", (Mixin, optim.AdamW), {}), optim.SGD]
+    )
+    def test_that_leave_the_step_alone_are_their_base(self, kind):
+        plain = {"Plain": optim.Adam, "Mixed": optim.AdamW}.get(kind.__name__)
+        assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))
+        assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))  # torch has put its own around step
+        found = train_small(kind, guarded=True)
+        torch.testing.assert_close(found, train_small(plain or kind, guarded=False), rtol=0, atol=0)
+
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            type("Stepping", (optim.Adam,), {"step": lambda self, closure=None: None}),
+            type("Making", (Replacing, optim.Adam), {}),
+            type("Grouping", (optim.Adam,), {"param_groups": property(lambda self: [], lambda self, value: None)}),
+        ],
+    )
+    def test_that_change_it_may_do_anything(self, kind):
+        assert not steps_parameterwise(kind([nn.Parameter(torch.ones(2))]))
 
 
 def test_state_that_does_not_fit_is_not_half_made():
