@@ -49,11 +49,21 @@ class RanksError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of a rehearsal's batch that a run sees: from ``start`` to before ``stop`` of ``total``."""
+    """Rows of a rehearsal's batch that a run sees: from ``start`` to before ``stop`` of ``total``.
 
-    start: int
-    stop: int
-    total: int
+    Where a batch has no rows, the number of the part: parts that run in order draw one after the other. The whole has
+    number None.
+    """
+
+    start: int = 0
+    stop: int = 0
+    total: int = 0
+    number: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run sees all."""
+        return self.number is None and self.stop - self.start == self.total
 
 
 @dataclass(slots=True)
@@ -61,6 +71,7 @@ class _Draw:
     func: Any
     values: Tensor
     state_after: Tensor
+    edges: list[int]  # where the parts' draws begin, for parts without rows
 
 
 class Rehearsal:
@@ -71,9 +82,13 @@ class Rehearsal:
 
     Args:
         roots: Modules and functions whose state, down to the objects that they hold, is put back.
+        room_bytes: What the operators of a forward may make on the CPU, all together, where running out of memory
+            would end the process; None for no limit.
     """
 
-    def __init__(self, roots: Sequence[object]) -> None:
+    def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
+        self._room_bytes = room_bytes
+        self.left_bytes: int | None = None
         self._attributes = _Attributes(roots)
         self._random = _rng.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
@@ -88,6 +103,7 @@ class Rehearsal:
         span: Span | None = None,
         *,
         goes_on: bool = False,
+        random_goes_on: bool = False,
         rounding: torch.Generator | None = None,
         other_noise: bool = False,
         other_host_noise: bool = False,
@@ -98,6 +114,7 @@ class Rehearsal:
             span: The rows of the run. The first run with a span sees all rows, and its random draws are kept; later
                 ones draw, for their rows, what that one drew.
             goes_on: Start from the state that the last run left, not from the first one's.
+            random_goes_on: The same for random numbers: draws for one row after the other are those of the whole.
             rounding: Makes each operator's results differ by about one unit in the last place.
             other_noise: Draw other random numbers than the other runs.
             other_host_noise: The same for NumPy's and Python's numbers only.
@@ -107,10 +124,11 @@ class Rehearsal:
         """
         if not goes_on:
             self.undo()
-        self._is_dirty = True
-        for generator, state in self._generators.values():
-            generator.set_state(state)  # noise is the same in each run, whatever was drawn since
-        _rng.restore(self._random)
+        self._is_dirty, self.left_bytes = True, self._room_bytes
+        if not random_goes_on:
+            for generator, state in self._generators.values():
+                generator.set_state(state)  # noise is the same in each run, whatever was drawn since
+            _rng.restore(self._random)
         if other_noise:
             _rng.advance([generator for generator, _ in self._generators.values()])
         elif other_host_noise:
@@ -122,6 +140,10 @@ class Rehearsal:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Watch(self, span, rounding))
             yield
+
+    def end_forward(self) -> None:
+        """Say that a run's backward begins, which makes less than its forward."""
+        self.left_bytes = None
 
     def undo(self) -> None:
         """Put back all that the runs so far have changed."""
@@ -176,12 +198,12 @@ class Rehearsal:
         key = (func, str(generator.device), state.numpy().tobytes())
         kept = self._draws.get(key)
         if kept is None:
-            if span is not None and span.stop - span.start == span.total and values is not None:
-                self._draws[key] = _Draw(func, values.clone(), after)
+            if span is not None and span.is_whole and values is not None:
+                self._draws[key] = _Draw(func, values.clone(), after, [0])
             else:
                 self.has_unmatched_draws |= span is not None
             return out
-        part = None if values is None or span is None else _rows_of(kept.values, values.shape, span)
+        part = None if values is None or span is None else _rows_of(kept, values.shape, span)
         if part is None:
             self.has_unmatched_draws = True
             return out
@@ -225,9 +247,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for each in out if isinstance(out, (list, tuple)) else (out,):
             storage = _storage_of(each) if isinstance(each, Tensor) else None
             if storage is not None:
+                self._count(storage)
                 self._born.add(_identity(storage))
                 if self._rounding is not None and (each.is_floating_point() or each.is_complex()):
                     _round_differently(each, func, self._rounding)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        rehearsal = self._rehearsal
+        if rehearsal.left_bytes is not None and storage.device.type == "cpu":
+            rehearsal.left_bytes -= storage.nbytes()
+            if rehearsal.left_bytes < 0:
+                raise MemoryError("a look at these rows takes more host memory than is available")
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,14 +346,22 @@ def _with_values(func: Any, out: Any, values: Tensor | None, part: Tensor, args:
     return out
 
 
-def _rows_of(kept: Tensor, shape: torch.Size, span: Span) -> Tensor | None:
+def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> Tensor | None:
     """Cut from all rows' draws those of some rows: along the one dimension in which they differ."""
+    kept = draw.values
     if kept.shape == shape:
         return kept
     differing = [dim for dim, (all_rows, some) in enumerate(zip(kept.shape, shape, strict=False)) if all_rows != some]
     if kept.dim() != len(shape) or len(differing) != 1:
         return None
     dim, num_rows = differing[0], span.stop - span.start
+    if span.number is not None:
+        if span.number >= len(draw.edges):
+            return None
+        start = draw.edges[span.number]
+        if span.number + 1 == len(draw.edges):
+            draw.edges.append(start + shape[dim])
+        return kept.narrow(dim, start, shape[dim]) if start + shape[dim] <= kept.shape[dim] else None
     factor, rest = divmod(kept.shape[dim], span.total)
     if rest or shape[dim] != factor * num_rows:
         return None

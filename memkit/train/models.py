@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memkit._errors import MemkitWarning
 
@@ -56,6 +57,11 @@ def may_recover_alone(
 def exchanges_statistics(model: nn.Module) -> bool:
     """Say whether ranks wait for each other inside the forward."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def has_lazy_parameters(model: nn.Module) -> bool:
+    """Say whether a module waits for its first input to make its parameters."""
+    return any(map(is_lazy, model.parameters()))
 
 
 @contextlib.contextmanager

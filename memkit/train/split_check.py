@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from memkit._device import release_cached_memory
+from memkit._device import host_memory, release_cached_memory
 from memkit._errors import InputError, StateError
 from memkit._loss import Loss, read_loss
 from memkit._oom import describe_error, drop_frames, is_out_of_memory
@@ -38,7 +38,7 @@ from memkit.train.split import (
 )
 
 LossFn = Callable[[nn.Module, Any], Tensor | Loss]
-_NUM_ROWS = 8
+_NUM_ROWS, _MOST_ROWS = 8, 32  # of a look, and of the first one of its kind
 _LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
 # Relative errors per parameter up to which nothing more is asked; above, they are held against rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
@@ -330,7 +330,7 @@ class Examination:
 
     def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
         self._close()
-        self._rehearsal, self._where, self._prepare = Rehearsal(self._roots), parts, _leave
+        self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
         whole = yield from self._run_whole()
         if whole is None:
             return self._not_checked()
@@ -348,10 +348,18 @@ class Examination:
         if is_equal:
             return SplitVerdict(exact=True, error=error)
         if (yield from self._is_noise(whole)):
+            # Numbers that are drawn for one row after the other are the whole's where the parts go on drawing.
+            found = yield from self._run_parts(random_goes_on=True)
+            if found is not None and (yield from self._weigh(whole, found[0]))[1]:
+                return SplitVerdict(exact=True, error=error)
             return (yield from self._judge_without_noise(parts))
         return (yield from self._find_cause(whole, separate, error))
 
     # ------------------------------------------------------------------ runs
+
+    def _new_rehearsal(self) -> Rehearsal:
+        # What a forward makes is more than it holds: half of it is a cautious share of what is free.
+        return Rehearsal(self._roots, room_bytes=host_memory().available_bytes)
 
     def _run(self, part: Any, size: int, span: Span | None, **how: Any) -> Attempts:
         """Run the user's code once; return its gradient, None where it failed."""
@@ -369,16 +377,20 @@ class Examination:
 
     def _run_whole(self, **how: Any) -> Attempts:
         size = self._where.size
-        span = Span(0, size, size) if self._where.has_rows and not how.get("other_noise") else None
+        span = None if how.get("other_noise") else Span(0, size, size)
         return (yield from self._run(self._where.whole, size, span, **how))
 
-    def _run_parts(self) -> Attempts:
+    def _span(self, start: int, size: int, number: int) -> Span:
+        return Span(start, start + size, self._where.size) if self._where.has_rows else Span(number=number)
+
+    def _run_parts(self, **how: Any) -> Attempts:
         """Run the parts one after the other, as a step does; return their sum, and each."""
         separate: list[_Gradient] = []
         total, start = None, 0
-        for part, size in self._where.parts:
-            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
-            gradient = yield from self._run(part, size, span, goes_on=bool(separate))
+        for number, (part, size) in enumerate(self._where.parts):
+            span = self._span(start, size, number)
+            follows = {"goes_on": True, **how} if number else {}
+            gradient = yield from self._run(part, size, span, **follows)
             if gradient is None:
                 return None
             separate.append(gradient)
@@ -388,6 +400,7 @@ class Examination:
 
     def _take(self, loss: Loss, size: int) -> _Gradient:
         """Take a run's gradient, a sketch of each parameter as soon as backward has it."""
+        self._rehearsal.end_forward()
         adds_up = self._adds_up and loss.count is None
         if loss.count is None:
             slope, count = (1.0, 1.0) if adds_up else (float(size), float(size))
@@ -451,7 +464,7 @@ class Examination:
         """Compare with dropout silent, where its draws cannot be repeated row by row."""
         reason = "the gradient depends on random numbers that cannot be repeated for each row"
         self._rehearsal.close()
-        self._rehearsal, self._where, self._prepare = Rehearsal(self._roots), parts, self._silence
+        self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, self._silence
         whole = yield from self._run_whole()
         if whole is None or not _is_finite(whole.vectors) or not _norm(whole.vectors):
             return self._not_checked(reason)
@@ -478,8 +491,8 @@ class Examination:
         prepare = self._prepare
         names: tuple[str, ...] = ()
         independent, start = list[_Gradient](), 0
-        for part, size in self._where.parts:
-            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
+        for number, (part, size) in enumerate(self._where.parts):
+            span = self._span(start, size, number)
             gradient = yield from self._run(part, size, span)
             if gradient is None:
                 independent = in_order
@@ -527,8 +540,8 @@ class Examination:
         if whole is None or not _norm(whole.vectors):
             return None, None
         parts, start = [], 0
-        for part, size in self._where.parts:
-            span = Span(start, start + size, self._where.size) if self._where.has_rows else None
+        for number, (part, size) in enumerate(self._where.parts):
+            span = self._span(start, size, number)
             gradient = yield from self._run(part, size, span)
             if gradient is None:
                 return whole, None
@@ -723,6 +736,7 @@ def ways_to_cut(
     num_parts: int = 2,
     sizes: Sequence[int] = (),
     split_fn: SplitFn | None = None,
+    is_first: bool = False,
     is_tight: bool = False,
 ) -> list[Way]:
     """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
@@ -732,6 +746,7 @@ def ways_to_cut(
         num_parts: Parts that it is cut into.
         sizes: The rows of each part, where that is known.
         split_fn: Cuts a packed batch.
+        is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
         is_tight: Memory is known to be short: no more rows at once than the largest part has.
 
     Raises:
@@ -744,15 +759,17 @@ def ways_to_cut(
         num_parts = max(1, min(num_parts, num_rows))
         size, larger = divmod(num_rows, num_parts)
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
-    at_most = min(_NUM_ROWS, max(2, num_rows // 2))  # gradients are there already: together less than a whole step
+    # Where gradients are there already, fewer rows keep it below a whole step.
+    at_most = _MOST_ROWS if is_first else min(_NUM_ROWS, max(2, num_rows // 2))
     some = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most), is_real=True)
     few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
+    fewer = Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS), is_smaller=True)
     two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
     two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
     # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
     if is_tight:
         return [few, two_rows, two_rows]
-    return [some, few, two, replace(few, is_smaller=True), two_rows, two_rows]
+    return [some, few, two, fewer, two_rows, two_rows]
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
@@ -772,9 +789,8 @@ def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -
         return None
     edges = [0, *np.cumsum(sizes).tolist()]
     blocks = sorted(_unlike(batch, num_rows, edges, number))
-    rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
     lengths = [stop - start for start, stop in blocks]
-    return _cut(rows, sum(lengths), lengths)
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
 
 
 def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
@@ -787,8 +803,7 @@ def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> 
         unit //= 2
     edges = [block * unit for block in range(num_rows // unit + 1)]
     blocks = _unlike(batch, num_rows, edges, wanted // unit)
-    rows = join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks])
-    size = unit * len(blocks)
+    rows, size = _rows_of(batch, num_rows, blocks), unit * len(blocks)
     cut = (len(blocks) * 5 + 4) // 8 * unit
     return _cut(rows, size, [cut, size - cut])
 
@@ -799,11 +814,19 @@ def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
         return None
     edges = [0, *np.cumsum(sizes).tolist()]
     blocks = sorted(_unlike(batch, num_rows, edges, 2))
-    rows = [take_rows(batch, start, stop, num_rows=num_rows) for start, stop in blocks]
-    if blocks[0][1] == blocks[1][0]:  # neighbors need no copy
-        rows = [take_rows(batch, blocks[0][0], blocks[1][1], num_rows=num_rows)]
     lengths = [stop - start for start, stop in blocks]
-    return _cut(join_rows(rows), sum(lengths), lengths)
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+
+
+def _rows_of(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]]) -> Any:
+    """Take blocks of rows; neighbors need no copy."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in blocks:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in merged])
 
 
 def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:

@@ -193,6 +193,9 @@ class SplitLoss(Uncopied):
             split_fn=self._split_fn,
             call=CALL,
         )
+        is_looked_at = window.was_cut
+        if is_looked_at:
+            self._check_split(window, total.parameters, loss_fn, scale)
         while (attempt := window.next_attempt()) is not None:
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
@@ -203,8 +206,10 @@ class SplitLoss(Uncopied):
             window.settle(attempt)
         self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
         self.num_ooms += window.num_ooms
-        if window.was_cut:
-            self._check_split(window, total.parameters, loss_fn, scale)
+        is_uneven = self._split_watch.is_on and self._reduction == "mean" and self._divisors.is_uneven(window.notes())
+        self._split_watch.report_deferred()
+        if window.was_cut and (is_uneven or not is_looked_at):
+            self._check_split(window, total.parameters, loss_fn, scale, is_uneven=is_uneven, is_again=is_looked_at)
         return total
 
     def _add(
@@ -252,13 +257,17 @@ class SplitLoss(Uncopied):
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
 
     def _check_split(
-        self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn, scale: float | torch.Tensor
+        self,
+        window: Window,
+        parameters: list[nn.Parameter],
+        loss_fn: LossFn,
+        scale: float | torch.Tensor,
+        *,
+        is_uneven: bool = False,
+        is_again: bool = False,
     ) -> None:
-        if not self._split_watch.is_on:
-            return
-        device_type = parameters[0].device.type
-        is_uneven = self._reduction == "mean" and self._divisors.is_uneven(window.notes())
-        if not self._split_watch.is_due(window.batch, loss_fn, self.sizes, is_uneven=is_uneven):
+        watch, sizes, device_type = self._split_watch, window.all_sizes, parameters[0].device.type
+        if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
             return
         examination = Examination(
             self._own,
@@ -266,9 +275,10 @@ class SplitLoss(Uncopied):
             [loss_fn],
             ways_to_cut(
                 window.batch,
-                num_parts=len(self.sizes),
-                sizes=self.sizes,
+                num_parts=len(sizes),
+                sizes=sizes,
                 split_fn=self._split_fn,
+                is_first=watch.is_new and not is_again,
                 is_tight=window.num_ooms > 0,
             ),
             adds_up=self._reduction == "sum",
@@ -297,7 +307,7 @@ class SplitLoss(Uncopied):
                 expected="a sum over rows, divided by what does not depend on the part",
                 fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
             )
-        self._split_watch.report(verdict, num_ooms=window.num_ooms)
+        watch.report(verdict, num_ooms=window.num_ooms, is_early=not is_again and not window.num_ooms)
 
 
 class _Total:

@@ -36,34 +36,57 @@ class SplitWatch:
         self._modules = list(model.modules())
         self._probe, self._call = probe, call
         self._known: set[object] = set()
+        self._refused: set[object] = set()  # what is looked at again in each step: data decide whether it is wrong
         self._key: object = None
         self._told: set[str] = set()
         self._num_split = 0
         self._num_uninformative = 0
+        self._deferred: SplitVerdict | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether batches are checked at all."""
         return self._probe is not False
 
-    def is_due(self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool) -> bool:
-        """Say whether to examine a batch; call it once for each batch that is split.
+    def is_due(
+        self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
+    ) -> bool:
+        """Say whether to examine a batch; call it for each batch that is split.
 
         Args:
             batch: The batch.
             loss_fn: The loss function; None where the caller keeps the loop.
             sizes: Sizes of the parts.
             is_uneven: Whether losses were visibly divided by something that the parts' weights do not follow.
+            is_again: Whether it was asked before for this batch.
         """
         if not self.is_on:
             return False
-        self._num_split += 1
+        self._num_split += not is_again
         modes = tuple([module.training for module in self._modules])
         self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)
-        return self._key not in self._known or self._num_split & (self._num_split - 1) == 0
+        is_time = not is_again and self._num_split & (self._num_split - 1) == 0
+        return self._key not in self._known or self._key in self._refused or is_time
 
-    def report(self, verdict: SplitVerdict, *, num_ooms: int = 0) -> None:
+    @property
+    def is_new(self) -> bool:
+        """Whether the batch that was asked for is the first of its kind."""
+        return self._key not in self._known
+
+    def report_deferred(self) -> None:
+        """Say what an early look could not check, now that the parts themselves have run."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self.report(deferred)
+
+    def report(self, verdict: SplitVerdict, *, num_ooms: int = 0, is_early: bool = False) -> None:
         """Say what came out.
+
+        Args:
+            verdict: What came out.
+            num_ooms: Out-of-memory errors that led to the split.
+            is_early: Whether the parts are still to run. If an error kept the look from its end, they may meet it too,
+                and then it speaks for itself.
 
         Raises:
             ConfigError: The loss mixes the rows: parts of the batch would train something else. Or, with
@@ -72,6 +95,10 @@ class SplitWatch:
         Warns:
             MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
         """
+        self._deferred = None
+        if is_early and verdict.exact is None and not verdict.is_uninformative:
+            self._deferred = verdict
+            return
         if verdict.is_uninformative and not verdict.modules:
             self._num_uninformative += 1
             if self._num_uninformative < _PATIENCE and self._probe != "require":
@@ -80,6 +107,7 @@ class SplitWatch:
             self._num_uninformative = 0
         because = " (memory ran out, so it was split)" if num_ooms else ""
         if verdict.loss == "rows":
+            self._refused.add(self._key)
             error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"
             raise ConfigError(
                 self._call,
@@ -89,7 +117,7 @@ class SplitWatch:
             )
         if verdict.exact is None:
             self._say_not_checked(verdict)
-        self._known.add(self._key)  # what was refused is looked at again, and refused again
+        self._known.add(self._key)
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,13 @@ from memkit.train.divisors import DivisorWatch, Note, divisors
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradients import list_parameters
-from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics
+from memkit.train.models import (
+    count_compilations,
+    device_of,
+    eval_mode,
+    exchanges_statistics,
+    has_lazy_parameters,
+)
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
@@ -241,6 +247,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     def _backward(self, loss: Loss) -> None:
         attempt = self._attempt
         if isinstance(attempt, CheckAttempt):
+            self._check_weight(loss)
             attempt.backward(loss)
             return
         if attempt is None or attempt.is_added:
@@ -341,6 +348,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     def _attempts(self, window: Window, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
         self._window = window
         try:
+            # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
+            is_looked_at = window.was_cut and not has_lazy_parameters(self.model)
+            if is_looked_at:
+                yield from self._check_split(window.batch, window.all_sizes, loss_fn)
             while (attempt := window.next_attempt()) is not None:
                 self._attempt = attempt
                 yield attempt
@@ -349,9 +360,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 # The last run of a loop that is kept is a real one: what its variables hold then is of the batch.
                 is_last_to_come = loss_fn is None and len(window.all_sizes) > 1
                 if window.was_cut and window.num_left == is_last_to_come:
-                    yield from self._check_split(
-                        window.batch, window.all_sizes, window.notes(), loss_fn, num_ooms=window.num_ooms
-                    )
+                    self._split_watch.report_deferred()
+                    self._note_divisors(window.notes())
+                    if self._was_uneven or not is_looked_at:
+                        yield from self._check_split(
+                            window.batch, window.all_sizes, loss_fn, is_again=is_looked_at, num_ooms=window.num_ooms
+                        )
         except MemkitOutOfMemoryError:
             self._accumulator.give_up()  # else the other ranks would wait at their step
             raise
@@ -369,28 +383,34 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
         losses, notes, sizes = list[Loss](), list[Note](), tuple([size for _, size in parts])
         try:
+            if sizes != (batch_size,):
+                self._run_checks(self._check_split(batch, sizes, loss_fn), loss_fn)
             for part, size in parts:
                 loss = self._evaluate(part, loss_fn)
                 paths = divisors(loss.value) if self._split_watch.is_on else ()
                 losses.append(self._add(loss, size=size, batch_size=batch_size))
                 notes.append((losses[-1].weight, paths))
-            if sizes != (batch_size,):
-                for attempt in self._check_split(batch, sizes, notes, loss_fn, num_ooms=0):
-                    with attempt as micro:
-                        self._run(micro, loss_fn)
+            self._split_watch.report_deferred()
+            self._note_divisors(notes)
+            if self._was_uneven:
+                self._run_checks(self._check_split(batch, sizes, loss_fn, is_again=True), loss_fn)
         except BaseException:
             self._accumulator.discard()  # this step is lost, the next one starts clean
             raise
         return tuple(losses), sizes
 
     def _check_split(
-        self, batch: Any, sizes: Sequence[int], notes: Sequence[Note], loss_fn: LossFn | None, *, num_ooms: int
+        self,
+        batch: Any,
+        sizes: Sequence[int],
+        loss_fn: LossFn | None,
+        *,
+        is_again: bool = False,
+        num_ooms: int = 0,
     ) -> Iterator[CheckAttempt]:
         """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out."""
-        if not self._split_watch.is_on:
-            return
-        is_uneven = self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
-        if not self._split_watch.is_due(batch, loss_fn, sizes, is_uneven=is_uneven):
+        watch, is_uneven = self._split_watch, self._was_uneven
+        if not watch.is_due(batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
             return
         self._was_uneven = False
         if self._accumulator.shards is not None:
@@ -406,6 +426,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 num_parts=len(sizes),
                 sizes=sizes,
                 split_fn=self._split_fn,
+                is_first=watch.is_new and not is_again,
                 is_tight=num_ooms > 0 or self._foresight.is_on,
             ),
             is_uneven=is_uneven,
@@ -416,12 +437,21 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             for attempt in examination.attempts():
                 self._attempt = attempt
                 yield attempt
-            self._split_watch.report(examination.verdict, num_ooms=num_ooms)
+            watch.report(examination.verdict, num_ooms=num_ooms, is_early=not is_again and not num_ooms)
         except ConfigError:
             self._accumulator.give_up()  # else the other ranks would wait at their step
             raise
         finally:
             self._attempt = None
+
+    def _run_checks(self, attempts: Iterable[CheckAttempt], loss_fn: LossFn) -> None:
+        for attempt in attempts:
+            with attempt as micro:
+                self._run(micro, loss_fn)
+
+    def _note_divisors(self, notes: Sequence[Note]) -> None:
+        """Note whether the losses of a batch's parts were divided by something that their weights do not follow."""
+        self._was_uneven = self._split_watch.is_on and (self._divisors.is_uneven(notes) or self._was_uneven)
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, and leave no trace."""
@@ -437,17 +467,20 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         with self.autocast():
             return read_loss(loss_fn(self.model, micro), call="loss_fn of trainer.train_step")
 
+    def _check_weight(self, loss: Loss) -> None:
+        if loss.count is None and self._split_fn is not None:
+            raise InputError(
+                "trainer.backward(loss)",
+                got="no count for a part made by split_fn",
+                expected="the weight of the part, which its rows do not tell",
+                fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
+            )
+
     def _add(self, loss: Loss, *, size: int, batch_size: int, all_or_nothing: bool = False) -> Loss:
         """Add the gradient of a micro-batch of `size` out of `batch_size`, which weighs its rows or its count."""
+        self._check_weight(loss)
         count = loss.count
         if count is None:
-            if self._split_fn is not None:
-                raise InputError(
-                    "trainer.backward(loss)",
-                    got="no count for a part made by split_fn",
-                    expected="the weight of the part, which its rows do not tell",
-                    fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
-                )
             count = size
             self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
         self._accumulator.backward(loss.value, count, reduction=loss.reduction, all_or_nothing=all_or_nothing)

@@ -716,11 +716,31 @@ def test_a_compiled_model_is_checked_without_compiling():
 # ---------------------------------------------------------------------------------------------- where it cannot be told
 
 
-class Unrepeatable(nn.Module):
+class NoiseByRow(nn.Module):
     """Draws one number of NumPy's for each row."""
 
     def forward(self, x):
         return x * torch.tensor([[np.random.rand()] for _ in x], dtype=x.dtype)
+
+
+class NoiseByBatch(nn.Module):
+    """Draws one number of Python's for all rows."""
+
+    def forward(self, x):
+        return x * random.random()
+
+
+class Unrepeatable(nn.Module):
+    """Draws for each row, twice."""
+
+    def forward(self, x):
+        return NoiseByRow()(NoiseByRow()(x))
+
+
+@pytest.mark.parametrize("noise", [NoiseByRow, NoiseByBatch])
+def test_numpys_and_pythons_numbers_are_repeated_where_they_can_be(noise):
+    assert check_split(net(noise()), torch.randn(ROWS, 6), square_loss).exact is True
+    assert check_split(net(noise(), AlwaysCentred()), torch.randn(ROWS, 6), square_loss).exact is not True
 
 
 @pytest.mark.parametrize(
