@@ -36,6 +36,90 @@ _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor
 # What native_batch_norm writes to, though its schema does not say so.
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 _TF32_EPS = 2.0**-10
+# Operators that choose or move values and round none: a value must stay equal to where it came from (topk, then >=).
+_EXACT_OPERATORS = frozenset(
+    [
+        "topk",
+        "sort",
+        "msort",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "mode",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "aminmax",
+        "cummax",
+        "cummin",
+        "clone",
+        "copy",
+        "_to_copy",
+        "cat",
+        "stack",
+        "index",
+        "index_select",
+        "gather",
+        "take",
+        "embedding",
+        "select",
+        "slice",
+        "where",
+        "masked_fill",
+        "masked_select",
+        "masked_scatter",
+        "scatter",
+        "index_put",
+        "index_copy",
+        "index_fill",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "relu",
+        "abs",
+        "neg",
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "trunc",
+        "flip",
+        "roll",
+        "repeat",
+        "tril",
+        "triu",
+        "diag_embed",
+        "constant_pad_nd",
+        "max_pool2d_with_indices",
+        "max_pool3d_with_indices",
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "fill",
+        "zero",
+        "arange",
+        "eye",
+        "minimum",
+        "maximum",
+        "nan_to_num",
+        "threshold",
+        "hardtanh",
+        "select_backward",
+        "slice_backward",
+        "threshold_backward",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "scalar_tensor",
+        "unsafe_split",
+        "split_with_sizes",
+    ]
+)
 _CONTAINERS = (list, dict, set, collections.deque)
 # Machinery of every module; a forward does not change it.
 _MODULE_STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
@@ -249,7 +333,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             if storage is not None:
                 self._count(storage)
                 self._born.add(_identity(storage))
-                if self._rounding is not None and (each.is_floating_point() or each.is_complex()):
+                if (
+                    self._rounding is not None
+                    and _facts(func).rounds
+                    and (each.is_floating_point() or each.is_complex())
+                ):
                     _round_differently(each, func, self._rounding)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -265,6 +353,7 @@ class _Facts:
     written: tuple[int | str, ...]  # positions, or names of keywords
     is_random: bool
     makes_tensors: bool  # of its own: its results are no views of its arguments
+    rounds: bool
 
 
 @functools.cache
@@ -278,11 +367,16 @@ def _facts(func: Any) -> _Facts:
     names = [schema.arguments[position].name for position in written if isinstance(position, int)]
     aliases = any(each.alias_info is not None for each in schema.returns)
     return _Facts(
-        (*written, *names), torch.Tag.nondeterministic_seeded in func.tags, bool(schema.returns) and not aliases
+        (*written, *names),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        bool(schema.returns) and not aliases,
+        schema.name.rpartition("::")[2] not in _EXACT_OPERATORS,
     )
 
 
 def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
     eps = torch.finfo(tensor.dtype).eps
     if tensor.is_cuda and tensor.dtype is torch.float32 and "convolution" in str(func):
         eps = max(eps, _TF32_EPS)

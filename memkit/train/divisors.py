@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -86,13 +87,8 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
             return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
         other = _on_host(other)
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
-    is_one_number = name in {"AddBackward", "SubBackward", "NegBackward", "ToCopyBackward", "ViewBackward"} | {
-        "SqueezeBackward",
-        "ReshapeAliasBackward",
-        "UnsafeViewBackward",
-        "CloneBackward",
-        "UnsqueezeBackward",
-    }
+    metadata: Any = getattr(node, "_input_metadata", ())
+    is_one_number = len(metadata) == 1 and math.prod(metadata[0].shape) == 1 and not name.startswith(("Norm", "Linalg"))
     return None, not is_one_number
 
 

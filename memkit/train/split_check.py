@@ -293,7 +293,8 @@ class Examination:
             found = yield from self._judge(parts)
             if verdict.exact is None or found.exact is not None:
                 verdict = found
-            if way.is_real and verdict.exact is not None:
+            is_told = verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)
+            if way.is_real and is_told:
                 break
             # A loss that compares rows is refused, so ask twice; likewise where real parts were seen to be unlike.
             if (verdict.exact and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows"):
@@ -753,7 +754,9 @@ def ways_to_cut(
         InputError: The batch has no common rows, and there is no ``split_fn``.
     """
     if split_fn is not None:
-        return [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
+        real = Way(functools.partial(_all_parts, batch, num_parts, split_fn), is_real=True)
+        cuts = [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
+        return [real, *cuts, replace(cuts[0], is_smaller=True)] if is_first and not is_tight else cuts
     num_rows = count_rows(batch)
     if not sizes:
         num_parts = max(1, min(num_parts, num_rows))
@@ -770,6 +773,12 @@ def ways_to_cut(
     if is_tight:
         return [few, two_rows, two_rows]
     return [some, few, two, fewer, two_rows, two_rows]
+
+
+def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+    size = count_elements(batch)
+    parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)
+    return Parts(batch, size, tuple(parts), has_rows=False) if len(parts) > 1 or parts[0][1] != size else None
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:

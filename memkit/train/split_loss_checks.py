@@ -12,6 +12,7 @@ from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarnin
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 
 CALL = "SplitLoss"
+_LAYERS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "ScaledDot", "Linear", "Embedding")
 CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
 
@@ -78,7 +79,9 @@ def warn_of_float16(loss: torch.Tensor) -> None:
 
     The scaler comes too late: it multiplies the loss that is returned, whose gradient is computed by then.
     """
-    given = (getattr(node, "_input_metadata", ()) for node in graph_nodes(loss))  # dtypes of forward's results
+    # Layers in float16, as autocast runs them; a cast that somebody wrote meets no scaler in the plain loop either.
+    layers = (node for node in graph_nodes(loss) if node.name().startswith(_LAYERS))
+    given = (getattr(node, "_input_metadata", ()) for node in layers)  # dtypes of forward's results
     if any(each.dtype == torch.float16 for metadata in given for each in metadata):
         warn_user(
             f"{CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero on the "

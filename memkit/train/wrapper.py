@@ -294,6 +294,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""
+        if isinstance(self._attempt, CheckAttempt):
+            raise StateError(
+                "trainer.state_dict()",
+                got="a call during the split check, whose runs leave no trace",
+                expected="a call outside of a check",
+                fix="skip what follows where attempt.is_check is True.",
+            )
         scaler = self._precision.scaler
         return {
             "version": _VERSION,
