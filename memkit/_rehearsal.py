@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class Rehearsal:
         span: Span | None = None,
         *,
         goes_on: bool = False,
-        random_goes_on: bool = False,
+        random_goes_on: Literal["host", "all"] | None = None,
         rounding: torch.Generator | None = None,
         other_noise: bool = False,
         other_host_noise: bool = False,
@@ -125,7 +125,8 @@ class Rehearsal:
             span: The rows of the run. The first run with a span sees all rows, and its random draws are kept; later
                 ones draw, for their rows, what that one drew.
             goes_on: Start from the state that the last run left, not from the first one's.
-            random_goes_on: The same for random numbers: draws for one row after the other are those of the whole.
+            random_goes_on: The same for random numbers, NumPy's and Python's or all: draws for one row after the other
+                are then those of the whole.
             rounding: Makes each operator's results differ by about one unit in the last place.
             other_noise: Draw other random numbers than the other runs.
             other_host_noise: The same for NumPy's and Python's numbers only.
@@ -136,10 +137,13 @@ class Rehearsal:
         if not goes_on:
             self.undo()
         self._is_dirty, self.left_bytes = True, self._room_bytes
-        if not random_goes_on:
+        host = _rng.capture_host()
+        if random_goes_on != "all":
             for generator, state in self._generators.values():
                 generator.set_state(state)  # noise is the same in each run, whatever was drawn since
             _rng.restore(self._random)
+        if random_goes_on is not None:
+            _rng.restore_host(host)
         if other_noise:
             _rng.advance([generator for generator, _ in self._generators.values()])
         elif other_host_noise:

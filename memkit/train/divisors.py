@@ -49,8 +49,8 @@ def normalizes_over_batch(loss: Tensor) -> bool:
 
 def _is_per_sample(node: Any) -> bool:
     """Whether it is an instance normalization: torch runs one as a batch normalization of one row, viewed so."""
-    before = node.next_functions[0][0]
-    return len(node._saved_input) == 1 and before is not None and "View" in before.name()  # noqa: SLF001 - see `_read`
+    before = [each.name() for each, _ in node.next_functions if each is not None]  # of the input and the weights
+    return len(node._saved_input) == 1 and any("View" in name or "Repeat" in name for name in before)  # noqa: SLF001 - see `_read`
 
 
 def _walk(node: Any) -> Iterator[Path]:

@@ -350,9 +350,10 @@ class Examination:
             return SplitVerdict(exact=True, error=error)
         if (yield from self._is_noise(whole)):
             # Numbers that are drawn for one row after the other are the whole's where the parts go on drawing.
-            found = yield from self._run_parts(random_goes_on=True)
-            if found is not None and (yield from self._weigh(whole, found[0]))[1]:
-                return SplitVerdict(exact=True, error=error)
+            for which in ("host", "all"):
+                found = yield from self._run_parts(random_goes_on=which)
+                if found is not None and (yield from self._weigh(whole, found[0]))[1]:
+                    return SplitVerdict(exact=True, error=error)
             return (yield from self._judge_without_noise(parts))
         return (yield from self._find_cause(whole, separate, error))
 

@@ -1,0 +1,119 @@
+"""What a loss was divided by is read from its graph, and tells where counts are missing."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memkit import GradientAccumulator, MemkitWarning
+from memkit.train.divisors import DivisorWatch, divisors, normalizes_over_batch
+
+X = torch.randn(6, 4)
+LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
+MASK = torch.tensor([1.0, 0, 1, 1, 0, 1])
+WEIGHT = torch.tensor([1.0, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda x: x.mean(), [24.0]),
+        (lambda x: x.mean((0, 1)) * 0.5, [48.0]),
+        (lambda x: F.mse_loss(x, X + 1), [24.0]),
+        (lambda x: F.l1_loss(x, X + 1), [24.0]),
+        (lambda x: F.cross_entropy(x, LABELS), [4.0]),
+        (lambda x: F.cross_entropy(x, LABELS, weight=WEIGHT), [10.0]),
+        (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), [4.0]),
+        (lambda x: (x.sum(1) * MASK).sum() / MASK.sum().item(), [4.0]),
+        (lambda x: (x.sum(1) * MASK).sum() * (1 / MASK.sum()), [4.0]),
+        (lambda x: x[MASK.bool()].mean(), [16.0]),
+        (lambda x: torch.nanmean(x), [24.0]),
+        (lambda x: torch.log(x.exp().mean()), [24.0]),
+        (lambda x: x.mean() + 0.1 * x.pow(2).sum(), [24.0, 10.0]),
+        (lambda x: x.sum(), [1.0]),
+    ],
+)
+def test_divisors_of_the_usual_losses(loss, expected):
+    paths = divisors(loss(X.clone().requires_grad_()))
+    products = [float(torch.tensor([float(factor) for factor in path]).prod()) for path in paths]
+    torch.testing.assert_close(products, expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "paths", "is_uneven"),
+    [
+        ((4, 4, 1), [(4,), (4,), (1,)], False),
+        ((4, 4, 1), [(16,), (16,), (4,)], False),  # in proportion
+        ((1, 1, 1), [(4,), (4,), (1,)], True),
+        ((4, 4, 4), [(4,), (3,), (0,)], True),
+        ((4, 4, 4), [(4, 7), (4, 7), (4, 7)], False),  # a penalty is constant
+        ((4, 4, 1), [(4, 7), (4, 7), (1, 7)], False),
+        ((4, 4, 4), [(4, 3), (3, 4), (2, 9)], False),  # each in its own way: not understood
+        ((4, 4, 4), [(4, 8), (3, 6), (2, 4)], True),
+        ((4,), [(3,)], False),
+    ],
+)
+def test_divisors_that_weights_do_not_follow(weights, paths, is_uneven):
+    group = [(weight, tuple((float(each),) for each in path)) for weight, path in zip(weights, paths, strict=True)]
+    assert DivisorWatch().is_uneven(group) is is_uneven
+
+
+def accumulate(model, losses, counts=None, **settings):
+    accumulator = GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), len(losses), **settings)
+    for i, loss in enumerate(losses):
+        accumulator.backward(loss(model), count=None if counts is None else counts[i])
+        accumulator.step()
+
+
+def rows(num):
+    return lambda model: model(torch.randn(num, 4)).pow(2).mean()
+
+
+@pytest.mark.parametrize("counts", [None, (1, 1, 1), (5, 5, 5)])
+def test_a_short_micro_batch_without_its_count_is_told_once(counts):
+    with pytest.warns(MemkitWarning, match=r"means over different numbers of items.*count=n") as caught:
+        accumulate(nn.Linear(4, 2), [rows(5), rows(5), rows(2)], counts)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "counts", "settings"),
+    [
+        ([rows(5), rows(5)], None, {}),
+        ([rows(5), rows(2)], (5, 2), {}),
+        ([rows(5), rows(2)], None, {"check_weights": False}),
+        ([rows(5), rows(2)], None, {"objective": "sum"}),
+    ],
+)
+def test_what_is_right_or_unchecked_says_nothing(losses, counts, settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate(nn.Linear(4, 2), losses, counts, **settings)
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (nn.BatchNorm1d(3), True),
+        (nn.BatchNorm1d(3).eval(), False),
+        (nn.InstanceNorm1d(3), False),
+        (nn.InstanceNorm1d(3, affine=True), False),
+        (nn.GroupNorm(3, 3), False),
+        (nn.LayerNorm(2), False),
+    ],
+)
+@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_batch_normalizations_are_found_in_the_graph(layer, expected, num_rows, is_first):
+    layers = [layer, nn.Conv1d(3, 3, 1)] if is_first else [nn.Conv1d(3, 3, 1), layer]
+    loss = nn.Sequential(*layers)(torch.randn(num_rows, 3, 2)).pow(3).sum()
+    assert normalizes_over_batch(loss) is expected
+
+
+def test_batch_normalization_in_a_group_is_told_once():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.warns(MemkitWarning, match="sees the statistics of each micro-batch") as caught:
+        accumulate(model, [rows(4), rows(4), rows(4)])
+    assert len(caught) == 1
