@@ -1,0 +1,290 @@
+"""The wrapper's step, the loop that is kept and SplitLoss check what they split, when it matters, and say it once."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import memkit as mk
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+LABELS = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(1))
+PADDED = LABELS.clone().index_fill_(0, torch.tensor([0, 3, 8, 9, 10, 11, 15]), -100)
+
+
+def net(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4), *layers)
+
+
+def square(model, x):
+    return (model(x) - 0.3).pow(2).mean()
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def info_nce(model, x):
+    z = F.normalize(model(x))
+    return F.cross_entropy(z @ z.roll(1, 0).T, torch.arange(len(z)))
+
+
+class Step:
+    """Trains with the wrapper's step."""
+
+    def __init__(self, model, **settings):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, **settings)
+
+    def __call__(self, batch, loss_fn):
+        self.trainer.train_step(batch, loss_fn)
+
+
+class StepThatRaises(Step):
+    """The same without recovery."""
+
+    def __init__(self, model, **settings):
+        super().__init__(model, on_oom="raise", **settings)
+
+
+class Loop(Step):
+    """Trains in a loop that is kept."""
+
+    def __call__(self, batch, loss_fn):
+        for attempt in self.trainer.microbatches(batch):
+            with attempt as micro:
+                self.trainer.backward(loss_fn(self.trainer.model, micro))
+        self.trainer.step()
+
+
+class Split:
+    """Trains with a loss in parts."""
+
+    def __init__(self, model, **settings):
+        self.split = mk.SplitLoss(model, num_microbatches=4, **settings)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def __call__(self, batch, loss_fn):
+        self.optimizer.zero_grad()
+        self.split(batch, loss_fn).backward()
+        self.optimizer.step()
+
+
+WAYS = pytest.mark.parametrize("way", [Step, StepThatRaises, Loop, Split])
+
+
+def messages(train, steps):
+    """What is warned of in a series of steps."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch, loss_fn in steps:
+            train(batch, loss_fn)
+    return [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+
+
+@WAYS
+def test_nothing_is_said_of_what_is_equal(way):
+    steps = [((X, LABELS), classify)] * 5 + [((X[:13], LABELS[:13]), classify)] * 2 + [(X, square)] * 2
+    assert messages(way(net(nn.Dropout(0.5))), steps) == []
+
+
+@WAYS
+def test_class_weights_in_float32_are_told_once(way):
+    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.2, 3.0]))
+    steps = [((X, LABELS), lambda model, batch: criterion(model(batch[0]), batch[1]))] * 3
+    (message,) = messages(way(net()), steps)
+    assert "splitting the batch changes the gradient" in message
+    assert "return mk.Loss(mean=loss, count=n)" in message
+
+
+@WAYS
+@pytest.mark.parametrize("num_even", [1, 2, 4])
+def test_padding_that_comes_later_is_told(way, num_even):
+    steps = [((X, LABELS), classify)] * num_even
+    train = way(net())
+    assert messages(train, steps) == []
+    # The loop that is kept learns of it with the last part, and looks at the next batch.
+    (message,) = messages(train, [((X, PADDED), classify)] * 2)
+    assert "return mk.Loss(mean=loss, count=n)" in message
+
+
+@WAYS
+def test_another_loss_function_is_looked_at(way):
+    train = way(net())
+    assert messages(train, [(X, square)] * 3) == []
+    for _ in range(3):  # and is refused whenever it comes
+        with pytest.raises(mk.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
+            train(X, info_nce)
+    assert messages(train, [(X, square)] * 3) == []
+
+
+@WAYS
+def test_a_module_whose_mode_has_changed_is_looked_at(way):
+    model = net(nn.BatchNorm1d(4)).eval()
+    train = way(model)
+    assert messages(train, [(X, square)] * 3) == []
+    model.train()
+    (message,) = messages(train, [(X, square)] * 3)
+    assert "In training mode 3 would see the statistics of each micro-batch" in message
+
+
+@WAYS
+def test_nothing_is_trained_by_a_step_that_is_refused(way):
+    model = net()
+    before = [each.detach().clone() for each in model.parameters()]
+    with pytest.raises(mk.ConfigError):
+        way(model)(X, info_nce)
+    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert messages(way(model), [(X, square)]) == []
+
+
+def test_after_an_out_of_memory_the_split_is_checked():
+    def limited(model, x):
+        if len(x) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return info_nce(model, x)
+
+    model = net()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(mk.ConfigError, match="memory ran out, so it was split"):
+        trainer.train_step(X, limited)
+
+
+def unlucky(model, x):
+    """Fails on parts of an odd size and on two rows: neither few rows nor real parts can be compared."""
+    if len(x) != 4:
+        raise ValueError("four rows at a time")
+    return square(model, x)
+
+
+@WAYS
+def test_what_could_not_be_checked_is_told_with_the_way_out(way):
+    (message,) = messages(way(net()), [(X, unlucky)] * 3)
+    assert "could not check that splitting the batch keeps its gradient: ValueError: four rows" in message
+    assert "probe=False" in message
+    assert "check_split(model, batch, loss_fn)" in message
+
+
+@WAYS
+def test_require_refuses_what_could_not_be_checked(way):
+    with pytest.raises(mk.ConfigError, match=r"probe='require'.*could not be checked: ValueError: four rows"):
+        way(net(), probe="require")(X, unlucky)
+    assert messages(way(net(), probe="require"), [(X, square)] * 3) == []
+
+
+@WAYS
+def test_no_check_on_demand(way):
+    seen = []
+
+    def noting(model, x):
+        seen.append(len(x))
+        return info_nce(model, x)
+
+    assert messages(way(net(), probe=False), [(X, noting)] * 2) == []
+    assert seen == [4] * 8
+
+
+def test_it_looks_at_the_first_second_fourth_and_eighth_batch():
+    calls = []
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.net(x)
+
+    train, looked = Step(Counting()), []
+    for step in range(1, 10):
+        calls.clear()
+        train(X, square)
+        if len(calls) > 4:
+            looked.append(step)
+    assert looked == [1, 2, 4, 8]
+
+
+def test_a_check_is_not_repeated_for_sentences_of_another_length():
+    model = nn.Embedding(10, 4)
+    train, lengths = Step(model), []
+
+    def loss_fn(model, words):
+        lengths.append(words.shape[1])
+        return model(words).pow(2).mean((1, 2)).mean()
+
+    for length in (7, 8, 9, 10, 11):
+        train(torch.randint(0, 10, (8, length)), loss_fn)
+    assert lengths.count(9) == lengths.count(11) == 4
+
+
+def test_a_split_fn_that_loses_something_is_told():
+    def cut(batch, num_parts):
+        return list(batch.tensor_split(num_parts))[:-1]
+
+    model = net()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, split_fn=cut
+    )
+    with pytest.raises((mk.ConfigError, mk.MemkitWarning)):
+        trainer.train_step(X, lambda model, x: mk.Loss(mean=square(model, x), count=len(x)))
+
+
+def test_a_batch_that_forward_changes_is_not_run_again():
+    calls = []
+
+    def loss_fn(model, x):
+        x.mul_(0.5)
+        calls.append(len(x))
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return square(model, x)
+
+    model = net()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(mk.MemkitOutOfMemoryError, match=r"changes the batch in place.*CUDA out of memory"):
+        trainer.train_step(X.clone(), loss_fn)
+
+
+def test_an_error_in_a_part_says_that_it_was_a_part():
+    table = torch.randn(16, 16)
+
+    def loss_fn(model, batch):
+        return (batch[1] @ model(batch[0])).pow(2).mean()
+
+    model = net()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4
+    )
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train_step((X, table), loss_fn)
+    assert "a micro-batch of 4 of 16" in caught.value.__notes__[0]
+    assert "split_fn" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "is_refused"),
+    [
+        ([224, 224, 3, 1], True),
+        ([1.0, 2.0, 3.0, 4.0], True),
+        ([None] * 4, True),
+        ((224, 224, 3, 1), False),
+        ([224, 224, 3], False),
+        (["a", "b", "c", "d"], False),
+        (torch.tensor([224, 224, 3, 1]), False),
+    ],
+)
+def test_a_list_of_as_many_numbers_as_rows_is_not_guessed(values, is_refused):
+    model = net()
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, probe=False
+    )
+    step = {"x": X[:4], "size": values}
+    if is_refused:
+        with pytest.raises(mk.InputError, match=r"as many values as the batch has rows.*a tensor.*a tuple"):
+            trainer.train_step(step, lambda model, batch: square(model, batch["x"]))
+    else:
+        trainer.train_step(step, lambda model, batch: square(model, batch["x"]))
