@@ -960,8 +960,8 @@ def _folded(gradient: Tensor) -> Tensor:
 
 
 def _signs(num: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(0, 2, (num,), generator=generator) * 2 - 1).to(device)
+    # NumPy's: a draw of torch's would be taken for one of the user's, and given out again row by row.
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 2, num) * 2 - 1).to(device)
 
 
 def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
