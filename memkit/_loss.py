@@ -149,7 +149,7 @@ def read_loss(result: object, *, call: str) -> Loss:
         )
     raise InputTypeError(
         call,
-        got=f"a {type(result).__name__}",
+        got=f"a {'float' if isinstance(result, float) else type(result).__name__}",
         expected="the mean loss as a 0-dim tensor, or mk.Loss(...)",
         fix=_fix(result),
     )
