@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -80,9 +81,12 @@ def warn_of_float16(loss: torch.Tensor) -> None:
     The scaler comes too late: it multiplies the loss that is returned, whose gradient is computed by then.
     """
     # Layers in float16, as autocast runs them; a cast that somebody wrote meets no scaler in the plain loop either.
-    layers = (node for node in graph_nodes(loss) if node.name().startswith(_LAYERS))
-    given = (getattr(node, "_input_metadata", ()) for node in layers)  # dtypes of forward's results
-    if any(each.dtype == torch.float16 for metadata in given for each in metadata):
+    given = ((node.name().startswith(_LAYERS), getattr(node, "_input_metadata", ())) for node in graph_nodes(loss))
+    if any(
+        each.dtype == torch.float16 and (is_layer or math.prod(each.shape) == 1)
+        for is_layer, metadata in given
+        for each in metadata
+    ):
         warn_user(
             f"{CALL_LOSS}: the loss is computed in float16, and no scale is given: small gradients become zero on the "
             "way, whatever scales the loss afterwards. Pass scale=scaler.get_scale(), or compute in bfloat16; "

@@ -212,7 +212,10 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
         return mean_square(module, x)
 
     module, memory = Linear(step), mk.MemoryManager("cpu", log=tmp_path / "log.jsonl")
-    module.most_rows, module.split_options = 1, {"probe": False}  # of one row at a time there is nothing to compare
+    module.most_rows, module.split_options = (
+        1,
+        {**module.split_options, "probe": False},
+    )  # of one row at a time there is nothing to compare
     trainer = fit(module, MemoryCallback(memory, post_mortem=tmp_path))
     logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert logged["memkit/num_ooms"] == 1
