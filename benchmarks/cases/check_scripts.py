@@ -57,7 +57,7 @@ def by_rule(scripts: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def figures(scripts: list[dict[str, Any]], first_look: dict[str, Any], speed: dict[str, Any]) -> dict[str, Any]:
-    frequent = {"sync-in-step", "load-without-weights-only", "load-without-map-location"}
+    frequent = {"sync-in-step", "load-without-map-location", "eval-with-graph"}
     rare = [script | {"findings": [f for f in script["findings"] if f["rule"] not in frequent]} for script in scripts]
     return {
         "all": counts(scripts),

@@ -124,7 +124,7 @@ def check_paths(
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(_search(path))
-    if path.is_file() and path.suffix in SUFFIXES:
+    if path.exists() and path.suffix in SUFFIXES:  # one that is no ordinary file is refused when it is read
         return [path]
     got = f"a {path.suffix or 'nameless'} file" if path.is_file() else "no such file or folder"
     expected = "a folder, or a .py, .ipynb or .sh file"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from memkit.check.findings import Place, Rule
 from memkit.check.script import Script, dotted, method, position
 
+_VALIDATES = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev)([^a-z]|$)", re.IGNORECASE)
 _EVALUATES = re.compile(r"eval|valid|test|infer|predict", re.IGNORECASE)
 
 
@@ -16,6 +17,41 @@ def _find_graphs_in_evaluation(script: Script) -> Iterator[Place]:
     tests = {"pytest", "unittest"}.intersection(script.imports)
     if tests or any(script.qualified(call.func).endswith("set_grad_enabled") for call in script.calls):
         return
+    found = dict.fromkeys((*_after_eval(script), *_in_loops_that_validate(script)))
+    yield from (Place.of(call) for call in found)
+
+
+def _in_loops_that_validate(script: Script) -> Iterator[ast.Call]:
+    """Networks called in a loop over a set for validation, by its name, whose results only become numbers."""
+    for loop in script.nodes:
+        if not (isinstance(loop, ast.For) and _VALIDATES.search(" ".join(_words(loop.iter)))):
+            continue
+        inside = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        if any(_needs_gradients(script, call) for call in inside):
+            continue
+        uses = [c for c in inside if dotted(c.func) in script.models and not script.under_no_grad(c)]
+        reads = any(method(c)[1] in ("item", "cpu", "update") or dotted(c.func) == "float" for c in inside)
+        is_kept = bool(uses) and not isinstance(script.parents[uses[0]], ast.Expr)
+        if reads and is_kept and not _called_under_no_grad(script, uses[0]):
+            yield uses[0]
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    """The names in an expression."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+
+
+def _needs_gradients(script: Script, call: ast.Call) -> bool:
+    is_step = method(call)[1] in ("backward", "requires_grad_", "step", "manual_backward")
+    return is_step or script.qualified(call.func).startswith(("torch.autograd", "torch.jit", "torch.onnx"))
+
+
+def _after_eval(script: Script) -> Iterator[ast.Call]:
+    """Networks called between their eval() and their train()."""
     for call in script.calls:
         name, what = method(call)
         if what != "eval" or not name or call.args:
@@ -23,7 +59,7 @@ def _find_graphs_in_evaluation(script: Script) -> Iterator[Place]:
         statement, rest = _after(script, call)
         first = next((use for use in _uses(script, name, statement, rest) if _repeats(script, use)), None)
         if first is not None and not _called_under_no_grad(script, first):
-            yield Place.of(first)
+            yield first
 
 
 def _after(script: Script, call: ast.Call) -> tuple[ast.stmt, Sequence[ast.stmt]]:
@@ -87,7 +123,9 @@ def _find_outputs_on_device(script: Script) -> Iterator[Place]:
         if (
             isinstance(value, ast.Call)
             and dotted(value.func) in script.models
-            and not any(script.inside(b.statement, loop) for b in script.bound[target])
+            and not any(
+                script.inside(b.statement, each) for each in script.loops_of(call) for b in script.bound[target]
+            )
         ):
             yield Place.of(call)
 
@@ -97,7 +135,8 @@ RULES: tuple[Rule[Script], ...] = (
         id="eval-with-graph",
         level="warning",
         what="evaluation with gradients on",
-        why="`eval()` changes dropout and batch norm only: every forward pass records a graph with its activations.",
+        why="`eval()` changes dropout and batch norm only: without no_grad, every forward pass records a graph with "
+        "its activations.",
         fix="put the loop under `with torch.no_grad():`, or decorate the function with it.",
         example="""
 import torch

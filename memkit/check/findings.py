@@ -31,9 +31,9 @@ class Finding:
 
     Example:
         >>> import memkit as mk
-        >>> finding, = mk.check_source("import torch\nstate = torch.load('a.pt', map_location='cpu')\n")
+        >>> finding, = mk.check_source("import torch\ntorch.autograd.set_detect_anomaly(True)\n")
         >>> finding.rule, finding.line, finding.level
-        ('load-without-weights-only', 2, 'warning')
+        ('anomaly-left-on', 2, 'warning')
     """
 
     rule: str

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from memkit.check.findings import Place, Rule
 from memkit.check.script import (
+    Binding,
     Loop,
     Script,
     backward_names,
@@ -18,6 +20,8 @@ from memkit.check.script import (
     position,
 )
 
+_OF_CRITIC = re.compile(r"(^|[._])(d|dis|disc|discriminator|critic)([._]|$)|(opt|optim|optimizer)_?D$")
+
 
 def _graph_names(script: Script, loop: Loop) -> set[str]:
     """Names that hold a graph in a training loop: what is gone back from, its parts, and the networks' outputs."""
@@ -28,7 +32,7 @@ def _graph_names(script: Script, loop: Loop) -> set[str]:
         if binding.name in names:
             computed = {b.name for b in here if isinstance(b.value, ast.Call)}
             names |= computed.intersection(leaves(binding.value))
-        elif isinstance(binding.value, ast.Call) and dotted(binding.value.func) in script.models and backwards:
+        elif isinstance(binding.value, ast.Call) and script.is_network(binding.value) and backwards:
             names.add(binding.name)
     return {name for name in names if not any(script.under_no_grad(b.statement) for b in here if b.name == name)}
 
@@ -56,8 +60,26 @@ def _kept(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str, ast.expr]]
             name = dotted(node.targets[0])
             if name in leaves(node.value):
                 yield node, name, node.value
-        elif isinstance(node, ast.Call) and method(node)[1] == "append" and len(node.args) == 1:
-            yield node, method(node)[0], node.args[0]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "append" and len(node.args) == 1:
+            yield node, _kept_in(node.func), node.args[0]
+
+
+def _kept_in(function: ast.expr) -> str:
+    """The name of the list that is appended to, also of one in a dictionary: ``stats["loss"].append``."""
+    target = function.value if isinstance(function, ast.Attribute) else function
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    return dotted(target)
+
+
+def _added(value: ast.expr) -> set[str]:
+    """The names that a value is made of, also as an item: ``out["features"]``."""
+    stack, names = [value], set[str]()
+    while stack:
+        part = stack.pop()
+        names.update(leaves(part))
+        stack += [part.value] if isinstance(part, ast.Subscript) else getattr(part, "elts", [])
+    return names
 
 
 def _starts_anew(script: Script, loop: Loop, name: str) -> bool:
@@ -73,7 +95,7 @@ def _find_kept_graphs(script: Script) -> Iterator[Place]:
     for loop in script.step_loops:
         graph = _graph_names(script, loop)
         for node, name, value in _kept(script):
-            added = graph.intersection(leaves(value)) - {name}
+            added = graph.intersection(_added(value)) - {name}
             if (
                 name
                 and name not in in_loss
@@ -86,6 +108,51 @@ def _find_kept_graphs(script: Script) -> Iterator[Place]:
 
 def _names_in(value: ast.expr) -> set[str]:
     return {dotted(node) for node in ast.walk(value)} - {""}
+
+
+def _find_wasted_generators(script: Script) -> Iterator[Place]:
+    for binding in script.bindings:
+        loop = script.hot_loop(binding.statement)
+        maker = binding.value
+        if loop is None or not (isinstance(maker, ast.Call) and dotted(maker.func) in script.models):
+            continue
+        if script.under_no_grad(binding.statement):
+            continue
+        end = min(
+            (position(b.statement) for b in _later(script, loop, binding)), default=(loop.end_lineno or 0, 1 << 30)
+        )
+        uses = [
+            call
+            for call in script.calls
+            if dotted(call.func) in script.models - {dotted(maker.func)}
+            and position(binding.statement) < position(call) < end
+            and script.inside(call, loop)
+            and any(dotted(given) == binding.name for given in call.args)
+        ]
+        if uses and all(_trains_another(script, loop, use, dotted(maker.func)) for use in uses):
+            yield Place.of(uses[0])
+
+
+def _later(script: Script, loop: Loop, binding: Binding) -> Iterator[Binding]:
+    """The assignments of the same name that follow in a loop."""
+    for other in script.bound[binding.name]:
+        if script.inside(other.statement, loop) and position(other.statement) > position(binding.statement):
+            yield other
+
+
+def _trains_another(script: Script, loop: Loop, use: ast.Call, generator: str) -> bool:
+    """Whether the next optimizer to step is one that is known to have other parameters than the generator's."""
+    steps = [step for step in script.optimizer_steps if script.loop_of(step) is loop and position(step) > position(use)]
+    passes = [call for call in script.backwards if steps and position(use) < position(call) < position(steps[0])]
+    if not passes or any(is_constant(keyword(call, "retain_graph"), value=True) for call in passes):
+        return False  # or it is kept for the generator's own step
+    stepped = script.stepped(steps[0])
+    made = [b.value for b in script.bound[stepped] if isinstance(b.value, ast.Call)]
+    owners = {method(node)[0] for value in made for node in ast.walk(value) if isinstance(node, ast.Call)} - {""}
+    trained = owners & script.models
+    if not trained:
+        return not made and bool(_OF_CRITIC.search(stepped))
+    return generator not in trained
 
 
 def _find_retained(script: Script) -> Iterator[Place]:
@@ -144,6 +211,42 @@ def _is_off(call: ast.Call) -> bool:
 
 
 RULES: tuple[Rule[Script], ...] = (
+    Rule(
+        id="generator-graph-in-critic-step",
+        level="warning",
+        what="the generator's graph is built in the discriminator's step",
+        why="the discriminator's loss goes back through the generator, whose activations are kept and whose gradients "
+        "nobody uses.",
+        fix="pass `fake.detach()` to the discriminator, or make `fake` under `torch.no_grad()`.",
+        example="""
+import torch
+optimizer_d = torch.optim.Adam(discriminator.parameters())
+optimizer_g = torch.optim.Adam(generator.parameters())
+for real in loader:
+    fake = generator(noise())
+    d_loss = criterion(discriminator(real), 1) + criterion(discriminator(fake), 0)
+    d_loss.backward()
+    optimizer_d.step()
+    fake = generator(noise())
+    g_loss = criterion(discriminator(fake), 1)
+    g_loss.backward()
+    optimizer_g.step()
+""",
+        near_miss="""
+import torch
+optimizer_d = torch.optim.Adam(discriminator.parameters())
+optimizer_g = torch.optim.Adam(generator.parameters())
+for real in loader:
+    fake = generator(noise())
+    d_loss = criterion(discriminator(real), 1) + criterion(discriminator(fake.detach()), 0)
+    d_loss.backward()
+    optimizer_d.step()
+    g_loss = criterion(discriminator(fake), 1)
+    g_loss.backward()
+    optimizer_g.step()
+""",
+        find=_find_wasted_generators,
+    ),
     Rule(
         id="graph-kept",
         level="warning",

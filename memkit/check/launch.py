@@ -10,6 +10,10 @@ from memkit.check.findings import Place, Rule
 
 _CARDS = re.compile(r"CUDA_VISIBLE_DEVICES=[\"']?([0-9]+(?:,[0-9]+)*)(?![\w,$])")
 _PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]\s*([0-9]+)(?!\w)")
+_MPI = re.compile(r"\b(?:mpirun|mpiexec|srun)\b.*?\s(?:-n|-np|--n|--np|-c|--ntasks)(?:=|\s*)([0-9]+)\b(.*)")
+_GIVEN = re.compile(
+    r"\s--?(?:gpus?|gpu[_-]ids?|gpu[_-]list|devices?|device[_-]ids?)[= ]\s*[\"']?[0-9]+(?:,[0-9]+)*(?![\w,$.])"
+)
 _STARTS = re.compile(r"\b(python|torchrun|accelerate|deepspeed)")
 _COMMENT = re.compile(r"(^|\s)#.*$")
 _BACKGROUND = re.compile(r"(?<![&>])&\s*$")
@@ -51,7 +55,7 @@ def _find_shared(launcher: Launcher) -> Iterator[Place]:
 def _find_crowded(launcher: Launcher) -> Iterator[Place]:
     exported: int | None = None
     for first, last, command in launcher.commands:
-        cards, processes = _CARDS.search(command), _PROCESSES.search(command)
+        cards, processes = _CARDS.search(command), _PROCESSES.search(command) or _MPI.search(command)
         here = len(cards[1].split(",")) if cards else None
         if _BLOCKS.search(command) or ("CUDA_VISIBLE_DEVICES" in command and cards is None):
             exported = None
@@ -62,7 +66,31 @@ def _find_crowded(launcher: Launcher) -> Iterator[Place]:
             yield Place(first, 1, last)
 
 
+def _find_same_arguments(launcher: Launcher) -> Iterator[Place]:
+    for first, last, command in launcher.commands:
+        processes = _MPI.search(command)
+        if processes is not None and int(processes[1]) > 1 and _GIVEN.search(processes[2]):
+            yield Place(first, 1, last)
+
+
 RULES: tuple[Rule[Launcher], ...] = (
+    Rule(
+        id="same-gpus-for-all-ranks",
+        level="warning",
+        what="mpirun hands the same cards to every process",
+        why="each process is started with the same arguments: unless the script picks a card by its rank, all have "
+        "their context and their peak on the first one.",
+        fix="let the script take the card of its local rank, such as `$OMPI_COMM_WORLD_LOCAL_RANK`, and leave the list "
+        "out; CUDA_VISIBLE_DEVICES says which cards there are.",
+        example="""
+mpirun -n 2 python train.py --gpu_id 0,1
+""",
+        near_miss="""
+CUDA_VISIBLE_DEVICES=0,1 mpirun -n 2 python train.py
+mpirun -n 1 python train.py --gpu_id 0
+""",
+        find=_find_same_arguments,
+    ),
     Rule(
         id="two-processes-one-gpu",
         level="warning",

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from memkit.check.findings import Place, Rule
-from memkit.check.script import Script, dotted, method, position
+from memkit.check.script import Script, dotted, is_constant, keyword, method, position
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value")
 
@@ -72,12 +72,8 @@ def _find_schedules(script: Script) -> Iterator[Place]:
     names = {getattr(node, "attr", None) for node in script.nodes}
     if "get_scale" in names or "_scale" in names:
         return
-    schedulers = {
-        name for name, bound in script.bound.items() if any("lr_scheduler" in _full(script, b.value) for b in bound)
-    }
     for call in script.calls:
-        name, what = method(call)
-        if what != "step" or not (name in schedulers or name.rpartition(".")[2] in ("scheduler", "lr_scheduler")):
+        if not _is_schedule(script, call):
             continue
         loop = script.hot_loop(call)
         steps = [s for s in _scaler_calls(script, "step") if loop is not None and script.loop_of(s) is loop]
@@ -85,11 +81,103 @@ def _find_schedules(script: Script) -> Iterator[Place]:
             yield Place.of(call)
 
 
+def _find_early_schedules(script: Script) -> Iterator[Place]:
+    for call in script.calls:
+        if not _is_schedule(script, call):
+            continue
+        loop = script.loop_of(call)
+        steps = [s for s in script.optimizer_steps if loop is not None and script.inside(s, loop)]
+        same = [s for s in steps if script.function_of(s) is script.function_of(call)]
+        is_first = bool(same) and position(call) < min(map(position, same))
+        if loop is not None and is_first and not script.is_guarded(call, loop) and not _is_told(call):
+            yield Place.of(call)
+
+
+def _is_schedule(script: Script, call: ast.Call) -> bool:
+    name, what = method(call)
+    made = any("lr_scheduler" in _full(script, b.value) for b in script.bound[name])
+    return what == "step" and (made or name.rpartition(".")[2] in ("scheduler", "lr_scheduler"))
+
+
+def _is_told(call: ast.Call) -> bool:
+    """Whether a schedule is given its position, as timm's are, which may be stepped before."""
+    return bool(call.args or call.keywords)
+
+
+def _find_low_penalties(script: Script) -> Iterator[Place]:
+    for call in script.calls_of("torch.autograd.grad"):
+        if is_constant(keyword(call, "create_graph"), value=True) and _autocast_around(script, call):
+            yield Place.of(call)
+
+
+def _autocast_around(script: Script, node: ast.AST) -> bool:
+    """Whether the innermost autocast around a node is on."""
+    for _, parent in script.ancestors(node):
+        if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+            return False
+        for item in parent.items if isinstance(parent, ast.With | ast.AsyncWith) else ():
+            context = item.context_expr
+            if isinstance(context, ast.Call) and dotted(context.func).rpartition(".")[2] == "autocast":
+                return not is_constant(keyword(context, "enabled"), value=False)
+    return False
+
+
 def _full(script: Script, value: ast.expr) -> str:
     return script.qualified(value.func) if isinstance(value, ast.Call) else ""
 
 
 RULES: tuple[Rule[Script], ...] = (
+    Rule(
+        id="penalty-in-autocast",
+        level="warning",
+        what="a gradient penalty is computed inside autocast",
+        why="the gradient of a gradient is then a product of low-precision numbers: in float16 it overflows or becomes "
+        "zero, and the scaler does not know of it.",
+        fix='compute it under `torch.autocast("cuda", enabled=False)` from float32 inputs, or with memkit\'s '
+        "gradient_penalty.",
+        example="""
+import torch
+with torch.autocast("cuda"):
+    score = critic(mixed)
+    gradient, = torch.autograd.grad(score.sum(), mixed, create_graph=True)
+    loss = loss + 10 * (gradient.norm(dim=1) - 1).square().mean()
+""",
+        near_miss="""
+import torch
+with torch.autocast("cuda"):
+    loss = critic(fake).mean() - critic(real).mean()
+    with torch.autocast("cuda", enabled=False):
+        score = critic(mixed)
+        gradient, = torch.autograd.grad(score.sum(), mixed, create_graph=True)
+        loss = loss + 10 * (gradient.norm(dim=1) - 1).square().mean()
+""",
+        find=_find_low_penalties,
+    ),
+    Rule(
+        id="schedule-before-step",
+        level="warning",
+        what="the learning rate's schedule is stepped before the optimizer",
+        why="the first value of the schedule is skipped, and every step takes the rate of the next one; torch warns of "
+        "it once.",
+        fix="call `scheduler.step()` after `optimizer.step()`.",
+        example="""
+import torch
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+for x, y in loader:
+    criterion(model(x), y).backward()
+    scheduler.step()
+    optimizer.step()
+""",
+        near_miss="""
+import torch
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+for x, y in loader:
+    criterion(model(x), y).backward()
+    optimizer.step()
+    scheduler.step()
+""",
+        find=_find_early_schedules,
+    ),
     Rule(
         id="clip-before-unscale",
         level="error",

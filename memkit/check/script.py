@@ -13,10 +13,17 @@ from typing import NamedTuple, TypeAlias
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
+_NETWORK = re.compile(
+    r"(^|[._])(model|net|network|encoder|decoder|backbone|generator|discriminator|critic|classifier|net_?[DG]|[DG])$"
+)
 _OPTIMIZER = re.compile(r"optim|(^|_)opt([A-Z_0-9]|$)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|(^|_)lr", re.IGNORECASE)
 _MOVES = (".cuda(", ".to(", "accelerator", '"cuda', "'cuda", "torch.cuda.FloatTensor")
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate")
+_SETTINGS = frozenset(  # methods of modules that run nothing
+    {"parameters", "named_parameters", "buffers", "modules", "named_modules", "children", "state_dict", "train", "eval"}
+    | {"load_state_dict", "to", "cuda", "cpu", "half", "float", "zero_grad", "requires_grad_", "apply", "no_sync"}
+)
 _RUNNERS = ("accelerator", "fabric")  # their backward takes the loss as an argument
 
 
@@ -99,9 +106,11 @@ class Script:
 
     @cached_property
     def models(self) -> set[str]:
-        """Names that are used as networks: their parameters are asked for, or their mode is set."""
+        """Names that are used as networks: their parameters are asked for, their mode is set; or by their own words."""
         methods = {"parameters", "train", "eval", "named_parameters"}
-        return {method(call)[0] for call in self.calls if method(call)[1] in methods} - {"", "self"}
+        used = {method(call)[0] for call in self.calls if method(call)[1] in methods}
+        named = {name for call in self.calls if _NETWORK.search(name := dotted(call.func))}
+        return (used | named) - {"", "self"}
 
     @cached_property
     def scalers(self) -> set[str]:
@@ -234,6 +243,30 @@ class Script:
             if loop in self.step_loops:
                 return None if self.is_guarded(node, loop) else loop
         return None
+
+    def calling_loop(self, node: ast.AST) -> Loop | None:
+        """The training loop that calls the function around a node in every turn, where the node runs in every call.
+
+        The loop trains, or the function does, as a `train_step` that a loop over batches calls.
+        """
+        function = self.function_of(node)
+        name = getattr(function, "name", None)
+        between = [parent for _, parent in self.ancestors(node) if self.inside(parent, function)]
+        if name is None or any(isinstance(each, Loop | ast.If | ast.ExceptHandler) for each in between):
+            return None
+        trains = any(self.function_of(call) is function for call in (*self.backwards, *self.optimizer_steps))
+        for call in self.calls:
+            loop = self.loop_of(call)
+            is_own = dotted(call.func) in (name, f"self.{name}")
+            if is_own and loop is not None and not self.is_guarded(call, loop) and (trains or loop in self.step_loops):
+                return loop
+        return None
+
+    def is_network(self, call: ast.Call) -> bool:
+        """Whether a call runs a network or a part of one, such as ``model(x)`` or ``model.features(x)``."""
+        name = dotted(call.func)
+        owner, _, last = name.rpartition(".")
+        return name in self.models or (owner in self.models and last not in _SETTINGS)
 
 
 def position(node: ast.stmt | ast.expr) -> tuple[int, int]:

@@ -72,14 +72,6 @@ def _find_crowds(script: Script) -> Iterator[Place]:
             yield Place.of(call)
 
 
-def _find_unsafe_loads(script: Script) -> Iterator[Place]:
-    for call in script.calls_of("torch.load"):
-        if not has_unpacked(call) and (
-            (given := keyword(call, "weights_only")) is None or is_constant(given, value=False)
-        ):
-            yield Place.of(call)
-
-
 def _find_placed_loads(script: Script) -> Iterator[Place]:
     if any(method(call)[1] == "cpu" and isinstance(script.parents[call], ast.Expr) for call in script.calls):
         return  # the network goes to the CPU before it is saved
@@ -195,22 +187,6 @@ import torch
 loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=16, prefetch_factor=2)
 """,
         find=_find_crowds,
-    ),
-    Rule(
-        id="load-without-weights-only",
-        level="warning",
-        what="torch.load without weights_only=True",
-        why="before torch 2.6, or with False, a file can run any code when it is loaded.",
-        fix="pass `weights_only=True`; save state_dicts, not objects.",
-        example="""
-import torch
-state = torch.load(path, map_location="cpu")
-""",
-        near_miss="""
-import torch
-state = torch.load(path, map_location="cpu", weights_only=True)
-""",
-        find=_find_unsafe_loads,
     ),
     Rule(
         id="load-without-map-location",

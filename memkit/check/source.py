@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from memkit._errors import FileFormatError
+from memkit._regularfile import read_regular
 
 PYTHON, NOTEBOOK, SHELL = ".py", ".ipynb", ".sh"
+_MOST_BYTES = 32 * 2**20  # a notebook with pictures; no script is as large
 SUFFIXES = frozenset({PYTHON, NOTEBOOK, SHELL})
 
 
@@ -34,10 +36,10 @@ def read_source(path: Path) -> Source:
     """Read one file.
 
     Raises:
-        FileFormatError: It is not text, or not a notebook.
+        FileFormatError: It is not text, not a notebook, no ordinary file, or too large for a script.
         OSError: It cannot be read.
     """
-    data = path.read_bytes()
+    data = read_regular(path, f"check {path}", _MOST_BYTES)
     if path.suffix == NOTEBOOK:
         return _read_notebook(str(path), data)
     try:

@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator
 
 from memkit.check.findings import Place, Rule
-from memkit.check.script import Loop, Script, backward_names, dotted, is_constant, keyword, leaves, method, position
+from memkit.check.script import (
+    Loop,
+    Script,
+    backward_names,
+    dotted,
+    has_unpacked,
+    is_constant,
+    keyword,
+    leaves,
+    method,
+    position,
+)
 
 _MODULE = re.compile(r"torch\.nn\.[A-Z]\w*|(torchmetrics|lpips|torchvision\.models|timm\.models)(\.\w+)*\.[A-Z]\w*")
 _NOT_MODULES = frozenset({"torch.nn.Parameter", "torch.nn.Buffer"})
@@ -43,13 +54,27 @@ def _trains_on(script: Script, loop: Loop) -> bool:
 def _find_reads(script: Script) -> Iterator[Place]:
     if not script.on_accelerator:
         return
-    seen = set()
-    for call in script.calls:
-        loop = script.hot_loop(call)
-        if loop is None or loop in seen or not _reads_loss(script, loop, call):
-            continue
-        seen.add(loop)
-        yield Place.of(call)
+    seen: set[Loop] = set()
+    for find in (_read_in_loop, _read_in_helper):
+        for call in script.calls:
+            loop = find(script, call)
+            if loop is not None and loop not in seen:
+                seen.add(loop)
+                yield Place.of(call)
+
+
+def _read_in_loop(script: Script, call: ast.Call) -> Loop | None:
+    loop = script.hot_loop(call)
+    return loop if loop is not None and (_reads_loss(script, loop, call) or _waits(script, call)) else None
+
+
+def _read_in_helper(script: Script, call: ast.Call) -> Loop | None:
+    is_read = _waits(script, call) or (getattr(call.func, "attr", "") == "item" and not call.args)
+    return script.calling_loop(call) if is_read else None
+
+
+def _waits(script: Script, call: ast.Call) -> bool:
+    return script.qualified(call.func) in ("torch.cuda.synchronize", "torch.accelerator.synchronize")
 
 
 def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
@@ -59,6 +84,72 @@ def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
     if isinstance(call.func, ast.Name) and call.func.id in ("float", "print"):
         return any(losses.intersection(leaves(argument)) for argument in call.args)
     return what in _READS and name.removesuffix(".data") in losses
+
+
+def _find_blocking_copies(script: Script) -> Iterator[Place]:
+    if not any(is_constant(keyword(call, "pin_memory"), value=True) for call in script.calls):
+        return  # of memory that is not pinned a copy waits in any case
+    seen = set()
+    for call in script.calls:
+        loop = script.hot_loop(call)
+        if loop is None or loop in seen or not isinstance(loop, ast.For) or not _copies(loop, call):
+            continue
+        seen.add(loop)
+        yield Place.of(call)
+
+
+def _copies(loop: ast.For, call: ast.Call) -> bool:
+    """Whether a part of the loop's batch is copied to a device by a call that waits for it."""
+    owner, _ = method(call)
+    batch = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    target = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+    while isinstance(target, ast.Subscript):
+        target = target.value
+    if (owner or dotted(target)) not in batch or keyword(call, "non_blocking") is not None or has_unpacked(call):
+        return False
+    return getattr(call.func, "attr", "") in ("cuda", "to") and _names_device(call)
+
+
+def _names_device(call: ast.Call) -> bool:
+    """Whether ``.to(...)`` goes to an accelerator, by its words."""
+    if getattr(call.func, "attr", "") == "cuda":
+        return True
+    given = call.args[0] if len(call.args) == 1 else keyword(call, "device")
+    if isinstance(given, ast.Constant):
+        return isinstance(given.value, str) and given.value.startswith("cuda")
+    return given is not None and "device" in (dotted(given) or dotted(getattr(given, "func", given)))
+
+
+def _find_retries(script: Script) -> Iterator[Place]:
+    for node in script.nodes:
+        if isinstance(node, ast.Try):
+            tried = {dotted(call.func) for each in node.body for call in ast.walk(each) if isinstance(call, ast.Call)}
+            for handler in node.handlers:
+                calls = (call for each in handler.body for call in _calls_in(each))
+                again = next((call for call in calls if _runs_again(script, call, tried)), None)
+                if again is not None and _catches_shortage(handler):
+                    yield Place.of(again)
+
+
+def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(statement) if isinstance(node, ast.Call))
+
+
+def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:
+    """Whether a call runs what was tried: the network, the same step, a backward pass."""
+    name = dotted(call.func)
+    defined = {getattr(node, "name", None) for node in script.nodes if isinstance(node, ast.FunctionDef)}
+    is_same = bool(name) and name in tried and (name in script.models or name.removeprefix("self.") in defined)
+    return is_same or call in script.backwards
+
+
+def _catches_shortage(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler is one for memory that ran out: by its type, or by the words that it looks for."""
+    caught = {dotted(node).rpartition(".")[2] for node in ast.walk(handler.type)} if handler.type is not None else set()
+    words = (node.value for each in handler.body for node in ast.walk(each) if isinstance(node, ast.Constant))
+    return "OutOfMemoryError" in caught or any(
+        "out of memory" in word.lower() for word in words if isinstance(word, str)
+    )
 
 
 def _find_zeros(script: Script) -> Iterator[Place]:
@@ -177,10 +268,11 @@ for fold in folds:
     Rule(
         id="sync-in-step",
         level="warning",
-        what="the loss is read in every step",
-        why="`.item()`, `.cpu()`, `float()` and `print` wait until the device has done all that was queued, so it "
-        "idles while the next step is prepared. One finding for each loop.",
-        fix="sum `loss.detach()` on the device and read it every N steps.",
+        what="every step waits for the device",
+        why="`.item()`, `.cpu()`, `float()` and `print` of the loss, and `synchronize()`, wait until the device has "
+        "done all that was queued, so it idles while the next step is prepared; also in a function that the loop "
+        "calls. One finding for each loop.",
+        fix="sum `loss.detach()` on the device and read it every N steps; measure times with CUDA events.",
         example="""
 import torch
 model.cuda()
@@ -201,6 +293,66 @@ for step, (x, y) in enumerate(loader):
         print(loss.item())
 """,
         find=_find_reads,
+    ),
+    Rule(
+        id="copy-that-waits",
+        level="warning",
+        what="a pinned batch is copied to the device without non_blocking=True",
+        why="the copy waits until the device has done all that was queued, so the loader's pinned memory gains "
+        "nothing. One finding for each loop.",
+        fix="write `x.to(device, non_blocking=True)`; or memkit's to_device, which looks whether the batch is pinned.",
+        example="""
+import torch
+loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=4, pin_memory=True)
+for x, y in loader:
+    x, y = x.to(device), y.to(device)
+    criterion(model(x), y).backward()
+    optimizer.step()
+""",
+        near_miss="""
+import torch
+loader = torch.utils.data.DataLoader(data, batch_size=8, num_workers=4, pin_memory=True)
+for x, y in loader:
+    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+    x = x.to(torch.float32)
+    criterion(model(x), y).backward()
+    optimizer.step()
+""",
+        find=_find_blocking_copies,
+    ),
+    Rule(
+        id="retry-in-except",
+        level="error",
+        what="the step runs again inside `except` after it ran out of memory",
+        why="until the handler ends, the error's traceback keeps the frames of the failed step, with all their "
+        "tensors: the second try has less memory than the first.",
+        fix="note it in the handler and run again after the `except` block; or use memkit's recover_from_oom.",
+        example="""
+import torch
+for x, y in loader:
+    try:
+        criterion(model(x), y).backward()
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        for part in x.split(4):
+            criterion(model(part), y).backward()
+    optimizer.step()
+""",
+        near_miss="""
+import torch
+for x, y in loader:
+    try:
+        criterion(model(x), y).backward()
+        is_done = True
+    except torch.cuda.OutOfMemoryError:
+        is_done = False
+    if not is_done:
+        torch.cuda.empty_cache()
+        for part in x.split(4):
+            criterion(model(part), y).backward()
+    optimizer.step()
+""",
+        find=_find_retries,
     ),
     Rule(
         id="grads-set-to-zero",

@@ -78,7 +78,11 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     gpu = find_gpu(arguments.gpu, calibrated=arguments.calibrated)
     capability_of(gpu)
-    report = _report(arguments, [*own, *given[end + 1 :]], gpu)
+    try:
+        report = _report(arguments, [*own, *given[end + 1 :]], gpu)
+    except _NoReportError as error:
+        say(f"memkit: {'not known' if error.is_killed else 'error'}: {error}", is_error=True)
+        return NOT_KNOWN if error.is_killed else FAILED
     say_all(json.dumps(report, indent=2) if arguments.json else render(report))
     return {"fits": YES, "does not fit": NO, "not known": NOT_KNOWN, "failed": FAILED}[report["verdict"]]
 
@@ -125,6 +129,15 @@ def _word(found: dict[str, Any], doubts: list[str]) -> str:
     return "does not fit" if found["ended"] == "out of memory" else "fits"
 
 
+class _NoReportError(StateError):
+    """The script's process ended without a report: it was killed, or it left by itself past all that Python does."""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended it."""
+        return self.got.startswith("killed")
+
+
 class _Script:
     """A script and how it is run."""
 
@@ -149,7 +162,7 @@ class _Script:
             timeout: Seconds after which it is stopped.
 
         Raises:
-            StateError: It ended without a report.
+            _NoReportError: It ended without one.
         """
         with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
             temporary = Path(folder, "t")  # short: workers' sockets lie there, whose paths have at most 107 characters
@@ -167,7 +180,7 @@ class _Script:
             ).returncode
             path = Path(folder, "report.json")
             if not path.is_file():
-                raise StateError(
+                raise _NoReportError(
                     f"memkit dryrun {self._order['script']}",
                     got=f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} and no report",
                     expected="a script that ends, whether it fails or not",
@@ -203,7 +216,7 @@ class _Script:
             found = self.run(answers, sizes, is_quiet=True, timeout=_LEAST_SECONDS + _SLOWER * first["seconds"])
         except subprocess.TimeoutExpired:
             return True, "with another answer it does not end"
-        except StateError as error:
+        except _NoReportError as error:
             return True, f"with another answer it ends otherwise, {error.got}"
         if found["other_way"]:
             return True, f"with another answer it takes other memory from {found['other_way']} on"

@@ -17,6 +17,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from memkit._atomic import write_text
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._regularfile import read_regular
 from memkit._units import parse_bytes
 
 _WORDS = re.compile(
@@ -269,7 +270,10 @@ def _table() -> tuple[GPU, ...]:
 
 def _read(path: Path) -> list[GPU]:
     try:
-        return [_gpu(row) for row in json.loads(path.read_text("utf-8"))["gpus"]]
+        data = read_regular(path, f"calibrated={str(path)!r}")
+        return [_gpu(row) for row in json.loads(data.decode("utf-8"))["gpus"]]
+    except FileFormatError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FileFormatError(
             f"calibrated={str(path)!r}",

@@ -22,11 +22,13 @@ from memkit.planning.uses import Site, Use, operation_of, site_of
 READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
-_TORCH = Path(torch.__file__).parent
+_TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
+_WRAPPERS = ("_tensor.py", "_subclasses", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_stats.py")
 # Files whose frames stand between the code that asks and the answer.
 _BETWEEN = (
-    str(Path(__file__).parents[1]),
-    *(str(_TORCH / name) for name in ("_tensor.py", "_subclasses", "overrides.py", "utils/_python_dispatch.py")),
+    *(str(_TORCH / name) for name in (*_WRAPPERS, "utils/_python_dispatch.py")),
+    str(Path(__file__).parent),
+    str(_MEMKIT / "_recorder.py"),
 )
 
 
@@ -90,6 +92,8 @@ class Guesses(Counter[str]):
             return self.plain(dtype, complex)
         line = self.note(READ)
         if dtype.is_floating_point:
+            if _site().is_lost:
+                self.converted(line, None)
             return GuessedFloat(self.answers.real).of(self, line)
         self.is_whole(line)
         return GuessedInt(self.answers.whole).of(self, line)
@@ -124,10 +128,10 @@ class Guesses(Counter[str]):
             return self.answers.truth
         return self.answers.real if dtype.is_floating_point or dtype.is_complex else self.answers.whole
 
-    def into_data(self, number: _Guessed) -> None:
-        """Note a number that goes into a tensor with data: who reads it there is told no guess."""
+    def into_data(self, line: str) -> None:
+        """Note a number that goes into a tensor with data, from which it is read as if it were known."""
         if _site().use is not Use.TEXT:
-            self._note_number(number.line)
+            self._note_number(line)
 
     def finite(self) -> None:
         """Note that code asked whether numbers are finite, and was told that they are."""
@@ -137,12 +141,11 @@ class Guesses(Counter[str]):
 
     def compared(self, line: str, natural: Any) -> Any:
         """What a comparison with an answered number comes to."""
-        frame = _frame()
-        operation = operation_of(frame)
+        operation = operation_of(_frame())
         if natural is NotImplemented or (operation not in _COMPARING and operation.startswith(_SEARCHING)):
             return natural
         # Not in a comparison of the code's own: min, max or sorted compares, and the source says what becomes of that.
-        site = site_of(frame)
+        site = _site()
         contrary = natural != self.answers.is_contrary
         return self._branched(site, line, natural=natural, contrary=contrary)
 
@@ -199,7 +202,9 @@ def _frame() -> FrameType:
 
 
 def _site() -> Site:
-    return site_of(_frame())
+    """What the code that asks does with the answer. Code of memkit's own only weighs and checks with it."""
+    frame = _frame()
+    return Site(Use.TEXT) if frame.f_code.co_filename.startswith(str(_MEMKIT)) else site_of(frame)
 
 
 # ------------------------------------------------------------------------------------------- guessed numbers
@@ -301,3 +306,4 @@ def _follow(kind: Any, base: type) -> None:
 
 for _base, _kind in _KINDS.items():
     _follow(_kind, _base)
+    _kind.__name__ = _base.__name__  # what logs and errors call it

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-from memkit.planning.guesses import GuessedFloat, GuessedInt, Guesses, plain_number
+from memkit.planning.guesses import Guesses, plain_number
 
 _aten = torch.ops.aten
-_MOST_NUMBERS = 100  # of a list that is looked through for a guess
 _KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 
 # ----------------------------------------------------------------------------------- whether numbers are finite
@@ -180,42 +177,6 @@ def _array(original: Any) -> Any:
     return numpy
 
 
-def _filling(original: Any) -> Any:
-    """A function that puts numbers into a tensor: into one with data, or one whose values are known."""
-
-    @wraps(original)
-    def filled(*args: Any, **kwargs: Any) -> Any:
-        out = original(*args, **kwargs)
-        tensor = args[0] if isinstance(args[0], Tensor) else out
-        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-            for number in _guessed_in((args, kwargs)):
-                number.guesses.into_data(number)
-        return out
-
-    return filled
-
-
-def _guessed_in(values: Any) -> list[Any]:
-    """The first guessed number among arguments, lists of numbers included."""
-    if isinstance(values, (GuessedFloat, GuessedInt)):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    if not isinstance(values, (list, tuple, ValuesView)):
-        return []
-    return next(filter(None, map(_guessed_in, islice(values, _MOST_NUMBERS))), [])
-
-
-def _of_math(function: Any) -> Any:
-    @wraps(function)
-    def followed(*numbers: Any) -> Any:
-        result = function(*map(plain_number, numbers))
-        guessed = next((each for each in numbers if isinstance(each, GuessedFloat)), None)
-        return result if guessed is None else guessed.again(result)
-
-    return followed
-
-
 _METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (FakeTensor, "item", _of_one(_item)),
     (FakeTensor, "__bool__", _of_one(_truth)),
@@ -226,9 +187,6 @@ _METHODS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (FakeTensor, "tolist", _listing),
     (FakeTensor, "numpy", _array),
     (FakeTensor, "__format__", _formatting),
-    *((torch, name, _filling) for name in ("tensor", "as_tensor", "full")),
-    *((Tensor, name, _filling) for name in ("__setitem__", "fill_", "__rmul__", "__radd__")),
-    *((math, name, _of_math) for name in ("exp", "expm1", "log", "log10", "log1p", "log2", "pow", "sqrt", "fabs")),
 )
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from memkit._atomic import write_text
 from memkit._errors import ConfigError, FileFormatError
+from memkit._regularfile import read_regular
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -84,7 +85,7 @@ class Settings(BaseModel):
         path = Path(path)
         call = f"{cls.__name__}.from_file({str(path)!r})"
         parse, _ = _format_of(path, call)
-        data = path.read_bytes()
+        data = read_regular(path, call)
         try:
             values = parse(data.decode())
         except Exception as error:  # ValueError or YAMLError from the parser, RecursionError from deep nesting

@@ -25,12 +25,17 @@ _WRITING = frozenset(
     {"print", "str", "repr", "format", "write", "echo", "log", "debug", "info", "warning", "error", "critical"}
     | {"exception", "add_scalar", "add_scalars", "add_histogram", "log_dict", "log_metric", "log_metrics"}
     | {"set_postfix", "set_postfix_str", "set_description"}
+    | {"Loss"}  # memkit's own, which divides by it
 )
 # Calls whose result is a number made of the numbers that they are given.
 _NUMBERS = frozenset(
     {"float", "int", "bool", "abs", "round", "sum", "min", "max", "mean", "median", "fmean", "len", "item", "divmod"}
     | {"exp", "log", "log2", "log10", "sqrt", "pow"}
 )
+_LOSING = frozenset(
+    {"exp", "log", "log2", "log10", "sqrt", "pow", "tensor", "as_tensor", "full", "full_like", "fill_", "new_tensor"}
+)
+_LOST = "(lost)"  # among the names that were followed
 _FINITE = frozenset({"isnan", "isinf", "isfinite"})  # what a training that goes on is never stopped by
 _ADDING = frozenset({"append", "add", "extend", "insert", "appendleft"})
 
@@ -60,10 +65,12 @@ class Site:
     Attributes:
         use: What becomes of it.
         passing: Of a GUARD that asks for the value itself: what it must be for the run to go on; None where not known.
+        is_lost: Whether a function in C makes another number of it, or a tensor: nobody can follow it there.
     """
 
     use: Use
     passing: bool | None = None
+    is_lost: bool = False
 
 
 def site_of(frame: FrameType) -> Site:
@@ -121,8 +128,10 @@ class _Tree:
             return _guard(node) or Site(Use.BRANCH)
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             return self._guard_around(node) or Site(Use.BRANCH)
-        use = Use.TEXT if _makes_text(node) else self.use(node, set())
-        return (self._guard_around(node) if use is Use.BRANCH else None) or Site(use)
+        seen: set[str] = set()
+        use = Use.TEXT if _makes_text(node) else self.use(node, seen)
+        is_lost = _LOST in seen
+        return (self._guard_around(node) if use is Use.BRANCH else None) or Site(use, is_lost=is_lost)
 
     def _guard_around(self, node: ast.AST) -> Site | None:
         """The guard whose condition an expression is a part of."""
@@ -167,7 +176,9 @@ class _Tree:
         if not isinstance(call, ast.Call) or node is call.func:
             return Use.UNKNOWN
         name = _last_name(call.func)
-        if name in _WRITING:
+        is_number = name in _NUMBERS and (name not in _WRITING or _of_numbers(call.func))
+        seen |= {_LOST} if name in _LOSING and (is_number or name not in _NUMBERS) else set()
+        if name in _WRITING and not is_number:
             return Use.TEXT
         if name in _FINITE:
             return Use.GUARD
@@ -274,6 +285,15 @@ def _makes_text(node: ast.AST) -> bool:
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Mod) and isinstance(node.left, (ast.Constant, ast.JoinedStr))
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _last_name(node.func) in _WRITING)
+
+
+def _of_numbers(function: ast.expr) -> bool:
+    """Whether ``log`` is a logarithm."""
+    return isinstance(function, ast.Name) or (
+        isinstance(function, ast.Attribute)
+        and isinstance(function.value, ast.Name)
+        and function.value.id in {"math", "cmath", "np", "numpy", "torch"}
+    )
 
 
 def _last_name(function: ast.expr) -> str:

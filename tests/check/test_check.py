@@ -31,7 +31,7 @@ def test_a_comment_takes_a_finding_out(comment):
 
 
 def test_a_comment_on_any_line_of_the_call_counts_and_on_another_does_not():
-    call = "import torch\ntorch.load(\n    path,  # memkit: ignore[load-without-weights-only]\n)\n"
+    call = "import torch\ntorch.set_default_device(\n    'cuda',  # memkit: ignore[global-cuda-default]\n)\n"
     assert rules_of(call) == []
     assert rules_of(f"# memkit: ignore\n{SCRIPT}") == ["anomaly-left-on"]
     assert rules_of("import torch\nx = 1  # memkit: ignore[anomaly-left-on]\n" + HABIT) == ["anomaly-left-on"]
@@ -125,8 +125,8 @@ def test_a_script_without_torch_has_no_findings():
 
 def test_select_and_ignore(tmp_path):
     path = tmp_path / "a.py"
-    path.write_text(SCRIPT + "torch.load(path)\n")
-    everything = ["anomaly-left-on", "load-without-weights-only"]
+    path.write_text(SCRIPT + "torch.set_default_device('cuda')\n")
+    everything = ["anomaly-left-on", "global-cuda-default"]
     assert [f.rule for f in check_paths([path]).findings] == everything
     assert [f.rule for f in check_paths([path], select=everything[:1]).findings] == everything[:1]
     assert [f.rule for f in check_paths([path], ignore=everything[:1]).findings] == everything[1:]

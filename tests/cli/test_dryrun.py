@@ -180,7 +180,7 @@ def test_missing_options_are_wrong_usage(arguments):
 @pytest.mark.usefixtures("folder")
 def test_a_process_that_dies_is_said_so(capfd):
     code, _, err = dryrun(capfd, "dies.py", "--gpu", "T4")
-    assert code == 2
+    assert code == 3
     assert "got killed by SIGKILL; expected a script that ends" in err
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+import memkit as mk
+
 LOG = []
 BEST = {"loss": math.inf}
 
@@ -148,6 +150,11 @@ def perplexity(m, x):
     return m(x).sum() if math.exp(loss.item()) > 20 else m(m(x)).sum()
 
 
+def logarithm(m, x):
+    bits = math.log(m(x).square().mean().item())
+    return m(x).sum() if bits > 0.5 else m(m(x)).sum()
+
+
 def through_numpy(m, x):
     return m(x).sum() if np.mean([m(x).mean().item()]) > 20 else m(m(x)).sum()
 
@@ -196,7 +203,7 @@ def equal(m, x):
 DECIDING = (
     any_of_a_mask, a_mask_alone, not_any, bool_of, and_then, item_as_size, int_plus_one, item_of_a_float, rounded,
     list_of_sizes, loop_over_range, loop_in_a_helper, slice_by_a_tensor, slice_by_an_item, index_of_a_list, arange,
-    one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, through_numpy, numpy_function,
+    one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm, through_numpy, numpy_function,
     float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary, stored_and_returned, copied, equal,
 )  # fmt: skip
 
@@ -204,7 +211,8 @@ DECIDING = (
 # What ordinary steps do with numbers: the verdict stays.
 def logged(m, x):
     loss = m(x).square().mean()
-    print(f"loss {loss.item():.3f} {loss:.3f}", loss.item(), "%.2f" % loss.item(), f"{float(loss):.1e} {loss}")  # noqa: UP031
+    print(f"loss {loss.item():.3f} {loss:.3f}", loss.item(), f"{float(loss):.1e} {loss}")
+    print("loss %.2f" % loss.item(), str(loss.item()), repr(round(loss.item(), 2)))  # noqa: UP031 - as people write
     return loss
 
 
@@ -274,6 +282,13 @@ def scaled(m, x):
     return m(x).sum() / scale + m(x).sum() * scale
 
 
+def weighted(m, x):
+    y = m(x)
+    valid = y > 0
+    print(mk.Loss(sum=y.sum(), count=valid.sum().item()).count)
+    return mk.Loss(sum=y.sum(), count=int(valid.sum()) + 1)
+
+
 def printed_by_numpy(m, x):
     print(m(x).detach().cpu().numpy(), m(x).tolist())
     return m(x).sum()
@@ -281,5 +296,5 @@ def printed_by_numpy(m, x):
 
 ORDINARY = (
     logged, appended, averaged, accuracy, norm_clipped, not_a_number, skipped_if_not_finite, checked, scaled,
-    printed_by_numpy,
+    weighted, printed_by_numpy,
 )  # fmt: skip

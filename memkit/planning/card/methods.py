@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memkit.planning.card.tensors import patched, without_data
+from memkit.planning.guesses import GuessedFloat, GuessedInt
 
 _OLD_TYPES = {
     "FloatTensor": torch.float32,
@@ -59,7 +60,12 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
-    type_of, new = Tensor.type, Tensor.new
+    type_of, new, set_item = Tensor.type, Tensor.new, Tensor.__setitem__
+
+    def put(self: Tensor, index: Any, value: Any) -> None:
+        if isinstance(value, (GuessedFloat, GuessedInt)) and not isinstance(self, FakeTensor):
+            value.guesses.into_data(value.line)
+        set_item(self, index, value)
 
     def made_new(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not isinstance(self, FakeTensor):
@@ -81,6 +87,7 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
 
     data_ptr = Tensor.data_ptr
     return [
+        (Tensor, "__setitem__", put),
         (Tensor, "new", made_new),
         (Tensor, "type", typed),
         (Tensor, "data_ptr", address),
