@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from math import inf, log
+from math import ceil, inf, log
 from typing import Literal, Protocol, SupportsIndex
 
 from memkit._errors import ConfigError
@@ -275,12 +275,14 @@ class _Choice:
         target = _CPU_BYTES if self._problem.is_on_cpu else _ACCELERATOR_BYTES
         base = best.least_bytes  # a gradient of each parameter, for example: longer chunks do not make it larger
         room = base + target if self._budget is None else int(_FILL * self._budget) - fixed
+        tried = [best]
         while best.peak_bytes > room and best.num_rows > 1:
             best = self._try(best.num_rows // 2)
+            tried.append(best)
         if self._budget is None:  # then one row may take more
             room = max(room, best.peak_bytes)
-        elif best.peak_bytes > room:
-            self._refuse(best, room, fixed)
+        elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
+            self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
         # Either the chunk fills the room, or many graphs do: few large ones would leave much of it.
         rest = room - base
         limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
@@ -337,14 +339,16 @@ class _Choice:
         count = min(1 + (room - short) // kept, 2 + (room - chunk.peak_bytes) // kept, num_chunks)
         return count, max(chunk.peak_bytes + max(count - 2, 0) * kept, short + (count - 1) * kept)
 
-    def _refuse(self, row: _Chunk, room: int, fixed: int) -> None:
+    def _refuse(self, least: _Chunk, room: int, fixed: int) -> None:
+        rows, peak = least.num_rows, format_bytes(least.peak_bytes)
+        taken = f"1 row takes {peak}" if rows == 1 else f"{rows} rows take {peak} and fewer rows no less"
         raise ConfigError(
             self._problem.name,
             got=f"memory_budget={format_bytes(self._budget or 0)}, which leaves {format_bytes(max(room, 0))} to chunks "
-            f"where {row.num_rows} row takes {format_bytes(row.peak_bytes)}",
-            expected=f"room for one row's forward and backward, besides {format_bytes(fixed)} for gradients and "
+            f"where {taken}",
+            expected=f"room for the forward and backward of a chunk, besides {format_bytes(fixed)} for gradients and "
             "running sums, which chunks do not make smaller",
-            fix=f"pass a memory_budget of at least {format_bytes(int((fixed + 16 * row.peak_bytes) / _FILL))}.",
+            fix=f"pass a memory_budget of at least {_written(ceil((fixed + least.peak_bytes + 1) / _FILL))}.",
         )
 
     def _try(self, size: int) -> _Chunk:
@@ -359,6 +363,13 @@ class _Choice:
         if size not in self._known:
             self._known[size] = self._problem.measure(size)
         return self._known[size]
+
+
+def _written(num_bytes: int) -> str:
+    """A size for people that is no smaller than the number, rounded as it is written."""
+    text = format_bytes(num_bytes)
+    unit = parse_bytes(f"1 {text.rpartition(' ')[2]}")
+    return text if parse_bytes(text) >= num_bytes else format_bytes(num_bytes + unit // 100 + 1)
 
 
 def _factor(best: _Chunk, num_rows: int, growth: float, limit: int) -> int:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memkit as mk
+from memkit._units import parse_bytes
 from tests.allocations import trace_allocations
 
 MIB = 1 << 20
@@ -240,6 +241,21 @@ def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
         mk.ChunkedProcessor(mlp, memory_budget="64KiB")(rows)
     with pytest.raises(mk.ConfigError, match=r"'auto' with a strategy.*chunk_size=4096"):
         mk.chunked_map(mlp, rows, strategy="checkpoint")
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_budget_that_the_refusal_names_is_what_is_needed(grad):
+    fn = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
+    volume = torch.randn(3, 1, 16, 16, 16, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(mk.ConfigError) as refused:
+            mk.ChunkedProcessor(fn, memory_budget="10kB")(volume)
+        needed = refused.value.fix.rpartition("at least ")[2].rstrip(".")
+        proc = mk.ChunkedProcessor(fn, memory_budget=needed)
+        torch.testing.assert_close(proc(volume), fn(volume))
+        assert proc.plan(volume).predicted_peak_bytes <= parse_bytes(needed)
+        with pytest.raises(mk.ConfigError, match="at least"):
+            mk.ChunkedProcessor(fn, memory_budget=int(parse_bytes(needed) / 1.1))(volume)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3])

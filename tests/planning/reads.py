@@ -203,8 +203,9 @@ def equal(m, x):
 DECIDING = (
     any_of_a_mask, a_mask_alone, not_any, bool_of, and_then, item_as_size, int_plus_one, item_of_a_float, rounded,
     list_of_sizes, loop_over_range, loop_in_a_helper, slice_by_a_tensor, slice_by_an_item, index_of_a_list, arange,
-    one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm, through_numpy, numpy_function,
-    float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary, stored_and_returned, copied, equal,
+    one_hot, while_loop, while_tensor, threshold, threshold_of_a_sum, perplexity, logarithm, through_numpy,
+    numpy_function, float_compared, truth_of_a_number, contained, kept_on_an_object, dictionary, stored_and_returned,
+    copied, equal,
 )  # fmt: skip
 
 

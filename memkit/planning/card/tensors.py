@@ -9,6 +9,7 @@ private use, which nobody else's tensors carry. All of it ends with the context.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -35,6 +36,7 @@ from memkit.planning.reading import note_known, reading
 _aten = torch.ops.aten
 _COPIED = _aten._to_copy.default
 CARD = torch.device("cuda", 0)
+_one_at_a_time = threading.Lock()  # it changes what "cuda" means for all threads
 # Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
 _MOST_HOST_BYTES = 2**20
 # GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
@@ -57,6 +59,7 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
 
     def __init__(self, selected_fraction: float | None = None) -> None:
         super().__init__(selected_fraction)
+        self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
     def dispatch(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator: on the host with data, on the card without."""
@@ -72,7 +75,8 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
             return args[0]
         is_on_host = device is None or device.type == "cpu"
         if not any(issubclass(kind, FakeTensor) for kind in types):
-            if is_on_host and not _is_large_filling(args, kwargs):
+            is_inside = getattr(self._running, "is_inside", False)  # what such an operator makes has no data either
+            if is_on_host and not is_inside and not _is_large_filling(args, kwargs):
                 return func(*args, **kwargs)
             if device is not None and device.type == "cuda" and args and isinstance(args[0], Tensor):
                 return self._transferred(func, args[0], kwargs)
@@ -84,10 +88,19 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
         names_card = any(
             isinstance(value, torch.device) and value.type == "cuda" for value in (*args, *kwargs.values())
         )
-        with _without_values(args if names_card else ()):
+        with _without_values(args if names_card else ()), self._inside():
             out = super().dispatch(func, types, args, kwargs)
         is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
         return self._where_its_arguments_are(out, args) if is_known and device is None else out
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        was_inside = getattr(self._running, "is_inside", False)
+        self._running.is_inside = True
+        try:
+            yield
+        finally:
+            self._running.is_inside = was_inside
 
     def _without_data(self, tensor: Tensor) -> Tensor:
         return FakeTensor(self, self._copy(tensor, "meta"), CARD)
@@ -193,7 +206,7 @@ def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
     """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside."""
-    if hasattr(Tensor.to, "of_virtual_card"):
+    if not _one_at_a_time.acquire(blocking=False):
         raise StateError(
             "with VirtualGPU(...)",
             got="a virtual GPU inside of another, or in another thread meanwhile",
@@ -202,6 +215,7 @@ def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
         )
     casts = CastCache()
     with ExitStack() as stack:
+        stack.callback(_one_at_a_time.release)
         stack.callback(mode.close)
         stack.enter_context(reading())
         stack.enter_context(_keeping_defaults())
@@ -325,7 +339,6 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
         return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
 
-    moved.of_virtual_card = True  # type: ignore[attr-defined]  # how a second card knows of the first
     return [
         (Tensor, "_make_subclass", staticmethod(private)),
         (FakeTensor, "_normalize_fake_device", staticmethod(normalized)),

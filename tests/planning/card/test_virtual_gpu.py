@@ -413,6 +413,35 @@ def test_unknown_cards_are_refused():
         VirtualGPU("MI300X")
 
 
+def test_one_of_three_threads_has_the_card_and_the_others_are_refused():
+    barrier, results = threading.Barrier(3), []
+    refused = threading.Semaphore(0)
+
+    def enter():
+        barrier.wait()
+        try:
+            with VirtualGPU("T4") as gpu:
+                weight = torch.ones(256, 256, device="cuda", requires_grad=True)
+                (weight @ weight).sum().backward()
+                results.append(gpu.peak_bytes > 256 * 256 * 4)
+                for _ in range(2):
+                    refused.acquire(timeout=10)
+        except StateError as error:
+            results.append(str(error))
+            refused.release()
+
+    threads = [threading.Thread(target=enter) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (entered,) = (each for each in results if isinstance(each, bool))
+    assert entered
+    assert sum("one at a time" in str(each) for each in results) == 2
+    with VirtualGPU("T4"):  # and the next one may have it
+        assert torch.cuda.is_available()
+
+
 @pytest.mark.usefixtures("card")
 def test_other_threads_of_the_host_go_on():
     results = []
