@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memkit._errors import ConfigError, warn_user
 from memkit.train.split import list_leaves
@@ -60,8 +61,8 @@ class SplitWatch:
             is_uneven: Whether losses were visibly divided by something that the parts' weights do not follow.
             is_again: Whether it was asked before for this batch.
         """
-        if not self.is_on:
-            return False
+        if not self.is_on or any(isinstance(each, FakeTensor) for each in self._modules[0].parameters()):
+            return False  # a simulated step has no gradients to compare
         self._num_split += not is_again
         modes = tuple([module.training for module in self._modules])
         self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch._C import _current_graph_task_id as current_backward
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memkit._resizing import UNSHARD
@@ -18,7 +25,7 @@ from memkit.planning.card.convolution import convolution_bound
 from memkit.planning.card.history import Asker, History
 from memkit.planning.card.operators import is_undivided, run_divided
 from memkit.planning.card.reductions import Processors
-from memkit.planning.card.tensors import CARD
+from memkit.planning.card.tensors import CARD, patched
 from memkit.planning.card.workspace import MULTIPLYING, inside
 from memkit.planning.dryrun import StepRecorder
 from memkit.planning.estimate import MemoryEstimate
@@ -153,6 +160,30 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
             self._operator = func
             self._memory.run_inside(func, args)
         return out
+
+    @contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        """Know parameters and buffers from the moment when a module has them on the card, before any step uses them."""
+        apply = nn.Module._apply
+
+        @wraps(apply)
+        def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            moved: nn.Module = apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            self._label([each for each in moved._parameters.values() if each is not None], "parameter")
+            self._label([each for each in moved._buffers.values() if each is not None], "buffer")
+            return moved
+
+        with ExitStack() as stack:
+            stack.callback(register_module_parameter_registration_hook(self._note_parameter).remove)
+            stack.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
+            stack.enter_context(patched(nn.Module, "_apply", applied))
+            yield
+
+    def _note_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:  # noqa: ARG002 - torch's own form
+        self._label([] if parameter is None else [parameter], "parameter")
+
+    def _note_buffer(self, module: nn.Module, name: str, buffer: Any) -> None:  # noqa: ARG002 - torch's own form
+        self._label([] if buffer is None else [buffer], "buffer")
 
     def _bound(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:  # noqa: ARG002
         return convolution_bound(func, args, out)  # what other kernels take inside is in the allocator

@@ -121,6 +121,7 @@ class VirtualGPU(Uncopied):
             stack.enter_context(told_that_tensors_are_real())
             stack.enter_context(self._mode)
             stack.enter_context(self._recorder)
+            stack.enter_context(self._recorder.noting_modules())
             self._stack = stack.pop_all()
         return self
 

@@ -413,6 +413,19 @@ def test_unknown_cards_are_refused():
         VirtualGPU("MI300X")
 
 
+def test_a_run_that_dies_before_its_first_step_knows_its_parameters():
+    with VirtualGPU("T4") as card:
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024)).cuda()
+        made_there = nn.Linear(1024, 1024, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**34, device="cuda")
+    estimate = card.estimate()
+    parameters = [*model.parameters(), *made_there.parameters()]
+    assert estimate.parameters_bytes == sum(each.numel() * 4 for each in parameters)
+    assert estimate.temporaries_bytes == 0
+    assert estimate.other_bytes >= 2 * 1024 * 4  # the running statistics
+
+
 def test_one_of_three_threads_has_the_card_and_the_others_are_refused():
     barrier, results = threading.Barrier(3), []
     refused = threading.Semaphore(0)
