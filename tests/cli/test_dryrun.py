@@ -165,7 +165,7 @@ def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory
 def test_a_script_that_only_logs_and_keeps_the_best_fits(capfd):
     code, out, _ = dryrun(capfd, "guesses.py", "--gpu", "T4")
     assert code == 0
-    assert "fits T4, assuming that 1 checks of values pass" in out
+    assert "fits T4, assuming that 1 check of values passes" in out
 
 
 @pytest.mark.usefixtures("folder")
