@@ -274,7 +274,8 @@ def _verdict(report: dict[str, Any]) -> str:
     num_ooms, num_assumed = len(report["out_of_memory"]), len(report["estimate"]["assumptions"])
     caught = f", after {num_ooms} out-of-memory errors that the script caught" if num_ooms else ""
     steps = "" if report["num_steps"] else ", but no training step was seen"
-    assumed = f", assuming that {num_assumed} checks of values pass" if num_assumed else ""
+    checks = "1 check of values passes" if num_assumed == 1 else f"{num_assumed} checks of values pass"
+    assumed = f", assuming that {checks}" if num_assumed else ""
     return f"fits {report['gpu']}{caught}{steps}{assumed}"
 
 

@@ -36,8 +36,9 @@ _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _FEWEST_MADE = 100_000  # tensors that are remembered before those that died are forgotten
 _CPU = torch.device("cpu")
-# Tensors of up to this many whole numbers keep their values: sizes read from them (lengths, graphs) are then true.
-_MOST_VALUES = 1024
+# Tensors of up to this many whole numbers keep their values: what is read from them (lengths, whether there is padding)
+# is then true. Those that a step makes of nothing are computed for real, and kept up to fewer.
+_MOST_VALUES, _MOST_COUNTED = 2**20, 1024
 _ATOMS = frozenset({bool, int, float, str})
 _COUNTING = frozenset(  # what makes tensors, whose values are known, from nothing
     {
@@ -269,7 +270,7 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Positions, and masks of ones or zeros, are known without data."""
         is_known = out.constant is None and out.fake_device == _CPU
-        if not is_known or out.numel() > _MOST_VALUES:
+        if not is_known or out.numel() > _MOST_COUNTED:
             return out
         with no_dispatch():
             values = func(*args, **(kwargs or {}))

@@ -29,13 +29,14 @@ from memkit.planning.fakes import DryMode
 from memkit.planning.guesses import GuessedFloat, GuessedInt
 
 T = TypeVar("T")
+Kind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
 Simulate: TypeAlias = Callable[[Callable[[DryMode], None]], T]
 
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 _MOST_OBJECTS = 50_000  # that are looked at: what lies farther away is found afterwards, and refused
 _MOST_ITEMS = 1_000  # of a container whose own items are looked at
 _FARTHEST = 8  # steps from a tensor to a holder with a name
-_MOST_NAMED = 3
+_MOST_NAMED, _MOST_TRIED = 3, 40
 _CACHE: Any = type(functools.lru_cache(len))
 _COPIES: dict[type, Callable[[Any], Any]] = {dict: dict, list: list, set: set, deque: list}
 _MISSING = object()
@@ -69,10 +70,11 @@ def leaving_nothing(call: str, roots: Iterable[object], simulate: Simulate[T]) -
             holders = surroundings.holders(modes)
             raise StateError(
                 call,
-                got=f"tensors without data that are still held after the step, by {', '.join(holders)}",
+                got="tensors without data that are still held after the step, by "
+                + (", ".join(holders) or "somebody whom Python's collector does not see"),
                 expected="nothing that outlives the step: used in training, such a tensor has no values",
-                fix=f"empty {holders[0]}, and fill it before the call: values that are there already are used as they "
-                "are.",
+                fix=f"empty {holders[0] if holders else 'what the step fills'}, and fill it before the call: what is "
+                "there already is used as it is.",
             )
     return result
 
@@ -105,7 +107,7 @@ class _Saved(NamedTuple):
 
     container: Any
     content: Any
-    kind: Literal["items", "names", "class", "slots", "cell"]
+    kind: Kind
 
 
 class _Surroundings:
@@ -192,13 +194,11 @@ class _Surroundings:
         own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE and not _is_atom(child)}
         yield from ((child, f".{name}") for name, child in (own | names.get("_modules", {})).items())
 
-    def _named(
-        self, owner: Any, names: Mapping[str, Any], kind: Literal["names", "class", "slots"]
-    ) -> Iterator[tuple[Any, str]]:
+    def _named(self, owner: Any, names: Mapping[str, Any], kind: Kind) -> Iterator[tuple[Any, str]]:
         self._save(owner, dict(names), kind)
         yield from ((child, f".{name}") for name, child in list(names.items()) if not _is_atom(child))
 
-    def _save(self, container: Any, content: Any, kind: Literal["items", "names", "class", "slots", "cell"]) -> None:
+    def _save(self, container: Any, content: Any, kind: Kind) -> None:
         self._saved[id(container), kind] = _Saved(container, content, kind)
 
     def _is_followed(self, module: str) -> bool:
@@ -238,14 +238,14 @@ class _Surroundings:
     def holders(self, modes: list[DryMode]) -> list[str]:
         """Who holds tensors without data, for people."""
         paths = _holders_of(modes, self._is_end)
-        return list(dict.fromkeys(map(self._name_of, paths))) or ["an unknown holder"]
+        return list(dict.fromkeys(map(self._name_of, paths)))
 
     def _is_end(self, value: Any) -> bool:
         """Whether a holder has a name of its own."""
         return isinstance(value, (_CACHE, ModuleType, type, FunctionType, GeneratorType)) or id(value) in self._names
 
     def _name_of(self, path: list[Any]) -> str:
-        """What leads to a tensor, for people; the end of the path first in the text."""
+        """What leads to a tensor, for people: from the end of its path on."""
         end = path[-1]
         name = self._known_name(end) if id(end) in self._names else _own_name(end)
         for holder, held in zip(path[:0:-1], path[-2::-1], strict=True):
@@ -371,9 +371,12 @@ class _Own(list[Any]):
 
 def _holders_of(modes: list[DryMode], is_end: Callable[[Any], bool]) -> list[_Own]:
     """Paths from tensors that are alive to who holds them, up to the nearest holder with a name."""
-    alive = _Own(each for mode in modes for each in mode.survivors())
-    del alive[_MOST_NAMED:]
-    return [_path_from(tensor, is_end) for tensor in alive]
+    alive, found = _Own(each for mode in modes for each in mode.survivors()), list[_Own]()
+    del alive[:-_MOST_TRIED]
+    while alive and len(found) < _MOST_NAMED:
+        path = _path_from(alive.pop(), is_end)
+        found += [path] if len(path) > 1 else []  # else autograd's graph alone holds it, in C++
+    return found
 
 
 def _path_from(tensor: Tensor, is_end: Callable[[Any], bool]) -> _Own:
@@ -404,7 +407,8 @@ def _own_name(value: Any) -> str:
 def _label(holder: Any, held: Any) -> str:
     """How something is called where it is held."""
     if isinstance(holder, dict):
-        return next((f"[{key!r}]" for key, item in holder.items() if item is held), "")
+        is_module = "__name__" in holder
+        return next((f".{key}" if is_module else f"[{key!r}]" for key, item in holder.items() if item is held), "")
     if isinstance(holder, (list, tuple)):
         return next((f"[{number}]" for number, item in enumerate(holder) if item is held), "")
-    return ""
+    return next((f".{name}" for name, item in getattr(holder, "__dict__", {}).items() if item is held), "")

@@ -31,6 +31,7 @@ _SUMMED = {_aten.sum.default, _aten.count_nonzero.default}
 _OR = {_aten.logical_or.default, _aten.bitwise_or.Tensor, _aten.maximum.default}
 _AND = {_aten.logical_and.default, _aten.bitwise_and.Tensor, _aten.minimum.default, _aten.mul.Tensor}
 _KEPT = {
+    _aten._is_any_true.default, _aten._is_all_true.default,  # noqa: SLF001 - what anomaly detection asks
     _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims,
     _aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, _aten.mean.default,
     _aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default,  # noqa: SLF001 - its name

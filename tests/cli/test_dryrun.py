@@ -144,6 +144,37 @@ def test_without_an_optimizer_a_step_is_a_backward_pass(capfd):
     assert report["estimate"]["guesses"] == []
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_guess_that_becomes_a_size_is_not_known_and_one_that_changes_no_memory_does_not_matter(capfd):
+    code, out, err = dryrun(capfd, "guesses.py", "size", "--gpu", "T4", "--json")
+    assert code == 3
+    report = json.loads(out)
+    assert (report["verdict"], report["fits"]) == ("not known", None)
+    (doubt,) = report["estimate"]["doubts"]  # the branch on the best loss takes the same memory either way
+    assert doubt.startswith("guesses.py:10 in <module> uses a guessed value")
+    assert doubt.endswith("with another answer it takes other memory from guesses.py:11 in <module> on")
+    (assumption,) = report["estimate"]["assumptions"]
+    assert assumption == "guesses.py:17 in <module> finds all numbers finite"
+    assert "NOT KNOWN: it may take other memory than was seen\n  guesses.py:10" in render(report)
+    assert err.count("memkit: running it again with other answers") == 2
+    assert err.count("step 1:") == 1  # what it prints is printed once
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_only_logs_and_keeps_the_best_fits(capfd):
+    code, out, _ = dryrun(capfd, "guesses.py", "--gpu", "T4")
+    assert code == 0
+    assert "fits T4, assuming that 1 check of values passes" in out
+
+
+@pytest.mark.usefixtures("folder")
+def test_steps_without_a_gradient_are_not_known(capfd):
+    code, out, _ = dryrun(capfd, "guesses.py", "lost", "--gpu", "T4", "--steps", "1")
+    assert code == 3
+    assert "guesses.py:22 in <module> steps AdamW, and no gradient ever was there" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

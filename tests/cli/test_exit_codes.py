@@ -220,7 +220,7 @@ def assert_harmless(text):
     ids=lambda command: command[0],
 )
 def test_names_do_nothing_to_the_terminal(folder, command, capsys):
-    (folder / EVIL).write_text(STEPS + "\ntorch.autograd.set_detect_anomaly(True)\n")
+    (folder / EVIL).write_text(STEPS + "\ndef habit():\n    torch.autograd.set_detect_anomaly(True)\n")
     main(command)
     out, err = capsys.readouterr()
     assert_harmless(out + err)

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -260,6 +261,13 @@ def not_a_number(m, x):
     return loss
 
 
+def watched_for_anomalies(m, x):
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")
+        (grad,) = torch.autograd.grad(m(x).sum(), m.weight)
+    return m(x).sum() + grad.sum()
+
+
 def skipped_if_not_finite(m, x):
     loss = m(x).square().mean()
     return loss.nan_to_num() if (torch.isnan(loss) | torch.isinf(loss)) else loss
@@ -296,6 +304,6 @@ def printed_by_numpy(m, x):
 
 
 ORDINARY = (
-    logged, appended, averaged, accuracy, norm_clipped, not_a_number, skipped_if_not_finite, checked, scaled,
-    weighted, printed_by_numpy,
+    logged, appended, averaged, accuracy, norm_clipped, not_a_number, watched_for_anomalies, skipped_if_not_finite,
+    checked, scaled, weighted, printed_by_numpy,
 )  # fmt: skip

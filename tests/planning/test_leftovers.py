@@ -1,8 +1,8 @@
 """After a simulated step nothing of it is left: what the user's code keeps is put back, or somebody is named."""
 
-import contextvars
 import functools
 import gc
+import queue
 import sys
 import threading
 import types
@@ -44,7 +44,7 @@ def pair(n):
 DICT, NESTED, LISTS, OLD = {}, {"by size": {}}, defaultdict(list), OrderedDict()
 HISTORY, SEEN, RING = [], set(), deque(maxlen=2)
 BY_MODULE = weakref.WeakKeyDictionary()
-LOCAL, CONTEXT = threading.local(), contextvars.ContextVar("kept", default=None)
+LOCAL, WAITING = threading.local(), queue.SimpleQueue()
 LAST = None
 
 
@@ -400,3 +400,15 @@ def test_who_cannot_be_made_to_let_go_is_named():
     with pytest.raises(StateError, match="on a tensor without data"):  # whoever uses it all the same
         model(X) * next(generator)
     generator.close()
+
+
+def test_a_holder_in_a_module_is_named_by_it(monkeypatch):
+    monkeypatch.setitem(globals(), "WAITING", queue.SimpleQueue())  # a new one: the tests freeze what is there
+
+    def loss_fn(model, x):
+        loss = model(x).sum()
+        WAITING.put(loss)
+        return loss
+
+    with pytest.raises(StateError, match=r"by tests\.planning\.test_leftovers\.WAITING.*empty tests\.planning\."):
+        estimate(Model(None), loss_fn)

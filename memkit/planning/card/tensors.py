@@ -82,6 +82,8 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
                 return self._transferred(func, args[0], kwargs)
         elif func is _COPIED and device is not None and device.type == "cpu":
             return self._to_host(args[0], kwargs)
+        elif func is _COPIED and device is not None and args[0].constant is not None:
+            return self._transferred(func, args[0], kwargs)
         elif _writes_to_host(func, args):
             with_data, named = tree_map(self._guessed, (args, kwargs))
             return func(*with_data, **named)
@@ -111,12 +113,15 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
         return self._on_card(self._copy(tensor, "cpu"), CARD)
 
     def _transferred(self, func: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """A host tensor's copy on the card; a few whole numbers keep their values."""
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        elem = func(empty, **{**kwargs, "device": torch.device("meta")})
+        """A tensor's copy on the card; whole numbers that are known stay so."""
+        known = tensor.constant if isinstance(tensor, FakeTensor) else tensor if self._has_values(tensor) else None
+        with no_dispatch():
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            elem = func(empty, **{**kwargs, "device": torch.device("meta")})
         fake = FakeTensor(self, elem, kwargs["device"])
-        if self._has_values(tensor):
-            fake.constant = func(tensor, **{**kwargs, "device": torch.device("cpu")})
+        if known is not None:
+            with no_dispatch():
+                fake.constant = func(known, **{**kwargs, "device": torch.device("cpu")})
             self.fake_tensor_converter.add_constant_storage_mapping(fake)
         return fake
 
