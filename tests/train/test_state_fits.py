@@ -188,6 +188,22 @@ def test_a_class_of_somebodys_own_is_warned_of(tmp_path):
     )
 
 
+class Counting(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        super().step()
+
+
+def test_values_that_belong_to_no_parameter(tmp_path):
+    model, other = make_model(), make_model()
+    manager = saved(tmp_path, model=model, optimizer=stepped(model, lambda parameters: Counting(parameters, lr=0.1)))
+    optimizer = Counting(other.parameters(), lr=0.1)
+    assert manager.restore(model=other, optimizer=optimizer) == 7
+    assert optimizer.state["steps"] == 2
+
+
 def test_gradients_of_other_shapes(tmp_path):
     model, other = make_model(), make_model()
     optimizer = torch.optim.SGD(model.parameters())
