@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memkit import _rng
+from memkit._epochs import refuse_to_go_on
 from memkit._errors import FileFormatError
 from memkit._protocols import ResumableOrder
 from memkit.train.order import ResumableLoader, tell_epoch
@@ -38,10 +39,22 @@ class Position:
         self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
         self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
-        self.epoch = self.num_batches = 0
+        self.epoch = self.num_batches = self._num_loads = 0
 
     def batches(self) -> Iterator[Any]:
-        """Return the rest of the epoch."""
+        """Return the rest of the epoch; a state that is loaded meanwhile ends it with a `StateError`."""
+        return self._give(self._begin())
+
+    def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
+        num_loads = self._num_loads
+        for batch in batches:
+            if num_loads != self._num_loads:
+                refuse_to_go_on("MemoryEfficientTrainLoop")
+            yield batch
+        if num_loads != self._num_loads:  # else the end of this epoch would count for the state's
+            refuse_to_go_on("MemoryEfficientTrainLoop")
+
+    def _begin(self) -> Iterator[Any]:
         tell_epoch(self._loader, self.epoch)
         if self.num_batches == 0 or self._start is None:
             self._start = {
@@ -89,6 +102,7 @@ class Position:
                 expected=f"version {_VERSION}",
                 fix="load the state with the memkit that saved it.",
             )
+        self._num_loads += 1
         self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
         if self._order and state["order"] is not None and self.num_batches:
             self._order.load_state_dict(state["order"])

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, final
@@ -109,6 +110,8 @@ class TrainingStateManager(Uncopied, Closing):
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._untold: list[str] = []  # the failure in words, until a call has raised it
+        weakref.finalize(self, _tell_of_failures, self._untold, self.directory)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -234,6 +237,7 @@ class TrainingStateManager(Uncopied, Closing):
             write()
         except BaseException as error:  # noqa: BLE001 - raised by the next call
             self._failure = error
+            self._untold.append(str(error))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -251,6 +255,7 @@ class TrainingStateManager(Uncopied, Closing):
                 self._writer = None
             failure, self._failure = self._failure, None
             if failure is not None:
+                self._untold.clear()
                 raise failure
             yield
         finally:
@@ -373,6 +378,13 @@ def _find_problem(saved: SavedState, crew: Crew) -> str | None:
 
 def _warn(text: str, *, stacklevel: int = 3) -> None:
     warnings.warn(f"TrainingStateManager.restore(): {text}.", MemkitWarning, stacklevel=stacklevel)
+
+
+def _tell_of_failures(failures: list[str], directory: Path) -> None:
+    """Say that a state was not written where no call came after it that could have raised the error."""
+    for failure in failures:
+        text = f"TrainingStateManager(background=True) could not write the last state in {directory}: {failure}"
+        warnings.warn(f"{text}. Call close() at the end, which raises the error.", MemkitWarning, stacklevel=2)
 
 
 def _discard(_: object) -> None:

@@ -237,10 +237,11 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
     missing = sorted({key for group in groups for key in optimizer.defaults.keys() - group.keys() - _FILLED})
     if missing:
         _refuse(name, f"groups without {_join(missing)}", f"those of a {type(optimizer).__name__}")
-    if not all(type(index) is int and 0 <= index < len(parameters) for index in values):
-        _refuse(name, "values of other parameters", f"those of {len(parameters)}")
-    kept = next((set(each) for each in optimizer.state.values() if each), None)
-    theirs = next((set(each) for each in values.values() if each), None)
+    numbers, own_values = list(range(len(parameters))), _by_parameter(values)
+    if [index for group in groups for index in group["params"]] != numbers or not own_values.keys() <= set(numbers):
+        _refuse(name, "values of other parameters", f"those of {len(parameters)}, by their numbers")
+    kept = next((set(each) for each in optimizer.state.values() if isinstance(each, dict) and each), None)
+    theirs = next((set(each) for each in own_values.values() if each), None)
     if is_other and kept is not None and theirs is not None and kept != theirs:
         _refuse(name, f"the values {_join(sorted(theirs))} for each parameter", f"{_join(sorted(kept))}")
     gradients = state.get(_GRADIENTS)
@@ -327,13 +328,18 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
     optimizer.load_state_dict(state)
     parameters = _list(optimizer)
-    for index, saved in state["state"].items():
+    for index, saved in _by_parameter(state["state"]).items():
         live = optimizer.state[parameters[index]]
         for key, value in saved.items():  # torch gives values the parameter's dtype: float32 of bfloat16 were lost
             if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         set_gradient(parameter, None if gradient is None else gradient.to(parameter.device))
+
+
+def _by_parameter(values: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
+    """Return an optimizer's values of its parameters, by their numbers; some keep others under names of their own."""
+    return {index: each for index, each in values.items() if isinstance(index, int) and isinstance(each, dict)}
 
 
 def _list(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -137,15 +137,19 @@ class ShardedTensors:
         self._live = live
         self.chosen: dict[str, torch.Tensor] = {}
 
-    def choose(self, placeholder: Mapping[str, Any]) -> torch.Tensor:
+    def choose(self, placeholder: Mapping[str, Any], *, anew: bool = False) -> torch.Tensor:
         """Return the tensor for a placeholder, with values that are still to be read.
+
+        Args:
+            placeholder: What stands in the state.
+            anew: Make one, whatever lives.
 
         Raises:
             FileFormatError: No tensor lives that has the shape.
         """
         name, shape = placeholder[_PLACEHOLDER], placeholder["shape"]
         tensor = self._live.get(name)
-        if tensor is None or tensor.shape != shape or tensor.dtype != placeholder["dtype"]:
+        if anew or tensor is None or tensor.shape != shape or tensor.dtype != placeholder["dtype"]:
             alike = [each for each in self._live.values() if each.shape == shape]
             if not alike:
                 raise FileFormatError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, final
 
@@ -71,8 +71,12 @@ class Restoration:
         Objects of which nobody knows what they take come first, and get back what they had where one of them refuses.
         """
         now, copies = _rng.capture(), dict[str, Mapping[str, Any] | None]()
+        unforeseen = {name for name, target in self._targets.items() if not is_checked(target)}
         try:
-            self._crew.together(lambda: self._load(copies))
+            self._crew.together(lambda: self._load(unforeseen, copies))
+            for tensor, values in self._shards:  # all ranks have come so far
+                _fill(tensor, values)
+            self._crew.together(lambda: self._load(self._targets.keys() - unforeseen, copies))
         except BaseException as error:
             _rng.restore(now)
             if changed := self._undo(copies):
@@ -82,13 +86,11 @@ class Restoration:
             _rng.restore(self._random)
         return self._saved.step
 
-    def _load(self, copies: dict[str, Mapping[str, Any] | None]) -> None:
-        for name, target in sorted(self._targets.items(), key=lambda pair: is_checked(pair[1])):
-            copies[name] = None if is_checked(target) else keep_copy(target, name)
-            load_into(target, self._states.pop(name), name)
-        with torch.no_grad():
-            for tensor, values in self._shards:
-                tensor.to_local().copy_(values)  # type: ignore[attr-defined] # a DTensor's
+    def _load(self, names: Set[str], copies: dict[str, Mapping[str, Any] | None]) -> None:
+        for name, target in self._targets.items():
+            if name in names:
+                copies[name] = None if is_checked(target) else keep_copy(target, name)
+                load_into(target, self._states.pop(name), name)
 
     def _undo(self, copies: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
         """Give objects back what they had; return the names of those of which that is not known."""
@@ -185,9 +187,16 @@ class Restoration:
         for name in sorted(sharded):
             live.plain(state_of(self._targets[name]), name)
         places = ShardedTensors(live.sharded)
-        self._states |= {name: fill_placeholders(self._states[name], places.choose) for name in sharded}
-        files = ShardFiles(self._saved.path)
-        self._shards = [(tensor, files.read(name, tensor)) for name, tensor in places.chosen.items()]
+        for name in sharded:  # what may refuse its state gets values, and not those that live
+            choose = functools.partial(places.choose, anew=not is_checked(self._targets[name]))
+            self._states[name] = fill_placeholders(self._states[name], choose)
+        files, alive = ShardFiles(self._saved.path), {id(tensor) for tensor in live.sharded.values()}
+        for name, tensor in places.chosen.items():
+            values = files.read(name, tensor)
+            if id(tensor) in alive:
+                self._shards.append((tensor, values))
+            else:
+                _fill(tensor, values)
 
     def _choose_random(self, state: Mapping[str, Any] | None) -> None:
         """See that a random state can be put back, and that the devices are those that it is of."""
@@ -206,6 +215,12 @@ class Restoration:
                 f"{self._saved.path} has the random states of {num_devices} accelerators, now {now.num_devices} are in "
                 "use: what is drawn there is not what it would have been. Move the model there before you restore"
             )
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a sharded tensor this rank's values."""
+    with torch.no_grad():
+        tensor.to_local().copy_(values)  # type: ignore[attr-defined] # a DTensor's
 
 
 @contextlib.contextmanager

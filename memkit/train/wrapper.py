@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import ConfigError, FileFormatError, InputError, MemkitOutOfMemoryError, StateError
+from memkit._errors import ConfigError, FileFormatError, InputError, MemkitOutOfMemoryError, MemkitWarning, StateError
 from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit.train.accumulate import GradientAccumulator
@@ -326,6 +327,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._sizes.load_state_dict(state["sizes"])
         if self._precision.scaler and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
+        elif self._precision.scaler or state["scaler"]:
+            has = "no loss scale, which starts anew" if self._precision.scaler else "a loss scale, which is not used"
+            call = "MemoryEfficientTrainingWrapper.load_state_dict(state)"
+            warnings.warn(f"{call}: the state is of another precision: it has {has}.", MemkitWarning, stacklevel=2)
 
     def close(self) -> None:
         """Leave the model as it was found: own forwards, own dtypes, no hooks, DDP synchronising in backward."""

@@ -21,7 +21,7 @@ from memkit.train import statefiles
 
 def forge(folder: Path, **changes) -> None:
     """Make a state's manifest one of the files that are there now, with right checksums."""
-    content = json.loads((folder / "manifest.json").read_text())["content"]
+    content = json.loads(statefiles.read_file(folder / "manifest.json"))["content"]
     names = sorted(path.name for path in folder.iterdir() if path.name != "manifest.json")
     content["files"] = {name: statefiles.describe_file(folder / name) for name in names}
     sign(folder, content | changes)
@@ -31,7 +31,13 @@ def sign(folder: Path, content: object) -> None:
     """Write a manifest with its own checksum."""
     text = json.dumps(content, sort_keys=True)
     record = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "content": content}
-    (folder / "manifest.json").write_text(json.dumps(record))
+    put(folder / "manifest.json", json.dumps(record).encode())
+
+
+def put(path: Path, data: bytes) -> None:
+    """Write a file in the place of whatever is there, also of a pipe, which would keep the writer waiting."""
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    path.write_bytes(data)
 
 
 class Runs:

@@ -378,3 +378,26 @@ def test_a_state_has_the_figure_of_its_own_step(every, expected, tmp_path):
         best = manager.best_step
     assert saved == expected
     assert best == {2: 4, 5: 5}.get(every.get("save_every"))
+
+
+@pytest.mark.parametrize("at", [3, 13])  # in the middle of an epoch, and at its last batch
+def test_a_state_that_is_restored_inside_a_run_is_told(tmp_path, at):
+    """The running epoch would go on with its own batches, and count them as the state's."""
+    loop, _ = make(report_every=1, writer=(writer := Restoring(at)))
+    manager = TrainingStateManager(tmp_path)
+    manager.save(0, **loop.objects())
+    writer.restore = lambda: manager.restore(**loop.objects())
+    with pytest.raises(mk.StateError, match=r"TrainLoop\.load_state_dict\(state\): got a state that was loaded"):
+        loop.run(2)
+    loop.run(1)  # the state's own epoch
+    assert loop.state_dict()["position"]["epoch"] == 1
+
+
+class Restoring:
+    def __init__(self, at):
+        self.at, self.num_calls = at, 0
+
+    def add_scalar(self, tag, value, step):
+        if step == self.at and not self.num_calls:
+            self.num_calls += 1
+            self.restore()

@@ -1,6 +1,7 @@
 """States on a disk: whole or not there, whatever the disk does."""
 
 import errno
+import gc
 import json
 import os
 import resource
@@ -299,3 +300,13 @@ def test_the_manifest_says_what_is_there(manager):
     record = json.loads((newest(manager) / "manifest.json").read_text())["content"]
     assert record["step"] == 20
     assert record["files"]["rank-0.pt"] == statefiles.describe_file(newest(manager) / "rank-0.pt")
+
+
+def test_an_error_in_the_background_is_told_where_no_call_comes_after_it(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    manager = TrainingStateManager(tmp_path / "file", background=True)
+    manager.save(1, model=model_of(1.0))
+    manager._writer.join()
+    del manager
+    with pytest.warns(MemkitWarning, match=r"could not write the last state in .*file: .*Call close\(\) at the end"):
+        gc.collect()

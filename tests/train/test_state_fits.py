@@ -15,6 +15,7 @@ from memkit import _rng
 from memkit._errors import FileFormatError, InputTypeError, MemkitOutOfMemoryError, MemkitWarning
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.state import TrainingStateManager
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.train.test_state import Holder, Monitor, assert_same
 
 
@@ -186,6 +187,22 @@ def test_a_class_of_somebodys_own_is_warned_of(tmp_path):
         model=other,
         optimizer=OwnAdamW(other.parameters()),
     )
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        super().step()
+
+
+def test_values_that_belong_to_no_parameter(tmp_path):
+    model, other = make_model(), make_model()
+    manager = saved(tmp_path, model=model, optimizer=stepped(model, lambda parameters: Counting(parameters, lr=0.1)))
+    optimizer = Counting(other.parameters(), lr=0.1)
+    assert manager.restore(model=other, optimizer=optimizer) == 7
+    assert optimizer.state["steps"] == 2
 
 
 def test_gradients_of_other_shapes(tmp_path):
@@ -538,3 +555,17 @@ def test_more_values_come_back(tmp_path, value):
     there = Holder()
     assert saved(tmp_path, holder=Holder(value)).restore(holder=there) == 7
     assert repr(there.value) == repr(value)
+
+
+def test_a_wrapper_of_another_precision_is_told(tmp_path):
+    def make(precision):
+        model = make_model(norm=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemkitWarning)  # float16 on a CPU
+            return MemoryEfficientTrainingWrapper(model, OPTIMIZERS["AdamW"](model.parameters()), precision=precision)
+
+    half, plain = make("fp16-mixed"), make(None)
+    with pytest.warns(MemkitWarning, match="it has a loss scale, which is not used"):
+        saved(tmp_path / "half", trainer=half).restore(trainer=plain)
+    with pytest.warns(MemkitWarning, match="it has no loss scale, which starts anew"):
+        saved(tmp_path / "plain", trainer=plain).restore(trainer=half)

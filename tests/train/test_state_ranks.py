@@ -2,6 +2,7 @@
 
 import errno
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memkit._errors import ConfigError, MemkitWarning, StateError
+from memkit._errors import ConfigError, FileFormatError, MemkitWarning, StateError
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.state import TrainingStateManager
 from memkit.train.statefiles import list_states
+from tests.train.stateforge import forge, gadgets
 from tests.train.test_ranks import join, leave
 
 STEPS, STOP = 6, 3  # in the middle of a group of two
@@ -112,6 +114,41 @@ def fail_on_one_rank(rank, folder):
     assert len(list(manager.directory.iterdir())) == 2
 
 
+def refuse_on_one_rank(rank, folder):
+    """What one rank's object refuses, or a forged index, changes nothing on any rank, and keeps nobody waiting."""
+    training, manager, canary = Sharded(), TrainingStateManager(f"{folder}/states"), Path(folder) / "canary"
+    note = Note()
+    manager.save(1, model=training.model, note=note)
+    for parameter in training.model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    note.value = "refused" if rank else "mine"
+    with pytest.raises((FileFormatError, StateError), match=r"load_state_dict refuses|rank 1: FileFormatError"):
+        manager.restore(model=training.model, note=note)
+    assert note.value == ("refused" if rank else "mine")
+    (saved,) = list_states(manager.directory)
+    dist.barrier()
+    if rank == 0:
+        (saved.path / ".metadata").write_bytes(gadgets(canary)["protocol 4"])
+        forge(saved.path)
+    dist.barrier()
+    with pytest.raises(FileFormatError, match="pickle"):
+        manager.restore(1, model=training.model)
+    assert not canary.exists()
+    assert all(bool((each.full_tensor() == 7.0).all()) for each in training.model.parameters())
+
+
+class Note:
+    value = "saved"
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        if self.value == "refused" and state["value"] == "saved":
+            raise ValueError("no")
+        self.value = state["value"]
+
+
 def fill_up(path, write):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -122,6 +159,7 @@ def worker(rank, folder):
     stop_and_go_on(rank, f"{folder}/sharded", Sharded)
     go_on_without_an_accumulator(rank, f"{folder}/by_hand")
     fail_on_one_rank(rank, f"{folder}/failing")
+    refuse_on_one_rank(rank, f"{folder}/refusing")
     leave()
 
 

@@ -189,6 +189,29 @@ def test_whole_and_sharded_tensors_are_not_mixed_up(sharded, tmp_path):
         manager.restore(**objects_of(0.0))
 
 
+class Shadow:
+    """An average of sharded weights, as somebody writes it: it copies what it is given."""
+
+    def __init__(self, model, factor):
+        self.values = {name: parameter.detach() * factor for name, parameter in model.named_parameters()}
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = {name: value.clone() for name, value in state.items()}
+
+
+def test_an_object_that_copies_sharded_values(one_rank, tmp_path):
+    model, manager = sharded_objects(one_rank, 2.0)["model"], TrainingStateManager(tmp_path)
+    manager.save(1, model=model, shadow=Shadow(model, 5.0))
+    other = sharded_objects(one_rank, 1.0)["model"]
+    shadow = Shadow(other, 3.0)
+    manager.restore(model=other, shadow=shadow)
+    assert shadow.values["weight"].full_tensor().unique().tolist() == [10.0]
+    assert other.weight.full_tensor().unique().tolist() == [2.0]
+
+
 INDEX_CHANGES = {
     "another folder": lambda data: data.replace(b"__0_0.distcp", b"../../secret"),
     "a pipe": lambda data: data.replace(b"\x8c\x0c__0_0.distcp", b"\x8c\x09/dev/zero"),
