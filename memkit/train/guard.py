@@ -43,8 +43,8 @@ class StepGuard:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._unknown = next((type(each).__name__ for each in optimizers if not steps_parameterwise(each)), None)
+        self._optimizers = [_inner(each) for each in optimizers]
+        self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
         self._is_told = False
         self._temporary_bytes: dict[torch.device, int] = {}
@@ -140,6 +140,13 @@ class StepGuard:
             f"parameter by itself, say memkit.register_parameterwise({self._unknown}), and its step is whole without a "
             "copy; on_oom='raise', or guard_steps=False, guards nothing."
         )
+
+
+def _inner(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that accelerate has prepared: its step does nothing but call the inner one's."""
+    inner = getattr(optimizer, "optimizer", None)
+    is_prepared = type(optimizer).__module__.startswith("accelerate.")
+    return inner if is_prepared and isinstance(inner, Optimizer) else optimizer
 
 
 def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
