@@ -121,7 +121,8 @@ class SparseVoxels:
     features: Tensor
 
     def __post_init__(self) -> None:
-        coords, features = self.sites.coords, self.features
+        coords, features = self.sites.coords, without_affine(self.features)
+        object.__setattr__(self, "features", features)  # rows of voxels lie nowhere in the world
         if not features.is_floating_point() or features.dim() != 2 or len(features) != len(coords):
             raise InputTypeError(
                 CALL,
@@ -184,6 +185,7 @@ class SparseVoxels:
                 expected="a floating point volume (B, C, D, H, W)",
                 fix="add the missing dimensions with volume[None, None]; convert with volume.float().",
             )
+        volume, mask = without_affine(volume), None if mask is None else without_affine(mask)
         kept = (volume.detach() != 0).any(1) if mask is None else mask
         if kept.shape != (len(volume), *volume.shape[2:]) or kept.dtype != torch.bool:
             raise InputTypeError(
@@ -227,6 +229,16 @@ class SparseVoxels:
         sample, *places = self.coords.unbind(1)
         volume[sample, :, places[0], places[1], places[2]] = self.features
         return volume
+
+
+def carries_affine(x: object) -> bool:
+    """Whether a tensor knows where it lies in the world: a subclass with an ``affine``, such as MONAI's MetaTensor."""
+    return isinstance(x, Tensor) and type(x) is not Tensor and getattr(x, "affine", None) is not None
+
+
+def without_affine(x: Tensor) -> Tensor:
+    """Return a plain tensor where the affine would not follow what is made of it; a gradient flows back."""
+    return x.as_subclass(Tensor) if carries_affine(x) else x
 
 
 def _is_integer(coords: Tensor) -> bool:

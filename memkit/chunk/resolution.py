@@ -14,6 +14,7 @@ from torch import Tensor
 from memkit._errors import FileFormatError, InputError, InputTypeError, StateError
 from memkit._settings import Checker
 from memkit._voxelkeys import MORTON_BITS, morton_encode
+from memkit._voxels import without_affine
 
 Downsample = Literal["area", "max", "sum", "masked_mean", "nearest"]
 _CHOOSE = "DynamicResolutionProcessor.choose(coords)"
@@ -161,14 +162,15 @@ class DynamicResolutionProcessor:
                 holds for all. None: what is not zero in some channel.
 
         Returns:
-            (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride.
+            (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride. A plain
+            tensor: an affine, as of MONAI's MetaTensor, would be that of other voxels.
 
         Raises:
             StateError: Nothing was chosen before.
             InputTypeError: The volume has another form.
             InputError: The mask has another form, or there is one where none is used.
         """
-        factor = 2 ** self._chosen()
+        factor, volume = 2 ** self._chosen(), without_affine(volume)
         is_nearest = self._downsample == "nearest"
         if volume.dim() not in (4, 5) or not (is_nearest or volume.is_floating_point()):
             raise InputTypeError(

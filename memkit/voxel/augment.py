@@ -200,6 +200,10 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         places = [Move.of(draw).points(place, params.shape, self.layout) for draw in params.draws]
         return torch.cat(places) if params.batched else places[0][0]
 
+    def _moves(self, params: VoxelParams, layout: VoxelLayout | None) -> list[Tensor]:
+        known = layout or VoxelLayout(("scalar",))
+        return [Move.of(draw).matrix(params.shape, known) for draw in params.draws]
+
     def _apply(self, x: X, params: VoxelParams, layout: VoxelLayout | None, *, inplace: bool) -> X:
         grid = params.shape, len(params.draws), params.batched
         known = layout_of("VoxelAugmentation.apply(x, params)", x, grid, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from memkit._errors import InputError, InputTypeError
 from memkit._settings import Checker
-from memkit._voxels import SparseVoxels, Triple
+from memkit._voxels import SparseVoxels, Triple, carries_affine
+from memkit.voxel.affine import compose, described_as
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, Box
 
@@ -91,17 +92,61 @@ class Augmentation(ABC, Generic[P]):
             inplace: A tensor may be overwritten, and its memory used for the result. Without it ``x`` stays as it is.
 
         Returns:
-            The same form; never the memory of ``x``, but with ``inplace``.
+            The same form; never the memory of ``x``, but with ``inplace``. A tensor with an ``affine`` (MONAI's
+            MetaTensor) keeps its class and metadata, and the affine follows the voxels.
 
         Raises:
-            InputTypeError: ``x`` is no such volume, or ``params`` are another augmentation's.
-            InputError: Its shape is not the one that was drawn for.
+            InputTypeError: ``x`` is no such volume, or ``params`` are another augmentation's; its ``affine`` cannot be
+                set.
+            InputError: Its shape is not the one that was drawn for; its ``affine`` cannot follow.
 
         Memory cost: the result; beside it about 60 bytes, and three times its channels, for each voxel of a part of a
             sample: a 64th of the grid, or 4096 voxels.
         """
-        self._refuse_other_params(f"{type(self).__name__}.apply(x, params)", params)
-        return self._apply(x, params, layout or self.layout, inplace=inplace)
+        call = f"{type(self).__name__}.apply(x, params)"
+        self._refuse_other_params(call, params)
+        if not isinstance(x, Tensor) or not carries_affine(x):
+            return self._apply(x, params, layout or self.layout, inplace=inplace)
+        result = self._apply(x.as_subclass(Tensor), params, layout or self.layout, inplace=inplace)
+        moves, batched = self._moves(params, layout or self.layout), x.dim() == 5
+        return cast("X", described_as(call, result, x, moves, batched=batched))
+
+    def affine_after(self, affine: Tensor, params: P, *, layout: VoxelLayout | None = None) -> Tensor:
+        """Where the voxels lie in the world after flips and turns; tensors with an ``affine`` have it in their result.
+
+        Args:
+            affine: (4, 4), or (B, 4, 4) of a batch: from a voxel's place along D, H, W to the world, as of NIfTI files.
+            params: What `sample` drew.
+            layout: As for `apply`.
+
+        Returns:
+            The same shape and dtype.
+
+        Raises:
+            InputTypeError: ``params`` are another augmentation's.
+            InputError: Another shape; or one affine for samples that are moved in different ways.
+
+        Example:
+            >>> import torch, memkit as mk
+            >>> aug = mk.VoxelAugmentation()
+            >>> params = mk.VoxelParams((4, 8, 8), batched=False, draws=(mk.VoxelDraw(flips="X"),))
+            >>> aug.affine_after(torch.eye(4), params)[0]
+            tensor([-1.,  0.,  0.,  3.])
+        """
+        call = f"{type(self).__name__}.affine_after(affine, params)"
+        self._refuse_other_params(call, params)
+        moves = self._moves(params, layout or self.layout)
+        if moves is None:
+            return affine
+        return compose(call, affine, moves, batched=len(moves) > 1 or torch.as_tensor(affine).dim() == 3)
+
+    def moves_voxels(self, params: P) -> bool:
+        """Say whether this augmentation flips or turns at all, whatever was drawn this time."""
+        return self._moves(params, self.layout) is not None
+
+    def _moves(self, params: P, layout: VoxelLayout | None) -> list[Tensor] | None:  # noqa: ARG002 - of those that move
+        """For each sample, (4, 4) float64 from a voxel's new place to its old one; None where none moves."""
+        return None
 
     def _refuse_other_params(self, call: str, params: object) -> None:
         if not isinstance(params, self._params):

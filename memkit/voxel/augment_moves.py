@@ -62,6 +62,16 @@ class Move:
             columns[:2] = columns[1] - middle[1] + middle[0], columns[0] - middle[0] + middle[1]
         return torch.stack(columns, 1)
 
+    def matrix(self, shape: Triple, layout: VoxelLayout) -> Tensor:
+        """(4, 4) float64: from the place of a voxel along D, H, W after the move to its place before."""
+        mirror, exchange = torch.eye(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+        for dim in self.dims(layout):
+            mirror[dim, dim], mirror[dim, 3] = -1.0, shape[dim] - 1.0
+        if self.exchanged:
+            x, y = layout.dim("X"), layout.dim("Y")
+            exchange[[x, y]] = exchange[[y, x]]
+        return mirror @ exchange
+
     def turn_vectors(self, rows: Tensor, layout: VoxelLayout) -> None:
         """Turn the vectors of voxels, in place: (C, N)."""
         for field in layout.vectors:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from memkit._errors import InputError, InputTypeError
 from memkit._settings import Checker
 from memkit.voxel.augment_base import Augmentation, X, generator
@@ -67,6 +69,14 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
             of_its_own = generator(check, seed=seed, epoch=0, index=[number])
             steps.append(each.sample(shape, seed=int(of_its_own.integers(2**63)), epoch=epoch, index=index))
         return ComposedParams(tuple(steps))
+
+    def _moves(self, params: ComposedParams, layout: VoxelLayout | None) -> list[Tensor] | None:
+        found: list[Tensor] | None = None
+        for each, step in self._pairs(params):
+            moves = each._moves(step, layout or each.layout)  # noqa: SLF001 - of the same family
+            if moves is not None:
+                found = moves if found is None else [a @ b for a, b in zip(found, moves, strict=True)]
+        return found
 
     def _apply(self, x: X, params: ComposedParams, layout: VoxelLayout | None, *, inplace: bool) -> X:
         return _run(x, list(self._pairs(params)), layout, inplace=inplace)

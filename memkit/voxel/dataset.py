@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from memkit._errors import ConfigError, InputTypeError, MemkitWarning
@@ -35,7 +37,9 @@ class VoxelDataset(Dataset[Any]):
     """Samples of any source, augmented when they are asked for.
 
     A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, of
-    which all undergo the same flips and turns; what is no volume in it (labels, names) is handed on. Parameters are
+    which all undergo the same flips and turns; what is no volume in it (labels, names) is handed on. What has the size
+    of a volume, and none of these forms, is refused: it would stay where it was. An entry ``"affine"``,
+    ``"..._affine"``, (4, 4), follows the voxels, as does the affine of MONAI's MetaTensor. Parameters are
     drawn from the seed, the epoch and the sample's index: 0 and N workers hand out the same, and each epoch can be
     drawn again. So the epoch must be told, by `set_epoch` or by a loop of memkit; a pass that repeats the one before is
     warned of. The samples of the source are never written to.
@@ -155,7 +159,22 @@ class VoxelDataset(Dataset[Any]):
         self._note(place)
         drawn = self._augmentation.sample(shape, seed=self._seed, epoch=int(self._told[_EPOCH]), index=place)
         moved = self._augmentation.apply_joint(volumes, drawn, photometric=self._photometric, layouts=self._layouts)
-        return {name: moved.get(name, each) for name, each in sample.items()}
+        others = {name: each for name, each in sample.items() if name not in moved}
+        if self._augmentation.moves_voxels(drawn):
+            for name, each in others.items():
+                _refuse_unmoved(f"VoxelDataset[{index}]", name, each, tuple(shape[-3:]))
+            others = {name: self._with_affine(name, each, drawn) for name, each in others.items()}
+        return {name: moved[name] if name in moved else others[name] for name in sample}
+
+    def _with_affine(self, name: Any, value: Any, drawn: Any) -> Any:
+        """Let an affine that stands beside the volumes, or in a mapping of metadata, follow their voxels."""
+        if isinstance(value, Mapping):
+            return {key: self._with_affine(key, each, drawn) for key, each in value.items()}
+        is_named = isinstance(name, str) and (name == "affine" or name.endswith("_affine"))
+        if not (is_named and isinstance(value, Tensor | np.ndarray) and tuple(value.shape) == (4, 4)):
+            return value
+        moved = self._augmentation.affine_after(torch.as_tensor(value), drawn)
+        return moved.numpy() if isinstance(value, np.ndarray) else moved
 
     def _note(self, place: int) -> None:
         """Warn of a second pass with the same draws. A few may be looked at twice, or drawn with replacement."""
@@ -188,6 +207,25 @@ def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
         return list(values)
     make = getattr(sample, "_make", tuple)
     return make(values)
+
+
+def _refuse_unmoved(call: str, name: object, value: Any, shape: tuple[int, ...]) -> None:
+    """Refuse what would stay where it was while the volumes of its sample are flipped and turned."""
+    for leaf in pytree.tree_leaves(value):
+        is_array = isinstance(leaf, Tensor | np.ndarray)
+        if is_array and tuple(leaf.shape[-3:]) == shape:
+            got = f"a {type(leaf).__name__} of shape {tuple(leaf.shape)}"
+        elif not is_array and (hasattr(leaf, "spatial_shape") or hasattr(leaf, "affine")):
+            got = f"a {type(leaf).__name__}"
+        else:
+            continue
+        raise InputTypeError(
+            call,
+            got=f"{name!r}, {got}, which would not be moved with the volumes of its sample",
+            expected="volumes as tensors (C, D, H, W), or SparseVoxels, at the top of the sample",
+            fix="give it a dimension of channels (mask[None]), make it a tensor (torch.from_numpy(mask), image.data), "
+            "or leave it out.",
+        )
 
 
 def _is_volume(each: object) -> bool:

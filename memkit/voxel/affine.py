@@ -1,0 +1,126 @@
+"""Volumes that know where they lie in the world: tensors with an ``affine``, such as MONAI's MetaTensor.
+
+An affine maps a voxel's place along D, H, W to a place in the world. A flip moves voxels, and not the world: so the
+affine has to change with it, or a file that is written from the volume is mirrored. MONAI is not imported: any subclass
+of torch's Tensor that has an attribute ``affine`` is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkit._errors import InputError, InputTypeError
+
+_RECORD = "memkit"  # in MONAI's record of what was applied to an image
+_IDENTITY = torch.eye(4, dtype=torch.float64)
+
+
+def compose(call: str, affine: Any, moves: Sequence[Tensor], *, batched: bool) -> Tensor:
+    """Return the affine of moved volumes.
+
+    Args:
+        call: The user's call, for messages.
+        affine: (4, 4), or (B, 4, 4) of a batch; a tensor or an array.
+        moves: For each sample, (4, 4) from a voxel's new place to its old one.
+        batched: Whether the volumes are a batch.
+
+    Returns:
+        The same shape and dtype, computed in float64.
+
+    Raises:
+        InputError: Another shape; or one affine for samples that move in different ways.
+    """
+    given = torch.as_tensor(affine)
+    is_one = given.shape == (4, 4)
+    if not is_one and not (batched and given.shape == (len(moves), 4, 4)):
+        raise InputError(
+            call,
+            got=f"an affine of shape {tuple(given.shape)} for {len(moves)} volumes that are flipped or turned",
+            expected="(4, 4)" + (f", or {(len(moves), 4, 4)}" if batched else ""),
+            fix="give each volume the matrix from its voxels along D, H, W to the world; or a plain tensor.",
+        )
+    if is_one and any(not torch.equal(each, moves[0]) for each in moves):
+        raise InputError(
+            call,
+            got=f"one affine for {len(moves)} volumes that are moved in different ways",
+            expected="an affine for each volume of the batch, (B, 4, 4)",
+            fix="make the batch so that it keeps them (monai.data.list_data_collate), augment before batching, or set "
+            "same_on_batch=True.",
+        )
+    steps = moves[0] if is_one else torch.stack(list(moves))
+    matrix = given.to(torch.float64) @ steps.to(given.device)
+    return matrix.to(given.dtype if given.is_floating_point() else torch.float64)
+
+
+def described_as(call: str, result: Tensor, source: Tensor, moves: Sequence[Tensor] | None, *, batched: bool) -> Tensor:
+    """Give a result the class and attributes of its source, with the affine of where its voxels lie now.
+
+    Args:
+        call: The user's call, for messages.
+        result: A plain tensor.
+        source: The volume, which `carries_affine`.
+        moves: As for `compose`; None where nothing moves.
+        batched: Likewise.
+
+    Raises:
+        InputError: As for `compose`; or what is pending would be done to voxels that lie elsewhere by then.
+        InputTypeError: The affine cannot be set.
+    """
+    whole: Any = result.as_subclass(type(source))
+    whole.__dict__.update(copy.deepcopy(source.__dict__))
+    if moves is None or all(torch.equal(each, _IDENTITY) for each in moves):
+        return whole  # type: ignore[no-any-return]  # a tensor
+    if getattr(source, "has_pending_operations", False):
+        raise InputError(
+            call,
+            got=f"a {type(source).__name__} with operations that are pending",
+            expected="a volume to which they were applied: they are about voxels where they lie now",
+            fix="apply them first: monai.transforms.ApplyPending, or lazy=False.",
+        )
+    affine: Any = source.affine  # type: ignore[attr-defined]  # it carries one
+    moved: Any = compose(call, affine, moves, batched=batched)
+    try:
+        whole.affine = moved.numpy() if isinstance(affine, np.ndarray) else moved
+    except AttributeError as error:
+        raise InputTypeError(
+            call,
+            got=f"a {type(source).__name__} whose affine cannot be set",
+            expected="a volume whose affine can follow its voxels",
+            fix="pass x.as_subclass(torch.Tensor), and keep augmentation.affine_after(affine, params) yourself.",
+        ) from error
+    _note(whole, moves, batched=batched)
+    return whole  # type: ignore[no-any-return]  # a tensor
+
+
+def _note(volume: Any, moves: Sequence[Tensor], *, batched: bool) -> None:
+    """Put the move in the place of what was applied before it, so that MONAI refuses to invert that now.
+
+    A move that undoes the last one brings the record back.
+    """
+    applied = getattr(volume, "applied_operations", None)
+    if not isinstance(applied, list):
+        return
+    if not (batched and getattr(volume, "is_batch", False)):
+        applied[:] = _noted(applied, moves[0])
+    elif len(applied) == len(moves):
+        applied[:] = [_noted(each, move) for each, move in zip(applied, moves, strict=True)]
+
+
+def _noted(record: Any, move: Tensor) -> Any:
+    """One volume's record; in a batch MONAI writes "none" for an empty one."""
+    if torch.equal(move, _IDENTITY):
+        return record
+    done = list(record) if isinstance(record, list) else []
+    last = done[-1] if done and isinstance(done[-1], dict) else {}
+    extra = last.get("extra_info", {}) if last.get("class") == _RECORD else {}
+    if extra and torch.equal(torch.tensor(extra["new_to_old"], dtype=torch.float64) @ move, _IDENTITY):
+        return [*extra["before"], *done[:-1]]
+    warning = "memkit has flipped or turned this volume: undo that first, with augmentation.inverse(y, params)."
+    extra = {"new_to_old": move.tolist(), "warn": warning, "before": done}
+    return [{"class": _RECORD, "id": _RECORD, "extra_info": extra, "do_transforms": True}]
