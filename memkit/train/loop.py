@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, final
 
-from memkit._errors import ConfigError, InputError
+from memkit._errors import ConfigError, InputError, warn_user
 from memkit._settings import Checker
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
@@ -146,6 +146,13 @@ class MemoryEfficientTrainLoop:
                 got="val_fn, reducers, validate_every or monitor without val_loader",
                 expected="something to validate on",
                 fix="pass val_loader=...",
+            )
+        num_ranks = trainer._accumulator.num_ranks  # noqa: SLF001 - of the same room
+        if monitor is not None and num_ranks > 1:
+            warn_user(
+                f"{_CALL}(monitor=...) on {num_ranks} ranks: each judges by its own validation, so one may stop, or "
+                "keep another state as the best, while the others go on and wait for it. Validate on the same batches "
+                "on every rank, or let a reducer add up over the ranks."
             )
         use_mode = getattr(state, "use_mode", None)
         if monitor is not None and use_mode is not None:

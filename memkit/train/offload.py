@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, StateError
+from memkit._errors import ConfigError, StateError, warn_user
 from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
 from memkit.train.models import device_of
@@ -88,6 +88,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._held: OrderedDict[int, weakref.ref[_Record]] = OrderedDict()  # by identity, oldest first
         self._active: list[contextlib.AbstractContextManager[Self]] = []
         self.held_bytes = self.written_bytes = 0
+        self._num_on_cpu, self._has_moved, self._is_told = 0, False, False
 
     def __enter__(self) -> Self:
         """Begin to offload."""
@@ -97,6 +98,13 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     def __exit__(self, *error: Any) -> None:
         """Stop; what was saved stays where it is until its backward."""
         self._active.pop().__exit__(*error)
+        if self._num_on_cpu and not self._has_moved and not self._is_told:
+            self._is_told = True
+            warn_user(
+                "offload_activations(to='host') moves an accelerator's tensors, and those of this forward lie on the "
+                f"CPU: {self._num_on_cpu} stay where they are, and nothing is saved. Way out: to='disk', or run the "
+                "model on the accelerator."
+            )
 
     @contextlib.contextmanager
     def within(self, model: nn.Module | None) -> Iterator[Self]:
@@ -125,9 +133,13 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
             return False
         if tensor.nbytes < self._min_bytes or tensor.device.type == "meta":
             return False
-        return (self._to == "disk" or tensor.device.type != "cpu") and (
-            _address(tensor.untyped_storage()) not in lasting
-        )
+        if _address(tensor.untyped_storage()) in lasting:
+            return False
+        if self._to == "host" and tensor.device.type == "cpu":
+            self._num_on_cpu += 1
+            return False
+        self._has_moved = True
+        return True
 
     def _record(self, tensor: torch.Tensor) -> _Record:
         """Find the record of a tensor's storage, or make one and move out what no longer fits."""

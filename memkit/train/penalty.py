@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from memkit._errors import InputError
+from memkit._errors import InputError, warn_user
+from memkit.train.split_check import scan_modules
+
+_WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def gradient_penalty(
@@ -49,6 +53,7 @@ def gradient_penalty(
         >>> penalty = mk.gradient_penalty(discriminator, torch.ones(3, 2))
         >>> torch.testing.assert_close(penalty, discriminator.weight.square().sum())
     """
+    _warn_of_norms(discriminator)
     points = _as_points(real, "real")
     if fake is not None:
         points = _between(points, _as_points(fake, "fake"), generator)
@@ -70,6 +75,20 @@ def gradient_penalty(
         norms = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
         penalty: torch.Tensor = (norms - (0 if fake is None else 1)).square().mean()
         return penalty
+
+
+def _warn_of_norms(discriminator: object) -> None:
+    """Warn, once for each discriminator, of norms that mix rows: a row's gradient would be that of all outputs."""
+    if not isinstance(discriminator, nn.Module) or discriminator in _WARNED_OF:
+        return
+    names = scan_modules(discriminator)
+    if names:
+        _WARNED_OF.add(discriminator)
+        warn_user(
+            f"gradient_penalty: {', '.join(names[:5])} normalize over the rows of the batch, so that each row's "
+            "gradient is that of all outputs, and the penalty is not that of single rows. Use InstanceNorm, GroupNorm, "
+            "LayerNorm or spectral_norm in the discriminator, or put these into .eval()."
+        )
 
 
 def _as_points(rows: torch.Tensor, name: str) -> torch.Tensor:

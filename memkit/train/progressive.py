@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
-from torch.optim.swa_utils import update_bn
 
 from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._settings import Checker
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.order import tell_epoch
@@ -46,13 +47,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"Stage({name}={getattr(self, name)!r})",
-                    got=repr(getattr(self, name)),
-                    expected="1 or more",
-                    fix=f"change {name}.",
-                )
+            Checker(f"Stage({name}={getattr(self, name)!r})").whole(name, getattr(self, name), 1)
 
 
 @final
@@ -73,8 +68,9 @@ class ProgressiveTrainer:
         plan: ``plan(stage)`` returns the rows of a micro-batch that fit; None: the stage's batch size.
         fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None checks nothing.
         model: Whose batch statistics are estimated anew at the start of each stage but the first (they depend on the
-            resolution), and whose device the batches go to. It is called with the batch, or its first element.
-        bn_batches: Batches for that.
+            resolution), and whose device the batches go to. It is called with the batch, or its first element. A
+            BatchNorm in evaluation mode, beside others in training mode, is frozen, and stays as it is.
+        bn_batches: Batches for that; 0 estimates nothing.
 
     Raises:
         ConfigError: No stages.
@@ -110,7 +106,7 @@ class ProgressiveTrainer:
             raise ConfigError("ProgressiveTrainer(stages=[])", got="no stage", expected="one or more", fix="add one.")
         self._step_fn, self._resize, self._plan, self._fits = step_fn, resize, plan, fits
         self._stages = tuple(stages)
-        self._model, self._bn_batches = model, bn_batches
+        self._model, self._bn_batches = model, Checker("ProgressiveTrainer(...)").whole("bn_batches", bn_batches)
         self._device = None if model is None else device_of(model)
         self._done = (0, 0)  # stages, and epochs of the next one
 
@@ -201,8 +197,41 @@ class ProgressiveTrainer:
             yield resized if self._device is None else to_device(resized, self._device)
 
     def _estimate_batch_norm(self, loader: Iterable[Any], stage: Stage) -> None:
-        if self._model is not None and any(isinstance(each, _BATCH_NORMS) for each in self._model.modules()):
-            update_bn(itertools.islice(self._batches(loader, stage), self._bn_batches), self._model)
+        if self._model is not None and self._bn_batches:
+            estimate_batch_norm(itertools.islice(self._batches(loader, stage), self._bn_batches), self._model)
+
+
+@torch.no_grad()
+def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
+    """Estimate the running statistics of a model's BatchNorms anew, as the mean over some batches.
+
+    Torch's own `update_bn` puts the whole model into training mode, and leaves it there: norms that somebody has frozen
+    would be estimated too, and trained from then on.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [each for each, training in modes if isinstance(each, _BATCH_NORMS) and (training or not model.training)]
+    norms = [each for each in norms if each.running_mean is not None]
+    if not norms:
+        return
+    before = [{name: buffer.clone() for name, buffer in each.named_buffers(recurse=False)} for each in norms]
+    momenta = [each.momentum for each in norms]
+    if not model.training:  # as a whole, such as after a validation
+        model.train()
+    has_batch = False
+    try:
+        for each in norms:
+            each.reset_running_stats()
+            each.momentum = None  # the mean over all batches, each with the same weight
+        for batch in batches:
+            has_batch = True
+            model(batch[0] if isinstance(batch, list | tuple) else batch)
+    finally:
+        for each, momentum, buffers in zip(norms, momenta, before, strict=True):
+            each.momentum = momentum
+            for name, buffer in buffers.items() if not has_batch else ():
+                each.get_buffer(name).copy_(buffer)
+        for module, training in modes:
+            module.training = training
 
 
 def _regroup(loader: Iterable[Any], batch_size: int) -> Iterator[Any]:

@@ -97,7 +97,7 @@ class WeightedMean:
 
 @final
 class Accuracy:
-    """The share of rows whose class is among the ``top`` highest scores.
+    """The share of rows whose class is among the ``top`` highest scores. A row with a NaN among its scores is wrong.
 
     Args:
         top: How many scores count.
@@ -132,7 +132,7 @@ class Accuracy:
             _refuse("Accuracy.update(scores, targets)", f"shapes {shapes}", "scores (N, C) and targets (N,)")
         scores, targets = values
         best = scores.topk(min(self._top, scores.shape[1]), dim=1).indices
-        is_right = (best == targets[:, None]).any(dim=1)
+        is_right = (best == targets[:, None]).any(dim=1) & ~scores.isnan().any(dim=1)
         if self._ignored is not None:
             is_right = is_right[targets != self._ignored]
         self._right += int(is_right.sum())

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from memkit._settings import Checker
 from memkit.train.checks import refuse
 
 _CALL = "make_schedule"
@@ -54,7 +55,7 @@ def make_schedule(
     num_steps: int,
     warmup_steps: int = 0,
     final: float = 0.0,
-    power: float = 2.0,
+    power: float | None = None,
 ) -> LambdaLR:
     """Make a learning-rate schedule: a linear warm-up, then a decay.
 
@@ -67,8 +68,8 @@ def make_schedule(
         num_steps: Optimiser steps in all, warm-up included; from then on the rate is ``final`` times the base rate.
         warmup_steps: Steps before the full rate: step i has ``(i + 1) / (warmup_steps + 1)`` of it, so none is wasted
             on a rate of zero.
-        final: Share of the base rate at the end.
-        power: Exponent of the polynomial decay.
+        final: Share of the base rate at the end; not of ``"constant"``, which has no other.
+        power: Exponent of the polynomial decay, and of no other; None is 2.
 
     Returns:
         A scheduler of torch, with ``step()``, ``get_last_lr()``, ``state_dict()``.
@@ -94,10 +95,14 @@ def make_schedule(
     """
     if decay not in get_args(Decay):
         refuse("decay", decay, ", ".join(map(repr, get_args(Decay))), call=_CALL)
+    Checker(_CALL).whole("num_steps", num_steps, 1)
+    Checker(_CALL).whole("warmup_steps", warmup_steps)
     if not 0 <= warmup_steps < num_steps:
         refuse("warmup_steps", warmup_steps, f"0 or more, and fewer than num_steps={num_steps}", call=_CALL)
     if not 0 <= final <= 1:
         refuse("final", final, "a share of the base rate, from 0 to 1", call=_CALL)
-    if not power > 0:
-        refuse("power", power, "an exponent above 0", call=_CALL)
-    return LambdaLR(optimizer, Factor(decay, num_steps, warmup_steps, final, power))
+    if decay == "constant" and final:
+        refuse("final", final, "no final share with decay='constant', which stays at the base rate", call=_CALL)
+    if power is not None and (decay != "polynomial" or not power > 0):
+        refuse("power", power, "an exponent above 0 with decay='polynomial', and none with another", call=_CALL)
+    return LambdaLR(optimizer, Factor(decay, num_steps, warmup_steps, final, 2.0 if power is None else power))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, final
+from typing import Any, Literal, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,13 @@ _VERSION = 1
 _CALL = "ValidationMonitor"
 _CALL_COUNT = "count of loss_fn of a validation"
 _HOST = torch.device("cpu")
+_LOWER_IS_BETTER = frozenset(
+    (
+        *("loss", "losses", "error", "err", "errors", "cost", "energy", "nll", "bpd", "bpc", "ppl", "perplexity"),
+        *("mae", "mse", "rmse", "mape", "l1", "l2", "bce", "ce", "kl", "distance", "dist", "chamfer", "hausdorff"),
+        *("fid", "kid", "lpips", "wer", "cer", "eer", "epe", "crps", "brier"),
+    )
+)
 ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 
@@ -32,7 +40,8 @@ class ValidationMonitor:
 
     Args:
         patience: Validations without a new best after which `should_stop` is true; None never stops.
-        mode: ``"min"`` for a loss, ``"max"`` for an accuracy.
+        mode: ``"min"`` for a loss, ``"max"`` for an accuracy. None is ``"min"`` for a metric whose name is that of a
+            loss, an error or a distance; of any other it must be said, or the worst would be kept as the best.
         metric: Which figure of a validation a loop hands over.
         min_delta: By how much a value must beat the best one to count as better.
 
@@ -53,13 +62,15 @@ class ValidationMonitor:
     def __init__(
         self,
         patience: int | None = 5,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         *,
         metric: str = "loss",
         min_delta: float = 0.0,
     ) -> None:
+        if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
+            mode = "min"
         if mode not in {"min", "max"}:
-            refuse("mode", mode, "'min' or 'max'", call=_CALL)
+            refuse("mode", mode, f"'min' or 'max': which values of {metric!r} are better", call=_CALL)
         if patience is not None and patience < 1:
             refuse("patience", patience, "1 or more validations, or None", call=_CALL)
         if not min_delta >= 0:
@@ -81,8 +92,19 @@ class ValidationMonitor:
 
         Returns:
             True when it is the best so far.
+
+        Raises:
+            InputTypeError: It is no number: None, as of a mean over nothing, or a matrix.
         """
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputTypeError(
+                f"{_CALL}.update(value)",
+                got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value),
+                expected=f"a number, the figure {self.metric!r} of a validation",
+                fix="let val_fn give rows that weigh something, or watch another figure with metric=....",
+            ) from error
         is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
         if is_best:
             self.best, self.plateau = number, 0
@@ -139,8 +161,9 @@ def validate(
         The figures; None where it was stopped.
 
     Raises:
-        InputError: There was no batch.
-        InputTypeError: ``fn`` gives no mapping.
+        InputError: There was no batch; a figure is one number of a whole batch, of which a mean would be one of means;
+            a reducer has a name that no figure has.
+        InputTypeError: ``fn`` gives no mapping, or figures that are no tensors.
         MemkitOutOfMemoryError: Even one row does not fit.
 
     Memory cost: the outputs of one batch on the host, and on the device what one part of it takes.
@@ -148,7 +171,7 @@ def validate(
     given = {} if reducers is None else dict(reducers)
     for reducer in given.values():
         reducer.reset()
-    has_batch = False
+    has_batch, first = False, True
     repeat_epoch(loader)
 
     def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
@@ -160,7 +183,11 @@ def validate(
             if should_stop():
                 return None
             rows = evaluate(to_device(batch, device), figures_of)
+            if first and (unused := sorted(given.keys() - rows.keys())):
+                _refuse_unused(unused, rows)
+            first, size = False, _rows_in(batch)
             for name, values in rows.items():
+                _check_rows(name, values, size)
                 is_several = isinstance(values, tuple)
                 reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
                 reducer.update(*(values if is_several else (values,)))
@@ -183,6 +210,45 @@ def _check_figures(figures: Any) -> dict[str, Any]:
             fix="return {'loss': losses} with reduction='none'; without val_fn it is the mean of loss_fn.",
         )
     return dict(figures)
+
+
+def _rows_in(batch: Any) -> int | None:
+    try:
+        return count_rows(batch)
+    except InputError:
+        return None  # packed
+
+
+def _refuse_unused(names: list[str], figures: Mapping[str, Any]) -> NoReturn:
+    raise InputError(
+        f"reducers={{{names[0]!r}: ...}} of a validation",
+        got=f"figures {', '.join(map(repr, figures))} from val_fn",
+        expected="a figure for each reducer",
+        fix="give the reducer the name of its figure.",
+    )
+
+
+def _check_rows(name: str, values: Any, num_rows: int | None) -> None:
+    """Refuse one number of a whole batch: a mean of such would weigh a smaller last batch like the others."""
+    parts = values if isinstance(values, tuple) else (values,)
+    for each in parts:
+        if not isinstance(each, Tensor):
+            raise InputTypeError(
+                "val_fn(model, batch)",
+                got=f"a {type(each).__name__} as figure {name!r}",
+                expected="tensors, one row for each row of the batch",
+                fix="return the losses of the rows, not .item() of their mean.",
+            )
+        is_mean = not each.dim() or (len(each) == 1 and not isinstance(values, tuple) and num_rows not in {1, None})
+        if is_mean:
+            rows = "rows" if num_rows is None else f"{num_rows} rows"
+            raise InputError(
+                "val_fn(model, batch)",
+                got=f"one number as figure {name!r} of a batch of {rows}",
+                expected="one row for each row of the batch: a mean of batch means is not the mean",
+                fix="return what there is per row, with reduction='none'; or (values, weights), two tensors (n,): "
+                f"{{{name!r}: (loss[None], count[None])}}.",
+            )
 
 
 def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:

@@ -347,7 +347,7 @@ def test_settings_are_checked(tmp_path):
     state, monitor = TrainingStateManager(tmp_path, mode="min"), ValidationMonitor(mode="max")
     with pytest.raises(mk.ConfigError, match=r"TrainingStateManager\(mode='min'\): got a monitor with mode='max'"):
         make(val_loader=loader_of(16), monitor=monitor, state=state)
-    loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou"))
+    loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou", mode="max"))
     with pytest.raises(ValueError, match=r"a validation of loss; expected one with 'iou'"):
         loop.run()
     with pytest.raises(mk.FileFormatError, match=r"version 9; expected version 2"):

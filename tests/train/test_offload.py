@@ -287,7 +287,8 @@ def test_wrong_settings():
 
 def test_on_the_host_what_lies_there_already_stays():
     offload = offload_activations(to="host")
-    gradients(deep(depth=2), torch.randn(64, 128), offload)
+    with pytest.warns(mk.MemkitWarning, match=r"\(to='host'\) moves an accelerator's tensors"):
+        gradients(deep(depth=2), torch.randn(64, 128), offload)
     assert offload.written_bytes == 0
 
 

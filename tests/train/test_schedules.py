@@ -30,7 +30,9 @@ FORMULAS = {
 
 @pytest.mark.parametrize("decay", FORMULAS)
 def test_each_step(decay):
-    found = rates(decay, 120, num_steps=100, warmup_steps=10, final=0.05, power=3.0)
+    settings = {} if decay == "constant" else {"final": 0.05}
+    settings |= {"power": 3.0} if decay == "polynomial" else {}
+    found = rates(decay, 120, num_steps=100, warmup_steps=10, **settings)
     for step, rate in enumerate(found):
         if step < 10:
             expected = (step + 1) / 11

@@ -1,0 +1,162 @@
+"""Settings, figures and modes that would be wrong without a word: each is right, warned of or refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import memkit as mk
+
+DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+
+
+def loop_with(val_fn, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
+    settings |= {"val_loader": DataLoader(DATA, batch_size=4), "val_fn": val_fn, "progress": False}  # 4, 4 and 2 rows
+    return model, mk.MemoryEfficientTrainLoop(trainer, DataLoader(DATA, batch_size=4), loss_fn, **settings)
+
+
+class TestValidations:
+    @pytest.mark.parametrize("shape", [(), (1,)])
+    def test_a_mean_of_a_batch_is_refused(self, shape):
+        """Averaged over batches it would weigh the last two rows like four."""
+        _, loop = loop_with(lambda model, x: {"loss": model(x).square().mean().reshape(shape)})
+        with pytest.raises(mk.InputError, match=r"one number as figure 'loss' of a batch of 4 rows.*reduction='none'"):
+            loop.run()
+
+    def test_its_two_ways_out_are_the_mean(self):
+        for val_fn in (
+            lambda model, x: {"loss": model(x).square().mean(1)},
+            lambda model, x: {"loss": (model(x).square().mean()[None], torch.tensor([float(len(x))]))},
+        ):
+            model, loop = loop_with(val_fn)
+            figures = loop.run().validation
+            assert figures["loss"] == pytest.approx(model(DATA).square().mean().item(), rel=1e-6)
+
+    def test_a_number_is_refused(self):
+        _, loop = loop_with(lambda model, x: {"loss": model(x).square().mean().item()})
+        with pytest.raises(mk.InputTypeError, match=r"a float as figure 'loss'.*not \.item\(\)"):
+            loop.run()
+
+    def test_a_reducer_without_its_figure_is_refused(self):
+        """Else the scores would be averaged with the targets as weights, and the reducer would give None."""
+        val_fn = lambda model, x: {"accuracy": (model(x), (x[:, 0] > 0).long())}  # noqa: E731
+        _, loop = loop_with(val_fn, reducers={"acc": mk.Accuracy()})
+        with pytest.raises(mk.InputError, match=r"reducers=\{'acc'.*figures 'accuracy'"):
+            loop.run()
+
+    def test_a_monitor_on_several_ranks_is_warned_of(self):
+        model = nn.Linear(3, 1)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        trainer._accumulator._ranks = type("Ranks", (), {"num_ranks": 2})()
+        with pytest.warns(mk.MemkitWarning, match="on 2 ranks: each judges by its own validation"):
+            mk.MemoryEfficientTrainLoop(
+                trainer, [DATA], lambda *_: None, val_loader=[DATA], monitor=mk.ValidationMonitor()
+            )
+
+
+class TestMonitors:
+    @pytest.mark.parametrize("metric", ["accuracy", "iou", "f1", "score", "val/dice", "reward"])
+    def test_which_values_are_better_must_be_said(self, metric):
+        with pytest.raises(mk.ConfigError, match=f"which values of '{metric}' are better"):
+            mk.ValidationMonitor(metric=metric)
+        assert mk.ValidationMonitor(metric=metric, mode="max").update(0.5)
+
+    @pytest.mark.parametrize("metric", ["loss", "val_loss", "val/loss", "mse", "chamfer_pytorch3d", "Test Error"])
+    def test_but_not_of_losses_and_errors(self, metric):
+        assert mk.ValidationMonitor(metric=metric).mode == "min"
+
+    @pytest.mark.parametrize("value", [None, torch.ones(2), "a"])
+    def test_what_is_no_number(self, value):
+        with pytest.raises(mk.InputTypeError, match="expected a number, the figure 'loss'"):
+            mk.ValidationMonitor().update(value)
+
+    def test_a_row_of_nan_is_no_right_answer(self):
+        accuracy = mk.Accuracy()
+        accuracy.update(torch.full((4, 3), float("nan")), torch.tensor([0, 0, 0, 1]))
+        assert accuracy.result() == 0.0
+        accuracy.update(torch.tensor([[1.0, 0.0], [0.0, float("nan")]]), torch.tensor([0, 1]))
+        assert accuracy.result() == pytest.approx(1 / 6)
+
+
+class TestSchedules:
+    @pytest.mark.parametrize(
+        ("decay", "settings", "match"),
+        [
+            ("constant", {"final": 0.1}, "final=0.1.*stays at the base rate"),
+            ("cosine", {"power": 3.0}, "power=3.0.*with decay='polynomial'"),
+            ("linear", {"power": 2.0}, "power=2.0"),
+            ("cosine", {"num_steps": 10.5}, "num_steps"),
+            ("cosine", {"warmup_steps": 1.5}, "warmup_steps"),
+        ],
+    )
+    def test_a_setting_without_effect_is_refused(self, decay, settings, match):
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+        with pytest.raises(mk.ConfigError, match=match):
+            mk.make_schedule(optimizer, decay, **({"num_steps": 10} | settings))
+
+
+def norms():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.1), nn.BatchNorm2d(2))
+
+
+class TestProgressiveTrainer:
+    def run(self, model, **settings):
+        stages = [mk.Stage(4, batch_size=4), mk.Stage(4, batch_size=4)]
+        batches = [torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(n)) + 3 for n in range(2)]
+        modes = []
+        step = lambda *_: modes.append([each.training for each in model.modules()])  # noqa: E731
+        mk.ProgressiveTrainer(step, stages, resize=lambda batch, _: batch, model=model, **settings).run(batches)
+        return modes, torch.cat(batches)
+
+    def test_a_frozen_norm_stays_frozen(self):
+        """Torch's update_bn resets all statistics, and leaves the whole model in training mode."""
+        model = norms()
+        model[3].eval()
+        model[3].running_mean.fill_(7.0)
+        modes, data = self.run(model)
+        assert modes == [[True, True, True, True, False]] * 4
+        assert model[3].running_mean.tolist() == [7.0, 7.0]
+        torch.testing.assert_close(model[1].running_mean, model[0](data).mean((0, 2, 3)).detach())
+
+    def test_a_model_in_evaluation_mode_is_estimated_and_left_in_it(self):
+        model = norms().eval()
+        modes, data = self.run(model)
+        assert modes == [[False] * 5] * 4
+        torch.testing.assert_close(model[1].running_mean, model[0](data).mean((0, 2, 3)).detach())
+
+    def test_no_batches_change_nothing(self):
+        model = norms()
+        model[1].running_mean.fill_(7.0)
+        self.run(model, bn_batches=0)
+        assert model[1].running_mean.tolist() == [7.0, 7.0]
+        with pytest.raises(mk.ConfigError, match="bn_batches"):
+            self.run(model, bn_batches=-1)
+
+    @pytest.mark.parametrize("numbers", [(8.5, 2), (8, 2.5), (True, 2), (8, 2, 0.5), ("8", 2)])
+    def test_stages_have_whole_numbers(self, numbers):
+        with pytest.raises(mk.ConfigError, match="a whole number from 1"):
+            mk.Stage(*numbers)
+
+
+def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
+    layer, offload = nn.Linear(64, 64), mk.offload_activations(to="host", min_bytes=0)
+    with pytest.warns(mk.MemkitWarning, match=r"lie on the CPU: \d+ stay where they are.*to='disk'"), offload:
+        layer(torch.randn(64, 64)).tanh().sum()
+    with offload:  # said once
+        layer(torch.randn(64, 64)).tanh().sum()
+
+
+def test_a_penalty_over_norms_that_mix_rows_is_warned_of():
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    with pytest.warns(mk.MemkitWarning, match="gradient_penalty: 1 normalize over the rows.*spectral_norm"):
+        mk.gradient_penalty(critic, DATA)
+    mk.gradient_penalty(critic, DATA)  # said once
+    mk.gradient_penalty(copy.deepcopy(critic).eval(), DATA)
+    mk.gradient_penalty(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), DATA)
