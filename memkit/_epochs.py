@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from memkit._errors import FileFormatError, MemkitWarning, StateError
+from memkit._errors import ConfigError, FileFormatError, StateError, warn_user
 from memkit._settings import Checker
 
 _VERSION = 3
@@ -20,18 +20,27 @@ class EpochOrder(Sampler[list[int]], ABC):
 
     Args:
         seed: In [0, 2^63).
-        num_replicas: Ranks that share the epoch.
-        rank: Which of them this is.
+        num_replicas: Ranks that share the epoch; None is 1, in a single process.
+        rank: Which of them this is; None is 0, of one.
 
     Raises:
-        ConfigError: A setting is out of its range.
+        ConfigError: A setting is out of its range, or not given where there are several ranks.
     """
 
-    def __init__(self, *, seed: int, num_replicas: int, rank: int) -> None:
+    def __init__(self, *, seed: int, num_replicas: int | None, rank: int | None) -> None:
         check = Checker(f"{type(self).__name__}(...)")
         self.seed, self.epoch = check.whole("seed", seed), 0
-        self._num_replicas = check.whole("num_replicas", num_replicas, 1)
-        self._rank = check.whole("rank", rank, 0, self._num_replicas - 1)
+        self._is_shared = num_replicas is not None  # else nobody has said who takes which batches
+        self._check_sharing()
+        self._num_replicas = 1 if num_replicas is None else check.whole("num_replicas", num_replicas, 1)
+        if rank is None and self._num_replicas > 1:
+            raise ConfigError(
+                check.call,
+                got=f"num_replicas={self._num_replicas}, and no rank",
+                expected="this process's number among them, from 0 on",
+                fix="pass rank=torch.distributed.get_rank().",
+            )
+        self._rank = check.whole("rank", 0 if rank is None else rank, 0, self._num_replicas - 1)
         self._start = self._num_given = 0
         self._num_loads = 0
         self._is_over = False  # all batches of this epoch were given, and nobody has spoken of the next one
@@ -39,6 +48,11 @@ class EpochOrder(Sampler[list[int]], ABC):
     @abstractmethod
     def _batches_from(self, start: int) -> Iterator[list[int]]:
         """This rank's batches of the epoch, without the first ``start``."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks."""
 
     @abstractmethod
     def _made_of(self) -> str:
@@ -64,7 +78,12 @@ class EpochOrder(Sampler[list[int]], ABC):
             self._plan_epoch()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left."""
+        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left.
+
+        Raises:
+            ConfigError: There are several ranks by now, and ``num_replicas`` was not given.
+        """
+        self._check_sharing()
         self._num_given = self._start
         return self._give(self._start)
 
@@ -115,14 +134,23 @@ class EpochOrder(Sampler[list[int]], ABC):
             yield batch
         self._is_over = self._num_given > 1  # one batch has no order
 
+    def _check_sharing(self) -> None:
+        num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if num_processes > 1 and not self._is_shared:
+            raise ConfigError(
+                f"{type(self).__name__}(...)",
+                got=f"{num_processes} processes, and no num_replicas: all of them would train on the same batches",
+                expected="who takes which batches of an epoch",
+                fix="pass num_replicas=torch.distributed.get_world_size(), rank=torch.distributed.get_rank(); or "
+                "num_replicas=1 where the same batches are meant, as for the parts of one model.",
+            )
+
     def _warn(self) -> None:
         name = type(self).__name__
-        warnings.warn(
+        warn_user(
             f"{name}: epoch {self.epoch} begins once more, with the same batches in the same order. Call "
             f"set_epoch(epoch) of the {name}, or of the ResumableLoader, before each epoch (memkit's loops do); where "
-            f"the same batches are meant, as in a validation, call set_epoch({self.epoch}).",
-            MemkitWarning,
-            stacklevel=3,
+            f"the same batches are meant, as in a validation, call set_epoch({self.epoch})."
         )
 
 

@@ -45,7 +45,7 @@ class BudgetBatchSampler(EpochOrder):
         max_edges: Edges that a batch may hold.
         max_bytes: Bytes that a batch may hold, also as text such as ``"512MiB"``.
         seed: In [0, 2^63). The batches of an epoch depend on sizes, budgets, seed and epoch alone.
-        num_replicas: Ranks that share the epoch.
+        num_replicas: Ranks that share the epoch. To be given where torch.distributed has several.
         rank: Which of them this is.
 
     Attributes:
@@ -53,7 +53,8 @@ class BudgetBatchSampler(EpochOrder):
         epoch: The epoch, see `set_epoch`.
 
     Raises:
-        ConfigError: No budget, a budget without sizes or the other way round, or a setting out of its range.
+        ConfigError: No budget, a budget without sizes or the other way round, or a setting out of its range, or
+            no ``num_replicas`` where there are several ranks.
         InputError: A sample exceeds a budget (the first is named), sizes are negative or not equally many; or, with
             ranks, too few samples to give each the same number of batches.
         InputTypeError: Sizes are not numbers.
@@ -79,8 +80,8 @@ class BudgetBatchSampler(EpochOrder):
         max_bytes: SupportsIndex | str | None = None,
         *,
         seed: int = 0,
-        num_replicas: int = 1,
-        rank: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
     ) -> None:
         most_bytes = None if max_bytes is None else parse_bytes(max_bytes, name="max_bytes")
         given = {"points": max_points, "edges": max_edges, "bytes": most_bytes}
@@ -99,6 +100,11 @@ class BudgetBatchSampler(EpochOrder):
         available = {name: budget * len(self._batches) for name, budget in self._budgets.items()}
         totals = dict(zip(self._budgets, self._sizes.sum(axis=0).tolist(), strict=True))
         return {name: totals[name] / available[name] if available[name] else 1.0 for name in available}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks."""
+        return len(self._sizes)
 
     def __len__(self) -> int:
         """Batches of the epoch for this rank, and for every other; another epoch may need a few more or less."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, final
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from memkit._epochs import EpochOrder, refuse_to_go_on
-from memkit._errors import ConfigError, InputTypeError
+from memkit._errors import ConfigError, InputTypeError, warn_user
 from memkit._protocols import ResumableOrder
 from memkit._settings import Checker
 
@@ -31,7 +31,7 @@ class ResumableBatchSampler(EpochOrder):
         seed: In [0, 2^63).
         shuffle: Else the samples come in their own order.
         drop_last: Leave out what does not fill a batch on every rank; other samples in each epoch.
-        num_replicas: Ranks that share the epoch.
+        num_replicas: Ranks that share the epoch. To be given where torch.distributed has several.
         rank: Which of them this is.
 
     Attributes:
@@ -39,7 +39,8 @@ class ResumableBatchSampler(EpochOrder):
         epoch: The epoch, see `set_epoch`.
 
     Raises:
-        ConfigError: A setting out of its range; or the last samples are fewer than the ranks.
+        ConfigError: A setting out of its range, or no ``num_replicas`` where there are several ranks; or the last
+            samples are fewer than the ranks.
 
     Memory cost: 8 bytes per sample while an epoch runs. Time cost: one sort at the beginning of an epoch.
 
@@ -62,26 +63,32 @@ class ResumableBatchSampler(EpochOrder):
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        num_replicas: int = 1,
-        rank: int = 0,
+        num_replicas: int | None = None,
+        rank: int | None = None,
     ) -> None:
         super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
+        num_ranks = self._num_replicas
         check = Checker("ResumableBatchSampler(...)")
         check.whole("num_samples", num_samples)
         check.whole("batch_size", batch_size, 1)
-        num_left = num_samples % (batch_size * num_replicas)
-        if not drop_last and 0 < num_left < num_replicas:
+        num_left = num_samples % (batch_size * num_ranks)
+        if not drop_last and 0 < num_left < num_ranks:
             raise ConfigError(
-                f"ResumableBatchSampler({num_samples}, {batch_size}, num_replicas={num_replicas})",
-                got=f"{num_left} samples for the last batches of {num_replicas} ranks",
+                f"ResumableBatchSampler({num_samples}, {batch_size}, num_replicas={num_ranks})",
+                got=f"{num_left} samples for the last batches of {num_ranks} ranks",
                 expected="at least one for each rank",
                 fix="set drop_last=True, or another batch_size.",
             )
         order = f"{'shuffled' if shuffle else 'in order'}{', without the last' if drop_last else ''}"
-        self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_replicas} ranks"
+        self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_ranks} ranks"
         self._num_samples, self._shuffle = num_samples, shuffle
-        self._rows = batch_size * num_replicas
+        self._rows = batch_size * num_ranks
         self._num_batches = num_samples // self._rows + (num_left > 0 and not drop_last)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks; ``drop_last`` leaves some of them out."""
+        return self._num_samples
 
     def __len__(self) -> int:
         """Batches of an epoch, the same on each rank."""
@@ -124,6 +131,29 @@ def tell_epoch(loader: Any, epoch: int) -> None:
         loader.set_epoch(epoch)
     for each in _drawing_parts(loader, set()):
         each.set_epoch(epoch)
+
+
+def check_samples(loader: Any) -> None:
+    """See that a loader's batches are of all samples of its data set, and of no others.
+
+    Raises:
+        ConfigError: There are fewer samples than the batches name.
+    """
+    order, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    if not isinstance(order, EpochOrder) or not isinstance(dataset, Sized) or order.num_samples == len(dataset):
+        return
+    name, num_left = type(order).__name__, len(dataset) - order.num_samples
+    if num_left < 0:
+        raise ConfigError(
+            f"DataLoader(dataset, batch_sampler={name}(...))",
+            got=f"batches of {order.num_samples} samples, and a data set of {len(dataset)}",
+            expected="as many",
+            fix=f"make the {name} for len(dataset) samples.",
+        )
+    warn_user(
+        f"{name}: the last {num_left} of the data set's {len(dataset)} samples are in no batch. Make it for "
+        "len(dataset) samples; where they are meant to be left out, give the loader a torch.utils.data.Subset."
+    )
 
 
 def repeat_epoch(loader: Any) -> None:
@@ -179,6 +209,7 @@ class ResumableLoader:
 
     Raises:
         InputTypeError: The loader has no such batch sampler.
+        ConfigError: Its batches are of more samples than its data set has; of fewer is warned of.
 
     Example:
         >>> import torch, memkit as mk
@@ -204,6 +235,7 @@ class ResumableLoader:
                 expected="a batch sampler whose order follows from seed and epoch",
                 fix="make it with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), 32)).",
             )
+        check_samples(loader)
         self.loader = loader
         self._order: ResumableOrder = order
         self._start = self._num_done = self._num_loads = 0

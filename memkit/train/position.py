@@ -12,7 +12,7 @@ from memkit import _rng
 from memkit._epochs import refuse_to_go_on
 from memkit._errors import FileFormatError
 from memkit._protocols import ResumableOrder
-from memkit.train.order import ResumableLoader, tell_epoch
+from memkit.train.order import ResumableLoader, check_samples, tell_epoch
 
 _VERSION = 2
 
@@ -35,6 +35,7 @@ class Position:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader.loader if isinstance(loader, ResumableLoader) else loader
+        check_samples(self._loader)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)

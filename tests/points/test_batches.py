@@ -183,9 +183,9 @@ def test_a_sample_above_the_budget_is_named():
 
 def test_ranks_that_cannot_get_equally_many():
     with pytest.raises(InputError, match="3 samples that make 3 batches of one"):
-        BudgetBatchSampler([10, 10, 10], max_points=10, num_replicas=2)
+        BudgetBatchSampler([10, 10, 10], max_points=10, num_replicas=2, rank=0)
     with pytest.raises(InputError, match="1 samples"):
-        BudgetBatchSampler([1], max_points=10, num_replicas=2)
+        BudgetBatchSampler([1], max_points=10, num_replicas=2, rank=0)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,15 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from memkit._errors import ConfigError, FileFormatError, InputTypeError, StateError
+from memkit._errors import ConfigError, FileFormatError, InputTypeError, MemkitWarning, StateError
 from memkit.points.batches import BudgetBatchSampler
+from memkit.train.loop import MemoryEfficientTrainLoop
 from memkit.train.order import ResumableBatchSampler, ResumableLoader
 from memkit.train.state import TrainingStateManager
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 
 class Counting(Dataset):
@@ -159,11 +162,29 @@ def test_errors():
         ):
             ResumableBatchSampler(**{"num_samples": 10, "batch_size": 4} | setting)
     with pytest.raises(ConfigError, match="got 2 samples for the last batches of 4 ranks"):
-        ResumableBatchSampler(18, 4, num_replicas=4)
+        ResumableBatchSampler(18, 4, num_replicas=4, rank=0)
     with pytest.raises(FileFormatError, match=r"made of '10 samples, batches of 4 shuffled, .*made of '11 samples"):
         ResumableBatchSampler(11, 4).load_state_dict(ResumableBatchSampler(10, 4).state_dict())
     with pytest.raises(InputTypeError, match="whose batch_sampler is BatchSampler"):
         ResumableLoader(DataLoader(Counting(), 4))
+
+
+def in_a_loop(loader):
+    model = nn.Linear(1, 1)
+    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return MemoryEfficientTrainLoop(trainer, loader, lambda model, batch: model(batch[:, None].float()).mean())
+
+
+@pytest.mark.parametrize("wrap", [ResumableLoader, in_a_loop])
+def test_batches_of_another_number_of_samples_than_the_data_set(wrap):
+    def made_for(num_samples, **settings):
+        return wrap(DataLoader(range(10), batch_sampler=ResumableBatchSampler(num_samples, 4, **settings)))
+
+    made_for(10, drop_last=True)
+    with pytest.warns(MemkitWarning, match="the last 2 of the data set's 10 samples are in no batch"):
+        made_for(8)
+    with pytest.raises(ConfigError, match=r"got batches of 11 samples, and a data set of 10; .*for len\(dataset\)"):
+        made_for(11)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

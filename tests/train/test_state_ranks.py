@@ -2,6 +2,7 @@
 
 import errno
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memkit._errors import ConfigError, FileFormatError, MemkitWarning, StateError
+from memkit.points.batches import BudgetBatchSampler
 from memkit.train.accumulate import GradientAccumulator
+from memkit.train.order import ResumableBatchSampler
 from memkit.train.state import TrainingStateManager
 from memkit.train.statefiles import list_states
 from tests.train.stateforge import forge, gadgets
@@ -149,12 +152,33 @@ class Note:
         self.value = state["value"]
 
 
+def batches_for_whom(rank):
+    """Batches that nobody has shared out would be the same on all ranks: they are refused, early or late."""
+    for make_order in (lambda **ranks: ResumableBatchSampler(8, 2, **ranks), lambda **ranks: budgeted(8, **ranks)):
+        with pytest.raises(ConfigError, match=r"got 2 processes, and no num_replicas.*rank=torch.distributed.get_rank"):
+            make_order()
+        with pytest.raises(ConfigError, match=r"got num_replicas=2, and no rank"):
+            make_order(num_replicas=2)
+        taken = [None, None]
+        dist.all_gather_object(taken, [*chain(*make_order(num_replicas=2, rank=rank))])
+        assert sorted(chain(*taken)) == list(range(8))
+        assert len(list(make_order(num_replicas=1))) == 4  # meant
+
+
+def budgeted(num_samples, **ranks):
+    return BudgetBatchSampler([1] * num_samples, max_points=2, **ranks)
+
+
 def fill_up(path, write):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def worker(rank, folder):
+    early = ResumableBatchSampler(8, 2)
     join(rank, folder)
+    with pytest.raises(ConfigError, match="2 processes, and no num_replicas"):
+        next(iter(early))
+    batches_for_whom(rank)
     stop_and_go_on(rank, f"{folder}/replicated", Replicated)
     stop_and_go_on(rank, f"{folder}/sharded", Sharded)
     go_on_without_an_accumulator(rank, f"{folder}/by_hand")
