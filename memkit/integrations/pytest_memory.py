@@ -17,17 +17,26 @@ from memkit.memory.track import Tracker
 
 if TYPE_CHECKING:  # the plugin loads this file, not the other way around
     from memkit.integrations.pytest_plugin import Limit
+    from memkit.planning.estimate import MemoryEstimate
 
 _SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs stay below it
 _ROWS = 8  # lines of code that are named where no holder is found
 
 
 class Watch(NamedTuple):
-    """A block of code to be, and what can be asked when it is over."""
+    """A block of code to be, and what can be asked when it is over.
+
+    Attributes:
+        block: What the code runs in.
+        peak_bytes: The most bytes at once.
+        table: What they were made of, for people.
+        estimate: The simulated peak with its guesses; None where tensors have data.
+    """
 
     block: AbstractContextManager[Any]
     peak_bytes: Callable[[], int]
     table: Callable[[], str]
+    estimate: Callable[[], MemoryEstimate] | None = None
 
 
 class AssertNoLeak(Protocol):
@@ -58,7 +67,7 @@ def watch(limit: Limit, *held: object) -> Watch:
         from memkit.planning.card.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
 
         card = VirtualGPU(limit.gpu, selected_fraction=limit.selected_fraction)
-        return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain())
+        return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
     from memkit.planning.dryrun import StepRecorder, as_by_itself, summarise
     from memkit.planning.fakes import DryMode
     from memkit.planning.leftovers import empty_caches
@@ -73,9 +82,10 @@ def watch(limit: Limit, *held: object) -> Watch:
         finally:
             empty_caches(fakes)
 
-    return Watch(
-        without_data(), lambda: recorder.recording().peak_bytes(), lambda: summarise(recorder, fakes.guesses).explain()
-    )
+    def estimate() -> MemoryEstimate:
+        return summarise(recorder, fakes.guesses)
+
+    return Watch(without_data(), lambda: recorder.recording().peak_bytes(), lambda: estimate().explain(), estimate)
 
 
 def assert_no_leak(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:

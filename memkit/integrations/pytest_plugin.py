@@ -5,6 +5,7 @@ pytest loads this file at every start, so nothing here imports torch before a te
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
 
 import pytest
 
-from memkit._errors import ConfigError, MemkitError
+from memkit._errors import ConfigError, MemkitError, MemkitWarning
 from memkit._units import format_bytes, parse_bytes
 from memkit.planning.gpus import capability_of, find_gpu
 
@@ -127,6 +128,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     peak_bytes, text = _note(item, limit, measured)
     if peak_bytes > limit.num_bytes:
         pytest.fail(text, pytrace=False)
+    _refuse_guesses(item, measured)
     return result
 
 
@@ -163,6 +165,29 @@ def _limit_of(item: pytest.Item) -> Limit | None:
         return memory_limit(*marker.args, **marker.kwargs)
     except (MemkitError, TypeError) as error:
         raise pytest.fail.Exception(f"{item.nodeid}: {error}", pytrace=False) from None
+
+
+def _refuse_guesses(item: pytest.Item, measured: Watch) -> None:
+    """Fail a test within its limit if it does not say so much: tensors without data have no values to assert on.
+
+    Assertions of the code under test are taken to hold, as in all predictions, and warned of.
+    """
+    estimate = measured.estimate() if measured.estimate is not None else None
+    if estimate is None:
+        return
+    own = [each for each in estimate.assumptions if each.startswith(f"{item.path}:")]
+    if own:
+        text = "this test asserts on values, and its tensors have none (mode='fake')"
+        fix = "assert on shapes, dtypes and devices here, and on values in a test without mode='fake'."
+        pytest.fail("\n".join([f"{text}:", *(f"  {each}" for each in own), f"Way out: {fix}"]), pytrace=False)
+    if estimate.doubts:
+        text = "the memory peak is not known: it depends on values, and tensors have none (mode='fake')"
+        fix = "let no size and no branch depend on values, or leave out mode='fake'."
+        lines = [f"  {each}" for each in estimate.doubts]
+        pytest.fail("\n".join([f"{text}:", *lines, f"Way out: {fix}"]), pytrace=False)
+    if estimate.assumptions:
+        text = f"{item.nodeid} assumes: {'; '.join(estimate.assumptions)}"
+        warnings.warn_explicit(text, MemkitWarning, str(item.path), (item.location[1] or 0) + 1)
 
 
 def _note(item: pytest.Item, limit: Limit, measured: Watch) -> tuple[int, str]:
