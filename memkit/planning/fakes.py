@@ -163,8 +163,10 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     def _without_data(self, tensor: Tensor) -> Tensor:
         return FakeTensor(self, self._copy(tensor, "meta"), _CPU)
 
-    def _with_values(self, tensor: Tensor) -> Tensor:
-        return self._converter.from_real_tensor(self, self._copy(tensor, "cpu"), make_constant=True)
+    def _with_values(self, tensor: Tensor, device: torch.device = _CPU) -> Tensor:
+        fake = FakeTensor(self, self._copy(tensor, "meta"), device, constant=self._copy(tensor, "cpu"))
+        self.fake_tensor_converter.add_constant_storage_mapping(fake)
+        return fake
 
     def _copy(self, tensor: Tensor, device: str) -> Tensor:
         """The same view of a copy of the whole storage; of an empty one on the meta device."""

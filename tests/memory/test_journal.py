@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import memkit as mk
+from memkit._printable import printable_json
 
 
 def run(script, **environment):
@@ -83,7 +84,9 @@ def test_lines_of_the_manager_are_the_encoders_own(tmp_path):
     _, *lines = path.read_text().split("\n")[:-1]
     assert len(lines) == 3
     for line in lines:
-        assert line == json.dumps(json.loads(line), ensure_ascii=False, separators=(",", ":"))
+        assert line == printable_json(json.dumps(json.loads(line), ensure_ascii=False, separators=(",", ":")))
+    assert "é" in lines[0]
+    assert "\\u2028" in lines[0]  # an end of line to others
 
 
 def test_every_number_of_an_accelerator_has_an_origin():

@@ -206,6 +206,13 @@ def test_a_view_holds_all_of_its_storage():
     assert shared.other_bytes == rows.nbytes
 
 
+@pytest.mark.parametrize("num_rows", [1000, 2**18])  # below and above what keeps its values
+def test_a_view_of_whole_numbers_holds_all_of_its_storage(num_rows):
+    rows = torch.arange(8 * num_rows).view(num_rows, 8) % 5
+    estimate = estimate_memory_usage(nn.Embedding(5, 8), rows[10:20], loss_fn=lambda m, x: m(x).sum())
+    assert estimate.other_bytes == rows.nbytes
+
+
 def test_accumulation_meets_the_gradients_that_are_there():
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     batch = torch.randn(512, 32)
