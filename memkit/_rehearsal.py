@@ -95,6 +95,10 @@ class Rehearsal:
         roots: Modules and functions whose state, down to the objects that they hold, is put back.
         room_bytes: What the operators of a forward may make on the CPU, all together, where running out of memory
             would end the process; None for no limit.
+
+    Attributes:
+        has_unmatched_draws: Whether random numbers were drawn that could not be found in the first run's.
+        has_branches: Whether Python asked a tensor whether it is true, and may go the other way with other rows.
     """
 
     def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
@@ -106,7 +110,7 @@ class Rehearsal:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty = False
-        self.has_unmatched_draws = False
+        self.has_unmatched_draws = self.has_branches = False
 
     @contextlib.contextmanager
     def run(
@@ -246,6 +250,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return func(*args, **kwargs)
         if func.namespace in _NAMESPACES_OF_RANKS:
             raise RanksError(str(func))
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self._rehearsal.has_branches = True
         facts = _facts(func)
         for position in facts.written:
             written = args[position] if isinstance(position, int) and position < len(args) else None

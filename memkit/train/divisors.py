@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +17,22 @@ from memkit.train.gradients import graph_nodes
 _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
 _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
-_MAX_PATHS = 8  # more terms than this are not told apart
+_MAX_TERMS = 8  # more terms than this are not told apart
 
 Factor = float | Tensor
-Path = tuple[Factor, ...]
-Note = tuple[Factor, tuple[Path, ...]]  # a micro-batch's weight, and what `divisors` read from its loss
 
 
-def divisors(loss: Tensor) -> tuple[Path, ...]:
+class Term(NamedTuple):
+    """A term of a loss: the operators from the loss to where many numbers become one, and what divides on the way."""
+
+    operators: tuple[str, ...]
+    factors: tuple[Factor, ...]
+
+
+Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and what `divisors` read from its loss
+
+
+def divisors(loss: Tensor) -> tuple[Term, ...]:
     """Read from a loss's graph what each of its terms was divided by, without waiting for a device.
 
     Args:
@@ -35,8 +44,8 @@ def divisors(loss: Tensor) -> tuple[Path, ...]:
     """
     # A mode that is active (a FLOP counter) would get a number that torch has saved as a tensor, and not know it.
     with _disable_current_modes(), torch.no_grad():
-        paths = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # not in a simulation: it has no values
-    return tuple(paths) if len(paths) <= _MAX_PATHS else ()
+        terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # not in a simulation: it has no values
+    return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
 
 def normalizes_over_batch(loss: Tensor) -> bool:
@@ -53,21 +62,37 @@ def _is_per_sample(node: Any) -> bool:
     return len(node._saved_input) == 1 and any("View" in name or "Repeat" in name for name in before)  # noqa: SLF001 - see `_read`
 
 
-def _walk(node: Any) -> Iterator[Path]:
-    todo: list[tuple[Any, Path]] = [(node, ())]
+def _walk(node: Any) -> Iterator[Term]:
+    todo: list[tuple[Any, Term]] = [(node, Term((), ()))]
     for _ in range(_MAX_NODES):
         if not todo:
             return
-        node, path = todo.pop(0)
+        node, term = todo.pop(0)
         if node is None:
             continue
         factor, is_end = _read(node)
-        if factor is not None:
-            path = (*path, factor)
-        if is_end:
-            yield path
+        factors = term.factors if factor is None else (*term.factors, factor)
+        term = Term((*term.operators, node.name()), factors)
+        if not is_end:
+            todo += [(each, term) for each, _ in node.next_functions]
+        elif (divisor := _divisor_of_columns(node)) is not None:
+            yield Term((*term.operators, "columns"), (divisor,))
         else:
-            todo += [(each, path) for each, _ in node.next_functions]
+            yield term
+
+
+def _divisor_of_columns(node: Any) -> Factor | None:
+    """What a mean over columns (tasks, classes) divides the sum of each over the rows by; as one number."""
+    below = node.next_functions[0][0] if node.name().startswith("MeanBackward") else None
+    if below is None or not below.name().startswith("DivBackward"):
+        return None
+    other, total = below._saved_other, below.next_functions[0][0]  # noqa: SLF001 - see `_read`
+    is_of_rows = total is not None and total.name().startswith("SumBackward1") and 0 in total._saved_dim  # noqa: SLF001
+    if not isinstance(other, Tensor) or other.numel() < 2 or not is_of_rows:
+        return None
+    # Weights that are no whole numbers: columns whose divisors change places do not cancel.
+    weights = torch.arange(1, other.numel() + 1, device=other.device, dtype=torch.float64).sqrt()
+    return _on_host((other.detach().reshape(-1) * weights).sum().float())
 
 
 def _read(node: Any) -> tuple[Factor | None, bool]:
@@ -113,13 +138,12 @@ class DivisorWatch:
 
         Values on an accelerator are read one call later, so that nothing waits for them.
         """
-        lengths = {len(paths) for _, paths in group}
-        if len(group) < 2 or len(lengths) != 1 or not lengths.pop():
-            return False
-        if any(isinstance(weight, Tensor) and type(weight) is not Tensor for weight, _ in group):
+        if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
         with _disable_current_modes(), torch.no_grad():
-            columns = [[_product(paths[k]) for _, paths in group] for k in range(len(group[0][1]))]
+            columns = [[_product(each.factors) for each in terms] for terms in _in_step(group)]
+            if not columns:
+                return False
             table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
             if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
                 return self._later(table)
@@ -192,17 +216,24 @@ def _product(path: Sequence[Factor]) -> Factor:
     return result
 
 
-def _is_uneven(table: Sequence[Sequence[float]]) -> bool:
-    """Whether one divisor changes from micro-batch to micro-batch, in another proportion than the weights.
+def _in_step(group: Sequence[Note]) -> list[list[Term]]:
+    """The terms that are the only ones of their kind in each micro-batch, with those of the others.
 
-    Terms that are constant (a penalty on the weights) are right with any weights. Terms that change each in its own way
-    are not understood here: a sum over samples of each sample's mean.
+    Several of a kind are those of a loop over samples, and weigh as the samples do: a mean of each sample's mean.
     """
-    weights, *paths = table
-    changing = [line for line in paths if max(line) - min(line) > _TOLERANCE * max(map(abs, line), default=0.0)]
-    if not changing or not all(_is_proportional(line, changing[0]) for line in changing[1:]):
-        return False
-    return not _is_proportional(changing[0], weights)
+    kinds = [Counter(each.operators for each in terms) for _, terms in group]
+    single = [operators for operators in kinds[0] if all(each[operators] == 1 for each in kinds)]
+    return [[each for _, terms in group for each in terms if each.operators == kind] for kind in single]
+
+
+def _is_uneven(table: Sequence[Sequence[float]]) -> bool:
+    """Whether a divisor changes from micro-batch to micro-batch, in another proportion than the weights.
+
+    Terms that are constant (a penalty on the weights) are right with any weights.
+    """
+    weights, *lines = table
+    changing = [line for line in lines if max(line) - min(line) > _TOLERANCE * max(map(abs, line), default=0.0)]
+    return any(not _is_proportional(line, weights) for line in changing)
 
 
 def _is_proportional(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,31 +24,26 @@ from memkit._streamed import without_hooks
 from memkit._units import MIB
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
-from memkit.train.split import (
-    SplitFn,
-    count_elements,
-    count_rows,
-    cut_batch,
-    join_rows,
-    list_tensors,
-    map_leaves,
-    take_rows,
-)
+from memkit.train.sketches import Vector, sketches, sketches_of_backward
+from memkit.train.split import SplitFn, map_leaves
+from memkit.train.split_ways import Parts, Way, ways_to_cut
 
 LossFn = Callable[[nn.Module, Any], Tensor | Loss]
-_NUM_ROWS, _MOST_ROWS = 8, 32  # of a look, and of the first one of its kind
-_LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
 # Relative errors per parameter up to which nothing more is asked; above, they are held against rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
 _TIMES_ROUNDING = 10.0
 _MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are looked at in float32
 _FIT = 1e-3  # how well other weights must explain the whole
-_EXACT_NUMEL, _WIDTH = 2048, 512  # of a sketch: elements that stand for themselves, and numbers for any more
-_MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
-
-Vector = npt.NDArray[np.float64]
-Vector2d = npt.NDArray[np.float64]
+_ONLY_IN_ORDER = (
+    "parts of the batch as it came have the gradient of the whole, parts of the same rows in another order do not: the "
+    "loss, or the model, compares or mixes rows, and either those that belong together stood in one part, or it is "
+    "equal by accident"
+)
+_UNEVEN = (
+    "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
+    "weights), and the rows that were looked at do not tell why"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +61,7 @@ class SplitVerdict:
             ``"hooks"``: hooks on parameters do something else to parts of a gradient than to the whole.
         reason: Why it was not checked.
         is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
+        has_branches: Python branches on values of tensors, so that another batch may go another way.
     """
 
     exact: bool | None
@@ -77,6 +71,7 @@ class SplitVerdict:
     loss: Literal["rows", "weights", "state", "hooks"] | None = None
     reason: str = ""
     is_uninformative: bool = False
+    has_branches: bool = False
 
     @property
     def advice(self) -> str:
@@ -112,38 +107,6 @@ class SplitVerdict:
                 "work on .grad before the step, or clip with max_grad_norm; SplitLoss runs them once per batch."
             )
         return " ".join(sentences)
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """A batch to look at, and how it is cut.
-
-    Attributes:
-        whole: The batch.
-        size: Its rows, or elements.
-        parts: Its parts in order, with their sizes.
-        has_rows: Whether the sizes are rows, so that a part's random draws can be found in the whole's.
-    """
-
-    whole: Any
-    size: int
-    parts: tuple[tuple[Any, int], ...]
-    has_rows: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """A way to cut a batch for a look.
-
-    Attributes:
-        make: Cuts; None where it cannot be cut so.
-        is_smaller: For when memory has run out.
-        is_real: The parts are those of the step.
-    """
-
-    make: Callable[[], Parts | None]
-    is_smaller: bool = False
-    is_real: bool = False
 
 
 @dataclass(slots=True)
@@ -261,6 +224,7 @@ class Examination:
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
+        self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
@@ -274,30 +238,31 @@ class Examination:
             yield from self._examine()
         finally:
             self._close()
+        self.verdict = replace(self.verdict, has_branches=self._has_branches)
 
     def _close(self) -> None:
         rehearsal = getattr(self, "_rehearsal", None)
         if rehearsal is not None:
             rehearsal.close()
+            self._has_branches = self._has_branches or rehearsal.has_branches
 
     def _examine(self) -> Attempts:
         verdict = SplitVerdict(None, modules=self._suspects, reason="the batch has a single row")
         is_out_of_memory = False
-        for way in self._ways:
-            if way.is_smaller != is_out_of_memory:
+        for number, way in enumerate(self._ways):
+            if way.is_smaller != is_out_of_memory or not self._may_tell(way, verdict):
                 continue
-            parts = self._make(way)
+            parts = self._made(way.make)
             if parts is None:
                 is_out_of_memory = is_out_of_memory or bool(self._failure)
                 continue
             found = yield from self._judge(parts)
-            if verdict.exact is None or found.exact is not None:
-                verdict = found
-            is_told = verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)
-            if way.is_real and is_told:
-                break
-            # A loss that compares rows is refused, so ask twice; likewise where real parts were seen to be unlike.
-            if (verdict.exact and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows"):
+            self._has_looked = True
+            self._were_real = self._were_real or (way.is_real and found.exact is not None)
+            verdict = self._together(verdict, found, way)
+            self._was_unequal_sorted = self._was_unequal_sorted or (way.is_sorted and found.loss == "rows")
+            is_equal = verdict.exact and not any(each.is_further for each in self._ways[number + 1 :])
+            if self._is_decided(verdict, way, is_equal=bool(is_equal)):
                 break
             is_out_of_memory = is_out_of_memory or self._attempt.is_out_of_memory
             if self._attempt.is_out_of_memory:
@@ -305,11 +270,41 @@ class Examination:
                 release_cached_memory()
         if verdict.exact is None and self._failure:
             verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure)
+        if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
+            verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
         self.verdict = verdict
 
-    def _make(self, way: Way) -> Parts | None:
+    def _may_tell(self, way: Way, verdict: SplitVerdict) -> bool:
+        """Whether another look says more than those before."""
+        if way.is_further and self._has_looked:
+            return verdict.exact is True or verdict.is_uninformative
+        return not (way.is_sorted and self._was_unequal_sorted)
+
+    def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
+        """What two looks say together."""
+        if found.exact is None:
+            return found if verdict.exact is None else verdict
+        if not (found.exact and verdict.exact is False):
+            return found
+        if way.is_smaller:  # too few rows to say that more are equal
+            return verdict
+        if self._was_unequal_sorted:
+            return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
+        return found
+
+    def _is_decided(self, verdict: SplitVerdict, way: Way, *, is_equal: bool) -> bool:
+        if verdict.exact and not is_equal:
+            return False  # a further look is to come
+        if way.is_real and (verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)):
+            return True
+        # A loss that compares rows is refused, so ask twice, in the batch's own order; likewise where real parts were
+        # seen to be unlike.
+        return (is_equal and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows")
+
+    def _made(self, make: Callable[[], Parts | None]) -> Parts | None:
+        """What a look needs, None where there is no memory for it."""
         try:
-            return way.make()
+            return make()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -321,12 +316,14 @@ class Examination:
     def _judge(self, parts: Parts) -> Attempts:
         """Compare one way to cut; in a lower precision where full precision cannot be had."""
         if self._in_full_precision:
-            with _in_float32(self._model, parts) as in_float32:
-                verdict = yield from self._compare_whole_and_parts(in_float32)
-            failed = verdict.exact is None and not verdict.is_uninformative
-            if not failed or self._attempt.is_between_ranks or self._attempt.is_out_of_memory:
-                return verdict
-            self._in_full_precision = False  # the model may need its own precision: it casts to half by itself
+            with contextlib.ExitStack() as stack:
+                in_float32 = self._made(lambda: stack.enter_context(_in_float32(self._model, parts)))
+                if in_float32 is not None:
+                    verdict = yield from self._compare_whole_and_parts(in_float32)
+                    failed = verdict.exact is None and not verdict.is_uninformative
+                    if not failed or self._attempt.is_between_ranks or self._attempt.is_out_of_memory:
+                        return verdict
+            self._in_full_precision = False  # no memory, or the model needs its own precision: it casts to half itself
         return (yield from self._compare_whole_and_parts(parts))
 
     def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
@@ -420,10 +417,10 @@ class Examination:
         slopes = torch.full_like(root, slope, dtype=torch.float32 if root.dtype in _HALF else root.dtype) * scale
         slopes, count = slopes.to(root.dtype), count * scale
         if has_reentrant_checkpoint(root):
-            return _Gradient(_sketches_of_backward(root, slopes, self._parameters), count, adds_up)
+            return _Gradient(sketches_of_backward(root, slopes, self._parameters), count, adds_up)
         hooks = contextlib.nullcontext() if self._with_hooks else without_hooks(self._parameters)
         with hooks:
-            return _Gradient(_sketches(root, slopes, self._parameters), count, adds_up)
+            return _Gradient(sketches(root, slopes, self._parameters), count, adds_up)
 
     # ------------------------------------------------------------------ judgement
 
@@ -727,255 +724,6 @@ def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
     finally:
         for tensor, data in before:
             tensor.data = data
-
-
-# ---------------------------------------------------------------------------------------------------- what to look at
-
-
-def ways_to_cut(
-    batch: Any,
-    *,
-    num_parts: int = 2,
-    sizes: Sequence[int] = (),
-    split_fn: SplitFn | None = None,
-    is_first: bool = False,
-    is_tight: bool = False,
-) -> list[Way]:
-    """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
-
-    Args:
-        batch: The batch.
-        num_parts: Parts that it is cut into.
-        sizes: The rows of each part, where that is known.
-        split_fn: Cuts a packed batch.
-        is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
-        is_tight: Memory is known to be short: no more rows at once than the largest part has.
-
-    Raises:
-        InputError: The batch has no common rows, and there is no ``split_fn``.
-    """
-    if split_fn is not None:
-        real = Way(functools.partial(_all_parts, batch, num_parts, split_fn), is_real=True)
-        cuts = [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
-        return [real, *cuts, replace(cuts[0], is_smaller=True)] if is_first and not is_tight else cuts
-    num_rows = count_rows(batch)
-    if not sizes:
-        num_parts = max(1, min(num_parts, num_rows))
-        size, larger = divmod(num_rows, num_parts)
-        sizes = [size + 1] * larger + [size] * (num_parts - larger)
-    # Where gradients are there already, fewer rows keep it below a whole step.
-    at_most = _MOST_ROWS if is_first else min(_NUM_ROWS, max(2, num_rows // 2))
-    some = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most), is_real=True)
-    few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
-    fewer = Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS), is_smaller=True)
-    two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
-    two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
-    # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
-    if is_tight:
-        return [few, two_rows, two_rows]
-    return [some, few, two, fewer, two_rows, two_rows]
-
-
-def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
-    size = count_elements(batch)
-    parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)
-    return Parts(batch, size, tuple(parts), has_rows=False) if len(parts) > 1 or parts[0][1] != size else None
-
-
-def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
-    """The first part of a packed batch that can be cut again."""
-    whole = count_elements(batch)
-    for part, size in cut_batch(batch, num_parts, size=whole, split_fn=split_fn)[:3]:
-        parts = cut_batch(part, 2, size=size, split_fn=split_fn)
-        if len(parts) > 1 or parts[0][1] != size:  # a single part that is not the whole has lost something
-            return Parts(part, size, tuple(parts), has_rows=False)
-    return None
-
-
-def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
-    """Small parts as they are, as many as make a few rows: those that are most unlike, in their order."""
-    number = min(len(sizes), at_most // max(sizes))
-    if number < 2:
-        return None
-    edges = [0, *np.cumsum(sizes).tolist()]
-    blocks = sorted(_unlike(batch, num_rows, edges, number))
-    lengths = [stop - start for start, stop in blocks]
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
-
-
-def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
-    """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit."""
-    if num_rows < 2:
-        return None
-    wanted = min(num_rows, max(2, min(at_most, max(sizes))))
-    unit = math.gcd(_LARGEST_UNIT, *sizes)  # what may belong together stays together
-    while 2 * unit > wanted:
-        unit //= 2
-    edges = [block * unit for block in range(num_rows // unit + 1)]
-    blocks = _unlike(batch, num_rows, edges, wanted // unit)
-    rows, size = _rows_of(batch, num_rows, blocks), unit * len(blocks)
-    cut = (len(blocks) * 5 + 4) // 8 * unit
-    return _cut(rows, size, [cut, size - cut])
-
-
-def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
-    """Two real parts, in their own order and number of rows: those that are most unlike."""
-    if len(sizes) < 2:
-        return None
-    edges = [0, *np.cumsum(sizes).tolist()]
-    blocks = sorted(_unlike(batch, num_rows, edges, 2))
-    lengths = [stop - start for start, stop in blocks]
-    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
-
-
-def _rows_of(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]]) -> Any:
-    """Take blocks of rows; neighbors need no copy."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in blocks:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in merged])
-
-
-def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
-    stops = np.cumsum(sizes).tolist()
-    parts = [
-        (take_rows(rows, stop - length, stop, num_rows=size), length) for stop, length in zip(stops, sizes, strict=True)
-    ]
-    return Parts(rows, size, tuple(parts), has_rows=True)
-
-
-def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Choose blocks of rows that are unlike each other, those with most padding and labels first.
-
-    Equal rows would hide that a mean is over something else than rows: rows with little and with much padding, with
-    rare and with frequent classes are looked at together, and parted.
-
-    Args:
-        batch: The batch.
-        num_rows: Its rows.
-        edges: Where blocks begin and end.
-        number: How many blocks.
-    """
-    number = min(number, len(edges) - 1)
-    facts = _facts_of_blocks(batch, num_rows, edges)
-    chosen = [int(np.linalg.norm(facts - facts.mean(0), axis=1).argmax())]
-    distance = np.full(len(facts), np.inf)
-    while len(chosen) < number:
-        distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
-        distance[chosen] = -1.0
-        chosen.append(int(distance.argmax()))  # of equals the first one
-    chosen.sort(key=lambda block: (*(-facts[block]), block))
-    return [(edges[block], edges[block + 1]) for block in chosen]
-
-
-def _facts_of_blocks(batch: Any, num_rows: int, edges: Sequence[int]) -> Vector2d:
-    """A few numbers per row of a block, each between 0 and 1: of labels and masks first, then of features."""
-    labels, features = [], []
-    with torch.no_grad():
-        for leaf in list_tensors(batch):
-            if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
-                continue
-            rows = leaf.detach().reshape(num_rows, -1)
-            if leaf.is_floating_point():
-                features += [(rows == 0).sum(1), (~rows.isfinite()).sum(1)]
-            else:
-                labels += [(rows < 0).sum(1), (rows == 0).sum(1), rows.sum(1)]
-        columns = [*labels, *features]
-        if not columns:
-            return np.zeros((len(edges) - 1, 1))
-        facts = torch.stack([each.to(columns[0].device, torch.float64) for each in columns]).cpu().numpy()
-    sizes = np.maximum(np.diff(edges), 1)
-    means = (np.add.reduceat(facts[:, : edges[-1]], edges[:-1], axis=1) / sizes).T
-    spread = np.ptp(means, axis=0)
-    weights = np.array([1.0] * len(labels) + [0.3] * len(features))
-    scaled: Vector2d = (means - means.min(0)) / np.where(spread > 0, spread, 1.0) * weights
-    return scaled
-
-
-# ------------------------------------------------------------------------------------------------------------ gradients
-
-
-def _sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
-    found: dict[int, Tensor] = {}
-
-    def catch(index: int, gradient: Tensor) -> Tensor | None:
-        found[index] = _sketch(gradient)
-        # What autograd goes on with, and holds until its end, takes no memory.
-        return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
-
-    with torch.autocast(loss.device.type, enabled=False):
-        handles = [
-            each.register_hook(lambda gradient, index=index: catch(index, gradient))  # type: ignore[no-untyped-call]
-            for index, each in enumerate(parameters)
-        ]
-        try:
-            torch.autograd.grad(loss, parameters, slope, allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return _to_host(found, len(parameters))
-
-
-def _sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
-    """The same through ``backward()``, the only way through a reentrant checkpoint."""
-    before = [each.grad for each in parameters]
-    try:
-        for each in parameters:
-            each.grad = None
-        torch.autograd.backward(loss, slope)
-        found = {index: _sketch(each.grad) for index, each in enumerate(parameters) if each.grad is not None}
-    finally:
-        for each, gradient in zip(parameters, before, strict=True):
-            each.grad = gradient
-    return _to_host(found, len(parameters))
-
-
-@torch.no_grad()
-def _sketch(gradient: Tensor) -> Tensor:
-    """A few numbers that are linear in a gradient, and whose norm is its norm, nearly."""
-    dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
-    if gradient.layout is not torch.strided:
-        gradient = gradient.coalesce()
-        gradient = gradient.to_dense() if gradient.numel() <= _EXACT_NUMEL else _folded(gradient)
-    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    flat = gradient.reshape(-1)
-    if len(flat) <= _EXACT_NUMEL:
-        return flat.to(dtype)
-    num_rows = len(flat) // _WIDTH
-    folded = _signs(num_rows, flat.device).to(dtype) @ flat[: num_rows * _WIDTH].view(num_rows, _WIDTH).to(dtype)
-    rest = flat[num_rows * _WIDTH :]
-    folded[: len(rest)] += rest
-    return folded
-
-
-def _folded(gradient: Tensor) -> Tensor:
-    """Fold the rows of a sparse gradient, with random signs, onto few."""
-    rows = gradient.indices()[0]
-    signs = (rows * 2654435761 % 4294967296 // 65536 % 2 * 2 - 1).to(gradient.dtype)
-    values = gradient.values().reshape(len(rows), -1) * signs[:, None]
-    return torch.zeros(16, values.shape[1], dtype=values.dtype, device=values.device).index_add_(0, rows % 16, values)
-
-
-def _signs(num: int, device: torch.device) -> Tensor:
-    # NumPy's: a draw of torch's would be taken for one of the user's, and given out again row by row.
-    return torch.from_numpy(np.random.default_rng(0).integers(0, 2, num) * 2 - 1).to(device)
-
-
-def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
-    """Bring sketches to the host in one copy per device and dtype."""
-    vectors: list[Vector | None] = [None] * number
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, each in found.items():
-        kinds.setdefault((each.device, each.dtype), []).append(index)
-    for indices in kinds.values():
-        together = torch.cat([found[index] for index in indices]).cpu().double().numpy()
-        edges = np.cumsum([len(found[index]) for index in indices])[:-1]
-        for index, vector in zip(indices, np.split(together, edges), strict=True):
-            vectors[index] = vector
-    return vectors
 
 
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:

@@ -29,7 +29,7 @@ from memkit.train.models import may_recover_alone
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import Examination, ways_to_cut
+from memkit.train.split_check import Examination
 from memkit.train.split_loss_checks import (
     CALL,
     CALL_LOSS,
@@ -41,6 +41,7 @@ from memkit.train.split_loss_checks import (
     warn_of_float16,
 )
 from memkit.train.split_watch import Probe, SplitWatch
+from memkit.train.split_ways import ways_to_cut
 from memkit.train.window import Window
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
@@ -280,6 +281,7 @@ class SplitLoss(Uncopied):
                 split_fn=self._split_fn,
                 is_first=watch.is_new and not is_again,
                 is_tight=window.num_ooms > 0,
+                has_branches=watch.has_branches,
             ),
             adds_up=self._reduction == "sum",
             is_uneven=is_uneven,

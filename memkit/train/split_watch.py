@@ -17,6 +17,7 @@ from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict
 
 Probe = bool | Literal["require"]
+_NUM_WITH_BRANCHES = 8
 _PATIENCE = 8  # checks in a row that saw no finite gradient other than zero, before it is said
 
 
@@ -25,12 +26,15 @@ class SplitWatch:
 
     The first one that is split; again where the loss function, the mode of a module, the structure of the batch or the
     evenness of its parts is new, or where the losses were divided by something else than rows; and at the 2nd, 4th,
-    8th ... split batch, since state and data change.
+    8th ... split batch, since state and data change. All of the first eight where Python branches on values of tensors.
 
     Args:
         model: The model.
         probe: Whether to check; ``"require"`` refuses where that was not possible.
         call: The user's call, for messages.
+
+    Attributes:
+        has_branches: Whether Python was seen to branch on values of tensors.
     """
 
     def __init__(self, model: nn.Module, probe: Probe, *, call: str) -> None:
@@ -42,6 +46,7 @@ class SplitWatch:
         self._told: set[str] = set()
         self._num_split = 0
         self._num_uninformative = 0
+        self.has_branches = False
         self._deferred: SplitVerdict | None = None
 
     @property
@@ -66,13 +71,14 @@ class SplitWatch:
         self._num_split += not is_again
         modes = tuple([module.training for module in self._modules])
         self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)
-        is_time = not is_again and self._num_split & (self._num_split - 1) == 0
+        is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
+        is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
         return self._key not in self._known or self._key in self._refused or is_time
 
     @property
     def is_new(self) -> bool:
-        """Whether the batch that was asked for is the first of its kind."""
-        return self._key not in self._known
+        """Whether more rows are looked at: the batch that was asked for is the first of its kind, or may branch."""
+        return self._key not in self._known or (self.has_branches and self._num_split <= _NUM_WITH_BRANCHES)
 
     def report_deferred(self) -> None:
         """Say what an early look could not check, now that the parts themselves have run."""
@@ -96,7 +102,7 @@ class SplitWatch:
         Warns:
             MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
         """
-        self._deferred = None
+        self._deferred, self.has_branches = None, self.has_branches or verdict.has_branches
         if is_early and verdict.exact is None and not verdict.is_uninformative:
             self._deferred = verdict
             return

@@ -37,8 +37,9 @@ from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, measure_batch
-from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules, ways_to_cut
+from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import Probe, SplitWatch
+from memkit.train.split_ways import ways_to_cut
 from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
 
 _VERSION = 1
@@ -258,11 +259,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
-        paths = divisors(loss.value) if self._split_watch.is_on else ()
+        terms = divisors(loss.value) if self._split_watch.is_on else ()
         attempt.loss = self._add(
             loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
         )
-        attempt.note = attempt.loss.weight, paths
+        attempt.note = attempt.loss.weight, terms
         attempt.is_added = True
 
     def step(self) -> bool:
@@ -399,9 +400,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 self._run_checks(self._check_split(batch, sizes, loss_fn), loss_fn)
             for part, size in parts:
                 loss = self._evaluate(part, loss_fn)
-                paths = divisors(loss.value) if self._split_watch.is_on else ()
+                terms = divisors(loss.value) if self._split_watch.is_on else ()
                 losses.append(self._add(loss, size=size, batch_size=batch_size))
-                notes.append((losses[-1].weight, paths))
+                notes.append((losses[-1].weight, terms))
             self._split_watch.report_deferred()
             self._note_divisors(notes)
             if self._was_uneven:
@@ -440,6 +441,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 split_fn=self._split_fn,
                 is_first=watch.is_new and not is_again,
                 is_tight=num_ooms > 0 or self._foresight.is_on,
+                has_branches=watch.has_branches,
             ),
             is_uneven=is_uneven,
             has_autocast=self._precision.is_mixed,

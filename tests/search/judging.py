@@ -69,6 +69,7 @@ class _Case:
         self.exact, self.plain = Twin(spec, exact=True), Twin(spec, exact=False)
         self.start: Net = Twin(spec, exact=False).model  # where memkit's model stood before the step
         self.said: set[str] = set()  # the verdicts so far
+        self.was_warned = False  # of an earlier step, which was equal only by accident
 
     def verdicts(self) -> Iterator[Verdict]:
         runner = Runner(self.spec)
@@ -103,6 +104,7 @@ class _Case:
         self._judge(verdict, done, fields, whole, plain)
         verdict.buffers = tuple(_elsewhere(dict(runner.model.named_buffers()), buffers))
         self.said.add(verdict.kind)
+        self.was_warned = self.was_warned or (verdict.kind == EARLY and done.error is None)
         return verdict
 
     def _whole(self, step: Step, fields: Fields) -> Gradients:
@@ -151,7 +153,7 @@ class _Case:
     def _of_silence(self, verdict: Verdict, *, surely: bool, perhaps: bool) -> str:
         if not perhaps:
             return EQUAL
-        if TOLD in self.said:
+        if TOLD in self.said or self.was_warned:
             return TOLD  # once for a cause
         if not surely:
             return GRAY_ZONE
@@ -159,12 +161,14 @@ class _Case:
 
     def _of_error(self, verdict: Verdict, error: BaseException) -> str:
         may_refuse = CONTAINERS[verdict.step.container].may_refuse or verdict.step.data.extra
-        if not isinstance(error, mk.MemkitError):
+        # An error of the user's own code in a part of the batch carries a note on what memkit did, and the way out.
+        is_explained = any(each.startswith("memkit: ") for each in getattr(error, "__notes__", ()))
+        if not isinstance(error, mk.MemkitError) and not is_explained:
             return CRASH
         in_place = any(each.startswith("InPlace") for each in self.spec.traits)
         if isinstance(error, mk.MemkitOutOfMemoryError) and ("of 1 rows" in str(error) or in_place):
             return NO_MEMORY
-        if may_refuse and (not verdict.is_unequal or "splitting a batch" in str(error)):
+        if may_refuse and (not verdict.is_unequal or "splitting a batch" in str(error) or is_explained):
             return UNCUT
         if verdict.is_unequal:
             return REFUSED

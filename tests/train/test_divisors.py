@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit import GradientAccumulator, MemkitWarning
-from memkit.train.divisors import DivisorWatch, divisors, normalizes_over_batch
+from memkit.train.divisors import DivisorWatch, Term, divisors, normalizes_over_batch
 
 X = torch.randn(6, 4)
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
@@ -36,13 +36,13 @@ WEIGHT = torch.tensor([1.0, 2, 3, 4])
     ],
 )
 def test_divisors_of_the_usual_losses(loss, expected):
-    paths = divisors(loss(X.clone().requires_grad_()))
-    products = [float(torch.tensor([float(factor) for factor in path]).prod()) for path in paths]
+    terms = divisors(loss(X.clone().requires_grad_()))
+    products = [float(torch.tensor([float(factor) for factor in each.factors]).prod()) for each in terms]
     torch.testing.assert_close(products, expected)
 
 
 @pytest.mark.parametrize(
-    ("weights", "paths", "is_uneven"),
+    ("weights", "terms", "is_uneven"),
     [
         ((4, 4, 1), [(4,), (4,), (1,)], False),
         ((4, 4, 1), [(16,), (16,), (4,)], False),  # in proportion
@@ -50,14 +50,44 @@ def test_divisors_of_the_usual_losses(loss, expected):
         ((4, 4, 4), [(4,), (3,), (0,)], True),
         ((4, 4, 4), [(4, 7), (4, 7), (4, 7)], False),  # a penalty is constant
         ((4, 4, 1), [(4, 7), (4, 7), (1, 7)], False),
-        ((4, 4, 4), [(4, 3), (3, 4), (2, 9)], False),  # each in its own way: not understood
+        ((4, 4, 4), [(4, 3), (3, 4), (2, 9)], True),  # each in its own way
+        ((4, 4, 1), [(4, 3), (4, 9), (1, 5)], True),  # one of them as the weights
         ((4, 4, 4), [(4, 8), (3, 6), (2, 4)], True),
         ((4,), [(3,)], False),
     ],
 )
-def test_divisors_that_weights_do_not_follow(weights, paths, is_uneven):
-    group = [(weight, tuple((float(each),) for each in path)) for weight, path in zip(weights, paths, strict=True)]
+def test_divisors_that_weights_do_not_follow(weights, terms, is_uneven):
+    group = [
+        (weight, tuple(Term((f"kind {k}",), (float(each),)) for k, each in enumerate(line)))
+        for weight, line in zip(weights, terms, strict=True)
+    ]
     assert DivisorWatch().is_uneven(group) is is_uneven
+
+
+def test_terms_of_a_loop_over_samples_weigh_as_the_samples():
+    one, other = (Term(("mean",), (4.0,)), Term(("mean",), (3.0,))), (Term(("mean",), (5.0,)), Term(("mean",), (2.0,)))
+    assert DivisorWatch().is_uneven([(1, one), (1, other)]) is False
+    assert DivisorWatch().is_uneven([(1, one[:1]), (1, other[:1])]) is True
+
+
+def mean_of_tasks(model, x, there):
+    """The mean over tasks of each one's mean over the rows that have it."""
+    each = (model(x) * there).pow(2).sum(0) / there.sum(0)
+    return each.mean()
+
+
+def mean_of_rows(model, x, there):
+    return ((model(x) * there).pow(2).sum(1) / there.sum(1)).mean()
+
+
+@pytest.mark.parametrize(("loss", "is_told"), [(mean_of_tasks, True), (mean_of_rows, False)])
+def test_a_mean_over_tasks_is_one_over_the_rows_that_have_them(loss, is_told):
+    there = torch.tensor([[1.0, 1, 0], [1, 0, 1], [1, 1, 1], [0, 1, 1]])
+    x = torch.randn(4, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accumulate(nn.Linear(4, 3), [lambda m: loss(m, x[:2], there[:2]), lambda m: loss(m, x[2:], there[2:])])
+    assert any("means over different numbers of items" in str(each.message) for each in caught) is is_told
 
 
 def accumulate(model, losses, counts=None, **settings):

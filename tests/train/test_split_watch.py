@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
+from memkit.train.split_check import check_split
+from tests.train.faults import FailingOperator
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
 LABELS = torch.randint(0, 4, (16,), generator=torch.Generator().manual_seed(1))
@@ -206,6 +208,84 @@ def test_it_looks_at_the_first_second_fourth_and_eighth_batch():
         if len(calls) > 4:
             looked.append(step)
     assert looked == [1, 2, 4, 8]
+
+
+def test_where_python_branches_on_values_it_looks_at_each_of_the_first_eight():
+    calls = []
+
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x):
+            calls.append(len(x))
+            return self.net(x) if x.mean() < 1e6 else -self.net(x)
+
+    train, looked = Step(Branching()), []
+    for step in range(1, 11):
+        calls.clear()
+        train(X, square)
+        if len(calls) > 4:
+            looked.append(step)
+    assert looked == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_branch_that_the_parts_take_otherwise_is_refused():
+    """It looked equal on the first batch, where all went the same way."""
+
+    def loss_fn(model, x):
+        out = model(x)
+        return out.pow(2).mean() if x[:, 0].median() > 0 else out.pow(4).mean()
+
+    step = Step(net())
+    one_way = torch.cat([X.abs(), X.abs()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(one_way, loss_fn)
+    two_ways = torch.cat([X.abs(), X.abs() + 1])
+    two_ways[:12, 0] -= 5
+    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+        step(two_ways, loss_fn)
+
+
+def by_group(model, batch):
+    """Scores are centred in each group of rows, as answers to one prompt are."""
+    x, group = batch
+    score = model(x).pow(2).mean(1)
+    groups = group.unique()
+    means = torch.stack([score[group == each].detach().mean() for each in groups])
+    return ((score - means[torch.searchsorted(groups, group)]) * score).mean()
+
+
+def test_rows_that_belong_together_are_told():
+    """Six rows each in parts of six: equal as they come, and only then."""
+    x, group = torch.randn(12, 6), torch.tensor([3, 1]).repeat_interleave(6)
+    x[:, 0] = float("nan")  # what is missing comes first in the order of a look
+    x[torch.arange(0, 12, 2), 0] = 0
+
+    def loss_fn(model, batch):
+        return by_group(model, (batch[0].nan_to_num(), batch[1]))
+
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model := net(), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+    )
+    with pytest.warns(mk.MemkitWarning, match="of the same rows in another order do not"):
+        trainer.train_step((x, group), loss_fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_look_that_finds_no_memory_anywhere_is_no_error(dtype):
+    """Also for the copies that it makes: rows in another order, parameters in float32."""
+    model, batch = net().to(dtype), X.to(dtype)
+    with FailingOperator() as counter:
+        assert check_split(model, batch, square).exact is True
+    assert counter.num_operators > 50
+    for place in range(1, counter.num_operators + 1, 3):
+        with FailingOperator(place) as fault:
+            verdict = check_split(model, batch, square)
+        assert fault.num_failures == 1
+        assert verdict.exact is not False
 
 
 def test_a_check_is_not_repeated_for_sentences_of_another_length():

@@ -1,0 +1,106 @@
+"""Sketches of gradients: a few numbers per parameter, linear in the gradient, taken as soon as backward has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+_EXACT_NUMEL, _WIDTH = 2048, 512  # elements that stand for themselves, and numbers for any more
+
+Vector = npt.NDArray[np.float64]
+
+
+def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+    """Run backward, and keep of each parameter's gradient a sketch whose differences are those of the gradients.
+
+    Args:
+        loss: With its graph.
+        slope: The gradient of the loss, of its shape and dtype.
+        parameters: Each with ``requires_grad``.
+
+    Returns:
+        For each parameter up to 2,048 numbers on the host; None where the loss does not depend on it.
+
+    Memory cost: one gradient at a time.
+    """
+    found: dict[int, Tensor] = {}
+
+    def catch(index: int, gradient: Tensor) -> Tensor | None:
+        found[index] = _sketch(gradient)
+        # What autograd goes on with, and holds until its end, takes no memory.
+        return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
+
+    with torch.autocast(loss.device.type, enabled=False):
+        handles = [
+            each.register_hook(lambda gradient, index=index: catch(index, gradient))  # type: ignore[no-untyped-call]
+            for index, each in enumerate(parameters)
+        ]
+        try:
+            torch.autograd.grad(loss, parameters, slope, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return _to_host(found, len(parameters))
+
+
+def sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
+    """The same through ``backward()``, the only way through a reentrant checkpoint."""
+    before = [each.grad for each in parameters]
+    try:
+        for each in parameters:
+            each.grad = None
+        torch.autograd.backward(loss, slope)
+        found = {index: _sketch(each.grad) for index, each in enumerate(parameters) if each.grad is not None}
+    finally:
+        for each, gradient in zip(parameters, before, strict=True):
+            each.grad = gradient
+    return _to_host(found, len(parameters))
+
+
+@torch.no_grad()
+def _sketch(gradient: Tensor) -> Tensor:
+    """A few numbers that are linear in a gradient, and whose norm is its norm, nearly."""
+    dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
+    if gradient.layout is not torch.strided:
+        gradient = gradient.coalesce()
+        gradient = gradient.to_dense() if gradient.numel() <= _EXACT_NUMEL else _folded(gradient)
+    gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    flat = gradient.reshape(-1)
+    if len(flat) <= _EXACT_NUMEL:
+        return flat.to(dtype)
+    num_rows = len(flat) // _WIDTH
+    folded = _signs(num_rows, flat.device).to(dtype) @ flat[: num_rows * _WIDTH].view(num_rows, _WIDTH).to(dtype)
+    rest = flat[num_rows * _WIDTH :]
+    folded[: len(rest)] += rest
+    return folded
+
+
+def _folded(gradient: Tensor) -> Tensor:
+    """Fold the rows of a sparse gradient, with random signs, onto few."""
+    rows = gradient.indices()[0]
+    signs = (rows * 2654435761 % 4294967296 // 65536 % 2 * 2 - 1).to(gradient.dtype)
+    values = gradient.values().reshape(len(rows), -1) * signs[:, None]
+    return torch.zeros(16, values.shape[1], dtype=values.dtype, device=values.device).index_add_(0, rows % 16, values)
+
+
+def _signs(num: int, device: torch.device) -> Tensor:
+    # NumPy's: a draw of torch's would be taken for one of the user's, and given out again row by row.
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 2, num) * 2 - 1).to(device)
+
+
+def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
+    """Bring sketches to the host in one copy per device and dtype."""
+    vectors: list[Vector | None] = [None] * number
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, each in found.items():
+        kinds.setdefault((each.device, each.dtype), []).append(index)
+    for indices in kinds.values():
+        together = torch.cat([found[index] for index in indices]).cpu().double().numpy()
+        edges = np.cumsum([len(found[index]) for index in indices])[:-1]
+        for index, vector in zip(indices, np.split(together, edges), strict=True):
+            vectors[index] = vector
+    return vectors

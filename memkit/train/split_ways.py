@@ -1,0 +1,289 @@
+"""What to look at to tell whether a batch may be cut: a few rows that are likely to show it, and how to cut them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from memkit.train.split import SplitFn, count_elements, count_rows, cut_batch, join_rows, list_tensors, take_rows
+
+_NUM_ROWS, _MOST_ROWS = 8, 32  # of a look, and of the first one of its kind
+_LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
+_TIMES_ROWS = 4  # a batch of so many times the rows of a look can be looked at twice in less than two steps
+_MOST_SORTED = 1024  # rows that are put in order to find some that are alike
+_MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
+
+Table = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A batch to look at, and how it is cut.
+
+    Attributes:
+        whole: The batch.
+        size: Its rows, or elements.
+        parts: Its parts in order, with their sizes.
+        has_rows: Whether the sizes are rows, so that a part's random draws can be found in the whole's.
+    """
+
+    whole: Any
+    size: int
+    parts: tuple[tuple[Any, int], ...]
+    has_rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to cut a batch for a look.
+
+    Attributes:
+        make: Cuts; None where it cannot be cut so.
+        is_smaller: For when memory has run out.
+        is_real: The parts are those of the step.
+        is_sorted: The rows stand in another order than in the batch.
+        is_further: Looked at where the ways before were found equal, in case that was by accident.
+    """
+
+    make: Callable[[], Parts | None]
+    is_smaller: bool = False
+    is_real: bool = False
+    is_sorted: bool = False
+    is_further: bool = False
+
+
+def ways_to_cut(
+    batch: Any,
+    *,
+    num_parts: int = 2,
+    sizes: Sequence[int] = (),
+    split_fn: SplitFn | None = None,
+    is_first: bool = False,
+    is_tight: bool = False,
+    has_branches: bool = False,
+) -> list[Way]:
+    """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
+
+    Args:
+        batch: The batch.
+        num_parts: Parts that it is cut into.
+        sizes: The rows of each part, where that is known.
+        split_fn: Cuts a packed batch.
+        is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
+        is_tight: Memory is known to be short: no more rows at once than the largest part has.
+        has_branches: Python is known to branch on values, which the parts' own rows decide.
+
+    Raises:
+        InputError: The batch has no common rows, and there is no ``split_fn``.
+    """
+    if split_fn is not None:
+        real = Way(functools.partial(_all_parts, batch, num_parts, split_fn), is_real=True)
+        cuts = [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
+        sorted_samples = Way(functools.partial(_some_samples, batch, num_parts, split_fn), is_sorted=True)
+        if is_first and not is_tight:
+            return [sorted_samples, replace(real, is_further=True), *cuts, replace(cuts[0], is_smaller=True)]
+        return [sorted_samples, replace(cuts[0], is_further=True), *cuts]
+    num_rows = count_rows(batch)
+    if not sizes:
+        num_parts = max(1, min(num_parts, num_rows))
+        size, larger = divmod(num_rows, num_parts)
+        sizes = [size + 1] * larger + [size] * (num_parts - larger)
+    # Where gradients are there already, fewer rows keep it below a whole step.
+    at_most = _MOST_ROWS if is_first else min(_NUM_ROWS, max(2, num_rows // 2))
+    some = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most), is_real=True)
+    some_sorted = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most, is_sorted=True), is_sorted=True)
+    few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
+    few_sorted = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most, is_sorted=True), is_sorted=True)
+    fewer = Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS), is_smaller=True)
+    two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
+    two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
+    # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
+    alike = replace(few_sorted, make=functools.partial(_alike_rows, batch, num_rows, sizes, at_most), is_further=True)
+    if is_tight:
+        return [few_sorted, alike, replace(two, is_further=True), few, two_rows, two_rows]
+    # Of a large batch two looks take less time than two steps, too.
+    further = [replace(some, is_further=True)] if has_branches else [alike] * (num_rows >= _TIMES_ROWS * at_most)
+    return [some_sorted, few_sorted, *further, some, few, two, fewer, two_rows, two_rows]
+
+
+def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+    size = count_elements(batch)
+    parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)
+    return Parts(batch, size, tuple(parts), has_rows=False) if len(parts) > 1 or parts[0][1] != size else None
+
+
+def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+    """The first part of a packed batch that can be cut again."""
+    whole = count_elements(batch)
+    for part, size in cut_batch(batch, num_parts, size=whole, split_fn=split_fn)[:3]:
+        parts = cut_batch(part, 2, size=size, split_fn=split_fn)
+        if len(parts) > 1 or parts[0][1] != size:  # a single part that is not the whole has lost something
+            return Parts(part, size, tuple(parts), has_rows=False)
+    return None
+
+
+def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+    """As many samples of a list as a part has, those that are unlike; None where the parts are no lists of samples."""
+    parts = cut_batch(batch, num_parts, size=count_elements(batch), split_fn=split_fn)
+    is_list = isinstance(batch, list) and all(isinstance(part, list) for part, _ in parts)
+    if not is_list or [id(each) for part, _ in parts for each in part] != [id(each) for each in batch]:
+        return None
+    most = min(len(batch), _MOST_ROWS)
+    facts = [_facts_of_rows([leaf[None] for leaf in list_tensors(each)], 1) for each in batch[:most]]
+    number = min(most, max(len(part) for part, _ in parts))
+    if number < 2 or len({each.shape for each in facts}) != 1:
+        return None
+    samples = [batch[index] for index in _most_unlike(np.concatenate(facts), number)]
+    size = count_elements(samples)
+    cut = cut_batch(samples, 2, size=size, split_fn=split_fn)
+    return Parts(samples, size, tuple(cut), has_rows=False) if len(cut) > 1 else None
+
+
+def _some_parts(
+    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, is_sorted: bool = False
+) -> Parts | None:
+    """Small parts, as many as make a few rows: those that are most unlike, as they are or filled with sorted rows."""
+    number = min(len(sizes), at_most // max(sizes))
+    if number < 2:
+        return None
+    edges = [0, *np.cumsum(sizes).tolist()]
+    blocks = sorted(_unlike(batch, num_rows, edges, number))
+    lengths = [stop - start for start, stop in blocks]
+    if is_sorted:
+        lengths = _shortened(lengths)
+        if len(lengths) < 2:
+            return None
+        blocks = _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+
+
+def _shortened(lengths: Sequence[int]) -> list[int]:
+    """Leave out a few rows, since sorted rows are a copy; what may be a group of rows stays as long."""
+    *others, last = lengths
+    unit = math.gcd(_LARGEST_UNIT, *lengths)
+    while unit > 1 and unit == last:
+        unit //= 2
+    return [*others, last - unit] if last > unit else [*others]
+
+
+def _few_rows(
+    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, is_sorted: bool = False
+) -> Parts | None:
+    """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit.
+
+    Where groups of rows may belong together, the cut is between groups; sorted rows make up other groups.
+    """
+    if num_rows < 2:
+        return None
+    wanted = min(num_rows, max(2, min(at_most, max(sizes))))
+    unit = math.gcd(_LARGEST_UNIT, *sizes)
+    while 2 * unit > wanted:
+        unit //= 2
+    num_groups = min(wanted, num_rows) // unit
+    if is_sorted:
+        blocks = _unlike(batch, num_rows, range(num_rows + 1), unit * num_groups)
+    else:
+        blocks = _unlike(batch, num_rows, range(0, num_rows + 1, unit), num_groups)
+    cut, size = (num_groups * 5 + 4) // 8 * unit, unit * num_groups
+    return _cut(_rows_of(batch, num_rows, blocks), size, [cut, size - cut])
+
+
+def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+    """A few rows that are alike (of one class, of one length), one in this part and the next in that."""
+    unit = 2 * math.gcd(_LARGEST_UNIT, *sizes)
+    size = min(num_rows, at_most, max(sizes)) // unit * unit
+    if not size or size == num_rows or num_rows > _MOST_SORTED:
+        return None
+    rows = _unlike(batch, num_rows, range(num_rows + 1), num_rows)[:size]
+    return _cut(_rows_of(batch, num_rows, [*rows[::2], *rows[1::2]]), size, [size // 2, size // 2])
+
+
+def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+    """Two real parts, in their own order and number of rows: those that are most unlike."""
+    if len(sizes) < 2:
+        return None
+    edges = [0, *np.cumsum(sizes).tolist()]
+    blocks = sorted(_unlike(batch, num_rows, edges, 2))
+    lengths = [stop - start for start, stop in blocks]
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+
+
+def _rows_of(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]]) -> Any:
+    """Take blocks of rows; neighbors need no copy."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in blocks:
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in merged])
+
+
+def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
+    stops = np.cumsum(sizes).tolist()
+    parts = [
+        (take_rows(rows, stop - length, stop, num_rows=size), length) for stop, length in zip(stops, sizes, strict=True)
+    ]
+    return Parts(rows, size, tuple(parts), has_rows=True)
+
+
+def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Choose blocks of rows that are unlike each other, those with most padding and labels first.
+
+    Equal rows would hide that a mean is over something else than rows: rows with little and with much padding, with
+    rare and with frequent classes are looked at together, and parted.
+
+    Args:
+        batch: The batch.
+        num_rows: Its rows.
+        edges: Where blocks begin and end.
+        number: How many blocks.
+    """
+    facts = _facts_of_rows(list_tensors(batch), num_rows)
+    sizes = np.maximum(np.diff(edges), 1)
+    means = (np.add.reduceat(facts[: edges[-1]], edges[:-1], axis=0).T / sizes).T
+    return [(edges[block], edges[block + 1]) for block in _most_unlike(means, number)]
+
+
+def _most_unlike(facts: Table, number: int) -> list[int]:
+    """Choose lines of a table that are unlike each other, and return them in the order of its columns."""
+    number = min(number, len(facts))
+    order = np.lexsort((np.arange(len(facts)), *(-facts.T[::-1])))
+    spread = np.ptp(facts, axis=0)
+    facts = (facts - facts.min(0)) / np.where(spread > 0, spread, 1.0)
+    chosen = [int(np.linalg.norm(facts - facts.mean(0), axis=1).argmax())]
+    distance = np.full(len(facts), np.inf)
+    while len(chosen) < number < len(facts):
+        distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
+        distance[chosen] = -1.0
+        chosen.append(int(distance.argmax()))  # of equals the first one
+    return [line for line in order.tolist() if number == len(facts) or line in chosen]
+
+
+def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> Table:
+    """A few numbers for each row: counts of padding and of what is missing, then sums of labels, then of features."""
+    counts, sums, others = [], [], []
+    with torch.no_grad():
+        for leaf in leaves:
+            if leaf.dim() == 0 or len(leaf) != num_rows or not 0 < leaf.numel() <= _MAX_LEAF_NUMEL or leaf.is_complex():
+                continue
+            rows = leaf.detach().reshape(num_rows, -1)
+            if leaf.is_floating_point():
+                counts += [(~rows.isfinite()).sum(1)]
+                others += [(rows == 0).sum(1), rows.nan_to_num(0, 0, 0).sum(1)]
+            else:
+                counts += [(rows < 0).sum(1), (rows == 0).sum(1)]
+                sums += [rows.sum(1)]
+        columns = [*counts, *sums, *others]
+        if not columns:
+            return np.zeros((num_rows, 1))
+        facts: Table = torch.stack([each.to(columns[0].device, torch.float64) for each in columns], 1).cpu().numpy()
+    return facts
