@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-_EXACT_NUMEL, _WIDTH = 2048, 512  # elements that stand for themselves, and numbers for any more
+_EXACT_NUMEL, _WIDTH = 256, 64  # elements that stand for themselves, and numbers for any more
+_MOST_ROWS = 512  # that are added up at a time
 
 Vector = npt.NDArray[np.float64]
 
@@ -23,7 +25,7 @@ def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) ->
         parameters: Each with ``requires_grad``.
 
     Returns:
-        For each parameter up to 2,048 numbers on the host; None where the loss does not depend on it.
+        For each parameter up to 256 numbers on the host; None where the loss does not depend on it.
 
     Memory cost: one gradient at a time.
     """
@@ -70,13 +72,13 @@ def _sketch(gradient: Tensor) -> Tensor:
         gradient = gradient.to_dense() if gradient.numel() <= _EXACT_NUMEL else _folded(gradient)
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     flat = gradient.reshape(-1)
-    if len(flat) <= _EXACT_NUMEL:
-        return flat.to(dtype)
-    num_rows = len(flat) // _WIDTH
-    folded = _signs(num_rows, flat.device).to(dtype) @ flat[: num_rows * _WIDTH].view(num_rows, _WIDTH).to(dtype)
-    rest = flat[num_rows * _WIDTH :]
-    folded[: len(rest)] += rest
-    return folded
+    while len(flat) > _EXACT_NUMEL:  # few rows at a time: sums of many lose digits
+        width = math.ceil(len(flat) / min(_MOST_ROWS, len(flat) // _WIDTH))
+        num_rows = len(flat) // width
+        rest = flat[num_rows * width :]
+        flat = _signs(num_rows, flat.device).to(dtype) @ flat[: num_rows * width].view(num_rows, width).to(dtype)
+        flat[: len(rest)] += rest
+    return flat.to(dtype)
 
 
 def _folded(gradient: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ def _to_host(found: dict[int, Tensor], number: int) -> list[Vector | None]:
     for index, each in found.items():
         kinds.setdefault((each.device, each.dtype), []).append(index)
     for indices in kinds.values():
-        together = torch.cat([found[index] for index in indices]).cpu().double().numpy()
+        together = torch.cat([found[index] for index in indices]).cpu().numpy().astype(np.float64)
         edges = np.cumsum([len(found[index]) for index in indices])[:-1]
         for index, vector in zip(indices, np.split(together, edges), strict=True):
             vectors[index] = vector
