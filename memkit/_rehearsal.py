@@ -36,6 +36,7 @@ _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor
 # What native_batch_norm writes to, though its schema does not say so.
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 _TF32_EPS = 2.0**-10
+_FEWEST_NUMEL = 256  # of a piece that is rounded otherwise at once
 # Operators that choose or move values and round none: a value must stay equal to where it came from (topk, then >=).
 _EXACT_OPERATORS = frozenset(
     """
@@ -321,8 +322,17 @@ def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) ->
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if real.device != generator.device or not real.numel():
             return
-        noise = torch.empty(real.shape, dtype=real.dtype, device=real.device).uniform_(-eps, eps, generator=generator)
-        real.add_(real * noise.where(real.frac() != 0, 0))  # whole numbers are exact: counts, masks, one-hot rows
+        for piece in _pieces(real):
+            noise = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+            noise.uniform_(-eps, eps, generator=generator).mul_(piece)
+            piece.add_(noise.masked_fill_(piece == piece.round(), 0))  # whole numbers are exact: counts, one-hot rows
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor, one after the other in memory, so that work on them takes little."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return (tensor,)
+    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), max(_FEWEST_NUMEL, tensor.numel() // 16))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
