@@ -284,6 +284,8 @@ class Examination:
         """What two looks say together."""
         if found.exact is None:
             return found if verdict.exact is None else verdict
+        if way.is_sorted and verdict.exact and found.loss == "rows":
+            return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         if not (found.exact and verdict.exact is False):
             return found
         if way.is_smaller:  # too few rows to say that more are equal
@@ -295,6 +297,8 @@ class Examination:
     def _is_decided(self, verdict: SplitVerdict, way: Way, *, is_equal: bool) -> bool:
         if verdict.exact and not is_equal:
             return False  # a further look is to come
+        if verdict.reason == _ONLY_IN_ORDER:
+            return True
         if way.is_real and (verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)):
             return True
         # A loss that compares rows is refused, so ask twice, in the batch's own order; likewise where real parts were

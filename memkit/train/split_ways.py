@@ -17,7 +17,6 @@ from memkit.train.split import SplitFn, count_elements, count_rows, cut_batch, j
 
 _NUM_ROWS, _MOST_ROWS = 8, 32  # of a look, and of the first one of its kind
 _LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
-_TIMES_ROWS = 4  # a batch of so many times the rows of a look can be looked at twice in less than two steps
 _MOST_SORTED = 1024  # rows that are put in order to find some that are alike
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
 
@@ -87,10 +86,10 @@ def ways_to_cut(
     if split_fn is not None:
         real = Way(functools.partial(_all_parts, batch, num_parts, split_fn), is_real=True)
         cuts = [Way(functools.partial(_packed, batch, number, split_fn)) for number in (num_parts, num_parts // 2, 1)]
-        sorted_samples = Way(functools.partial(_some_samples, batch, num_parts, split_fn), is_sorted=True)
         if is_first and not is_tight:
-            return [sorted_samples, replace(real, is_further=True), *cuts, replace(cuts[0], is_smaller=True)]
-        return [sorted_samples, replace(cuts[0], is_further=True), *cuts]
+            return [real, *cuts, replace(cuts[0], is_smaller=True)]
+        samples = functools.partial(_some_samples, batch, num_parts, split_fn)
+        return [cuts[0], Way(samples, is_sorted=True, is_further=True), *cuts[1:]]
     num_rows = count_rows(batch)
     if not sizes:
         num_parts = max(1, min(num_parts, num_rows))
@@ -98,20 +97,28 @@ def ways_to_cut(
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
     # Where gradients are there already, fewer rows keep it below a whole step.
     at_most = _MOST_ROWS if is_first else min(_NUM_ROWS, max(2, num_rows // 2))
-    some = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most), is_real=True)
-    some_sorted = Way(functools.partial(_some_parts, batch, num_rows, sizes, at_most, is_sorted=True), is_sorted=True)
-    few = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most))
-    few_sorted = Way(functools.partial(_few_rows, batch, num_rows, sizes, at_most, is_sorted=True), is_sorted=True)
-    fewer = Way(functools.partial(_few_rows, batch, num_rows, sizes, _NUM_ROWS), is_smaller=True)
-    two = Way(functools.partial(_two_parts, batch, num_rows, sizes), is_real=True)
-    two_rows = Way(functools.partial(_few_rows, batch, num_rows, [1], 2), is_smaller=True)
+
+    def way(cut: Callable[..., Parts | None], *settings: Any, **kind: bool) -> Way:
+        return Way(functools.partial(cut, batch, num_rows, *settings), **kind)
+
+    few = way(_few_rows, sizes, at_most)
+    in_another_order = way(_few_sorted_rows, sizes, at_most, is_sorted=True)
+    two, two_rows = way(_two_parts, sizes, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
     # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
-    alike = replace(few_sorted, make=functools.partial(_alike_rows, batch, num_rows, sizes, at_most), is_further=True)
     if is_tight:
-        return [few_sorted, alike, replace(two, is_further=True), few, two_rows, two_rows]
-    # Of a large batch two looks take less time than two steps, too.
-    further = [replace(some, is_further=True)] if has_branches else [alike] * (num_rows >= _TIMES_ROWS * at_most)
-    return [some_sorted, few_sorted, *further, some, few, two, fewer, two_rows, two_rows]
+        alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
+        return [in_another_order, alike, replace(two, is_further=True), few, two_rows, two_rows]
+    in_order, num_looked_at = few, min(at_most, max(sizes))
+    number = min(len(sizes), at_most // max(sizes))
+    if number > 1:
+        in_order, num_looked_at = way(_some_parts, sizes, number, is_real=True), number * max(sizes)
+        in_another_order = way(_sorted_parts, sizes, number, is_sorted=True)
+    if has_branches or 2 * num_looked_at <= num_rows:  # both take less time than two steps
+        ways = [in_order, replace(in_another_order, is_further=True)]
+    else:
+        ways = [in_another_order, in_order] if _have_the_same_labels(batch, num_rows, sizes) else [in_order]
+    fewer = way(_few_rows, sizes, _NUM_ROWS, is_smaller=True)
+    return [*ways, few, two, fewer, two_rows, two_rows]
 
 
 def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
@@ -137,7 +144,7 @@ def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None
     if not is_list or [id(each) for part, _ in parts for each in part] != [id(each) for each in batch]:
         return None
     most = min(len(batch), _MOST_ROWS)
-    facts = [_facts_of_rows([leaf[None] for leaf in list_tensors(each)], 1) for each in batch[:most]]
+    facts = [_facts_of_rows([leaf[None] for leaf in list_tensors(each)], 1)[0] for each in batch[:most]]
     number = min(most, max(len(part) for part, _ in parts))
     if number < 2 or len({each.shape for each in facts}) != 1:
         return None
@@ -147,53 +154,66 @@ def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None
     return Parts(samples, size, tuple(cut), has_rows=False) if len(cut) > 1 else None
 
 
-def _some_parts(
-    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, is_sorted: bool = False
-) -> Parts | None:
-    """Small parts, as many as make a few rows: those that are most unlike, as they are or filled with sorted rows."""
-    number = min(len(sizes), at_most // max(sizes))
-    if number < 2:
-        return None
+def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> Parts:
+    """Small parts as they are: those that are most unlike, in their order."""
     edges = [0, *np.cumsum(sizes).tolist()]
     blocks = sorted(_unlike(batch, num_rows, edges, number))
     lengths = [stop - start for start, stop in blocks]
-    if is_sorted:
-        lengths = _shortened(lengths)
-        if len(lengths) < 2:
-            return None
-        blocks = _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))
     return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
 
 
-def _shortened(lengths: Sequence[int]) -> list[int]:
-    """Leave out a few rows, since sorted rows are a copy; what may be a group of rows stays as long."""
-    *others, last = lengths
-    unit = math.gcd(_LARGEST_UNIT, *lengths)
+def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> Parts | None:
+    """Parts of the same sizes, but for one, filled with rows in another order, so that the parts are unlike."""
+    *lengths, last = sorted(sizes, reverse=True)[-number:]
+    unit = math.gcd(_LARGEST_UNIT, *lengths, last)  # what may be a group of rows stays as long
     while unit > 1 and unit == last:
         unit //= 2
-    return [*others, last - unit] if last > unit else [*others]
+    lengths += [last - unit] if last > unit else []  # sorted rows are a copy: fewer of them take no more memory
+    if len(lengths) < 2:
+        return None
+    return _cut(
+        _rows_of(batch, num_rows, _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))), sum(lengths), lengths
+    )
 
 
-def _few_rows(
-    batch: Any, num_rows: int, sizes: Sequence[int], at_most: int, *, is_sorted: bool = False
-) -> Parts | None:
+def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bool:
+    """Whether all parts have as much padding and the same labels, though the rows have not."""
+    facts, num_discrete = _facts_of_rows(list_tensors(batch), num_rows)
+    discrete = facts[:, :num_discrete]
+    means = (np.add.reduceat(discrete, np.cumsum([0, *sizes[:-1]]), axis=0).T / np.array(sizes)).T
+    return bool(np.ptp(discrete, axis=0).any() and not np.ptp(means, axis=0).any())
+
+
+def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
     """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit.
 
-    Where groups of rows may belong together, the cut is between groups; sorted rows make up other groups.
+    Where groups of rows may belong together, groups are chosen, and the cut is between them.
     """
     if num_rows < 2:
         return None
+    unit, lengths = _two_lengths(num_rows, sizes, at_most)
+    blocks = _unlike(batch, num_rows, range(0, num_rows + 1, unit), sum(lengths) // unit)
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+
+
+def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+    """As many, chosen and put in order one by one."""
+    if num_rows < 2:
+        return None
+    _, lengths = _two_lengths(num_rows, sizes, at_most)
+    blocks = _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))
+    return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
+
+
+def _two_lengths(num_rows: int, sizes: Sequence[int], at_most: int) -> tuple[int, list[int]]:
+    """Return what may be a group of rows, and the rows of two parts."""
     wanted = min(num_rows, max(2, min(at_most, max(sizes))))
     unit = math.gcd(_LARGEST_UNIT, *sizes)
     while 2 * unit > wanted:
         unit //= 2
-    num_groups = min(wanted, num_rows) // unit
-    if is_sorted:
-        blocks = _unlike(batch, num_rows, range(num_rows + 1), unit * num_groups)
-    else:
-        blocks = _unlike(batch, num_rows, range(0, num_rows + 1, unit), num_groups)
+    num_groups = wanted // unit
     cut, size = (num_groups * 5 + 4) // 8 * unit, unit * num_groups
-    return _cut(_rows_of(batch, num_rows, blocks), size, [cut, size - cut])
+    return unit, [cut, size - cut]
 
 
 def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
@@ -247,7 +267,7 @@ def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> lis
         edges: Where blocks begin and end.
         number: How many blocks.
     """
-    facts = _facts_of_rows(list_tensors(batch), num_rows)
+    facts, _ = _facts_of_rows(list_tensors(batch), num_rows)
     sizes = np.maximum(np.diff(edges), 1)
     means = (np.add.reduceat(facts[: edges[-1]], edges[:-1], axis=0).T / sizes).T
     return [(edges[block], edges[block + 1]) for block in _most_unlike(means, number)]
@@ -268,8 +288,12 @@ def _most_unlike(facts: Table, number: int) -> list[int]:
     return [line for line in order.tolist() if number == len(facts) or line in chosen]
 
 
-def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> Table:
-    """A few numbers for each row: counts of padding and of what is missing, then sums of labels, then of features."""
+def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[Table, int]:
+    """A few numbers for each row: counts of padding and of what is missing, then sums of labels, then of features.
+
+    Returns:
+        A table with a line for each row, and how many of its columns are counts and sums of labels.
+    """
     counts, sums, others = [], [], []
     with torch.no_grad():
         for leaf in leaves:
@@ -284,6 +308,6 @@ def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> Table:
                 sums += [rows.sum(1)]
         columns = [*counts, *sums, *others]
         if not columns:
-            return np.zeros((num_rows, 1))
+            return np.zeros((num_rows, 1)), 0
         facts: Table = torch.stack([each.to(columns[0].device, torch.float64) for each in columns], 1).cpu().numpy()
-    return facts
+    return facts, len(counts) + len(sums)

@@ -105,16 +105,21 @@ class Attempt:
         if error is None:
             return False
         if self._on_oom == "raise" or not is_out_of_memory(error):
-            if isinstance(error, Exception) and self.size < self.batch_size:
-                error.add_note(
-                    f"memkit: this was a micro-batch of {self.size} of {self.batch_size}. All tensors of the batch are "
-                    "cut along dimension 0; keep one that belongs to all rows (a mask, a table) out of the batch, for "
-                    "instance in a variable that loss_fn uses, or pass split_fn=..."
-                )
+            note_part(error, self.size, self.batch_size)
             return False
         self.failure = describe_error(error)
         drop_frames(error)
         return True
+
+
+def note_part(error: BaseException, size: int, batch_size: int) -> None:
+    """Say with an error of the user's code that it met a part of the batch, which may be why."""
+    if isinstance(error, Exception) and size < batch_size:
+        error.add_note(
+            f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along dimension "
+            "0; keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a variable that "
+            "loss_fn uses, or pass split_fn=..."
+        )
 
 
 class Window:

@@ -40,7 +40,7 @@ from memkit.train.split import SplitFn, cut_batch, measure_batch
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.split_ways import ways_to_cut
-from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
+from memkit.train.window import Attempt, Rollback, Window, note_part, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
@@ -399,7 +399,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             if sizes != (batch_size,):
                 self._run_checks(self._check_split(batch, sizes, loss_fn), loss_fn)
             for part, size in parts:
-                loss = self._evaluate(part, loss_fn)
+                try:
+                    loss = self._evaluate(part, loss_fn)
+                except Exception as error:
+                    note_part(error, size, batch_size)
+                    raise
                 terms = divisors(loss.value) if self._split_watch.is_on else ()
                 losses.append(self._add(loss, size=size, batch_size=batch_size))
                 notes.append((losses[-1].weight, terms))

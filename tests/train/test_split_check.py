@@ -13,8 +13,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit import Loss
+from memkit._loss import read_loss
 from memkit.train import sketches, split_ways
-from memkit.train.split_check import check_split
+from memkit.train.split_check import Examination, check_split
+from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
 
@@ -798,11 +800,27 @@ def test_out_of_memory_means_fewer_rows(capacity, exact):
 
 def test_it_takes_few_runs_of_few_rows_where_all_is_well():
     seen = Seen()
-    assert check_split(net(), torch.randn(16, 6), seen).exact is True
-    assert seen.lengths == [8, 4, 4]
-    seen = Seen()
     assert check_split(net(), torch.randn(100, 6), seen).exact is True
-    assert seen.lengths == [8, 6, 2, 8, 4, 4]  # rows that are unlike, then rows that are alike
+    assert seen.lengths == [8, 6, 2, 8, 6, 2]  # rows as they come, then in another order
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 4, 8, 9, 16, 31, 64, 500])
+@pytest.mark.parametrize("num_parts", [2, 3, 16])
+def test_where_all_is_well_it_takes_no_longer_than_two_plain_steps(num_rows, num_parts):
+    """Counted in rows that go forward and backward."""
+    seen = Seen()
+    labels = torch.arange(num_rows) % 2
+    for is_first in (True, False):
+        batch = torch.randn(num_rows, 6), labels
+        ways = ways_to_cut(batch, num_parts=num_parts, is_first=is_first)
+        model = net()
+        examination = Examination(model, list(model.parameters()), [seen], ways)
+        seen.lengths.clear()
+        for attempt in examination.attempts():
+            with attempt as micro:
+                attempt.backward(read_loss(seen(model, micro[0]), call="loss_fn"))
+        assert examination.verdict.exact is True
+        assert 0 < sum(seen.lengths) <= 2 * num_rows
 
 
 class Seen:

@@ -260,15 +260,14 @@ def by_group(model, batch):
 
 def test_rows_that_belong_together_are_told():
     """Six rows each in parts of six: equal as they come, and only then."""
-    x, group = torch.randn(12, 6), torch.tensor([3, 1]).repeat_interleave(6)
-    x[:, 0] = float("nan")  # what is missing comes first in the order of a look
-    x[torch.arange(0, 12, 2), 0] = 0
+    x, group = torch.randn(96, 6), torch.randperm(16).repeat_interleave(6)
+    x[::2, 0] = float("nan")  # what is missing comes first in the order of a look
 
     def loss_fn(model, batch):
         return by_group(model, (batch[0].nan_to_num(), batch[1]))
 
     trainer = mk.MemoryEfficientTrainingWrapper(
-        model := net(), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+        model := net(), torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=16
     )
     with pytest.warns(mk.MemkitWarning, match="of the same rows in another order do not"):
         trainer.train_step((x, group), loss_fn)
@@ -329,7 +328,8 @@ def test_a_batch_that_forward_changes_is_not_run_again():
         trainer.train_step(X.clone(), loss_fn)
 
 
-def test_an_error_in_a_part_says_that_it_was_a_part():
+@pytest.mark.parametrize("on_oom", ["split", "raise"])
+def test_an_error_in_a_part_says_that_it_was_a_part(on_oom):
     table = torch.randn(16, 16)
 
     def loss_fn(model, batch):
@@ -337,7 +337,7 @@ def test_an_error_in_a_part_says_that_it_was_a_part():
 
     model = net()
     trainer = mk.MemoryEfficientTrainingWrapper(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4
+        model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=4, on_oom=on_oom
     )
     with pytest.raises(RuntimeError) as caught:
         trainer.train_step((X, table), loss_fn)
