@@ -116,9 +116,9 @@ def note_part(error: BaseException, size: int, batch_size: int) -> None:
     """Say with an error of the user's code that it met a part of the batch, which may be why."""
     if isinstance(error, Exception) and size < batch_size:
         error.add_note(
-            f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along dimension "
-            "0; keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a variable that "
-            "loss_fn uses, or pass split_fn=..."
+            f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along "
+            "dimension 0; keep one that belongs to all rows (a mask, a table) out of the batch, for instance in a "
+            "variable that loss_fn uses, or pass split_fn=..."
         )
 
 
