@@ -19,7 +19,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -80,8 +80,10 @@ class Span:
 
 @dataclass(slots=True)
 class _Draw:
-    func: Any
-    values: Tensor
+    shape: torch.Size
+    values: Callable[[], Tensor]  # drawn anew from ``state``, or kept where they depend on an input
+    is_kept: bool
+    state: Tensor
     state_after: Tensor
     edges: list[int]  # where the parts' draws begin, for parts without rows
 
@@ -219,16 +221,20 @@ class Rehearsal:
         kept = self._draws.get(key)
         if kept is None:
             if span is not None and span.is_whole and values is not None:
-                self._draws[key] = _Draw(func, values.clone(), after, [0])
+                self._draws[key] = _draw_of(func, args, kwargs, values, state, after)
             else:
                 self.has_unmatched_draws |= span is not None
             return out
-        part = None if values is None or span is None else _rows_of(kept, values.shape, span)
-        if part is None:
+        if values is not None and values.shape == kept.shape and not kept.is_kept:
+            return out  # the same numbers, from the same state
+        rows = None if values is None or span is None else _rows_of(kept, values.shape, span)
+        if values is None or rows is None:
             self.has_unmatched_draws = True
             return out
         with torch.no_grad():
-            out = _with_values(func, out, values, part, args)
+            generator.set_state(kept.state)
+            drawn = kept.values()
+            _put_values(func, out, values, drawn if drawn.shape == values.shape else drawn.narrow(*rows), args)
         generator.set_state(kept.state_after)
         return out
 
@@ -377,23 +383,51 @@ def _drawn_values(func: Any, out: Any) -> Tensor | None:
     return None
 
 
-def _with_values(func: Any, out: Any, values: Tensor | None, part: Tensor, args: tuple[Any, ...]) -> Any:
-    """Return an operator's result as if it had drawn ``part``."""
-    assert values is not None  # noqa: S101 - else there would be no part
+def _draw_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Tensor, state: Tensor, state_after: Tensor
+) -> _Draw:
+    """Note what was drawn. Where it depends on shapes alone it is drawn again when wanted, and takes no memory."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    by_shape = len(tensors) == 1 and tensors[0] is args[0] and _draws_by_shape(func)
+    is_kept = bool(tensors) and not by_shape
+    if is_kept:
+        copy = values.clone()
+        return _Draw(values.shape, lambda: copy, is_kept, state, state_after, [0])
+    like = (args[0].shape, args[0].stride(), args[0].dtype, args[0].device) if by_shape else None
+    others = args[1:] if by_shape else args
+
+    def again() -> Tensor:
+        filled = []
+        if like is not None:
+            shape, stride, dtype, device = like
+            filled = [torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()]
+        drawn = _drawn_values(func, func(*filled, *others, **kwargs))
+        assert drawn is not None  # noqa: S101 - it was not, the first time
+        return drawn
+
+    return _Draw(values.shape, again, is_kept, state, state_after, [0])
+
+
+def _draws_by_shape(func: Any) -> bool:
+    """Whether an operator takes nothing from its tensor but the shape: it fills it, makes one like it, or a mask."""
+    name = func._schema.name.rpartition("::")[2]  # see `_facts`
+    return bool(name.endswith(("_", "_like")) or name == "native_dropout")
+
+
+def _put_values(func: Any, out: Any, values: Tensor, part: Tensor, args: tuple[Any, ...]) -> None:
+    """Change an operator's result to what it would be had it drawn ``part``."""
     values.copy_(part)
     if func is torch.ops.aten.native_dropout.default:
         x, p = args[0], args[1]
-        out[0].copy_(x * values * (1 / (1 - p) if p < 1 else 0.0))
-    return out
+        torch.mul(x, values, out=out[0]).mul_(1 / (1 - p) if p < 1 else 0.0)
 
 
-def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> Tensor | None:
-    """Cut from all rows' draws those of some rows: along the one dimension in which they differ."""
-    kept = draw.values
-    if kept.shape == shape:
-        return kept
-    differing = [dim for dim, (all_rows, some) in enumerate(zip(kept.shape, shape, strict=False)) if all_rows != some]
-    if kept.dim() != len(shape) or len(differing) != 1:
+def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int] | None:
+    """Where some rows' draws are among all rows': the one dimension in which they differ, the start, the number."""
+    if draw.shape == shape:
+        return 0, 0, 0  # all
+    differing = [dim for dim, (all_rows, some) in enumerate(zip(draw.shape, shape, strict=False)) if all_rows != some]
+    if len(draw.shape) != len(shape) or len(differing) != 1:
         return None
     dim, num_rows = differing[0], span.stop - span.start
     if span.number is not None:
@@ -402,11 +436,11 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> Tensor | None:
         start = draw.edges[span.number]
         if span.number + 1 == len(draw.edges):
             draw.edges.append(start + shape[dim])
-        return kept.narrow(dim, start, shape[dim]) if start + shape[dim] <= kept.shape[dim] else None
-    factor, rest = divmod(kept.shape[dim], span.total)
+        return (dim, start, shape[dim]) if start + shape[dim] <= draw.shape[dim] else None
+    factor, rest = divmod(draw.shape[dim], span.total)
     if rest or shape[dim] != factor * num_rows:
         return None
-    return kept.narrow(dim, factor * span.start, factor * num_rows)
+    return dim, factor * span.start, factor * num_rows
 
 
 # ---------------------------------------------------------------------------------------------------------- attributes

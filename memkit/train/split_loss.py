@@ -282,6 +282,7 @@ class SplitLoss(Uncopied):
                 is_first=watch.is_new and not is_again,
                 is_tight=window.num_ooms > 0,
                 has_branches=watch.has_branches,
+                is_widened=torch.is_autocast_enabled(device_type),
             ),
             adds_up=self._reduction == "sum",
             is_uneven=is_uneven,

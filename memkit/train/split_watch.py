@@ -124,6 +124,12 @@ class SplitWatch:
             )
         if verdict.exact is None:
             self._say_not_checked(verdict)
+        elif verdict.exact and self._key in self._refused:
+            text = (
+                f"{self._call}: this split was refused on another batch, because the loss, or the model, compares or "
+                "mixes the rows. The rows that were looked at now do not show it: they are equal by accident."
+            )
+            self._say(text, text)
         self._known.add(self._key)
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"

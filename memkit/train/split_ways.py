@@ -68,6 +68,7 @@ def ways_to_cut(
     is_first: bool = False,
     is_tight: bool = False,
     has_branches: bool = False,
+    is_widened: bool = False,
 ) -> list[Way]:
     """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
 
@@ -79,6 +80,7 @@ def ways_to_cut(
         is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
         is_tight: Memory is known to be short: no more rows at once than the largest part has.
         has_branches: Python is known to branch on values, which the parts' own rows decide.
+        is_widened: The look is in full precision and the step is not: half the rows take as much.
 
     Raises:
         InputError: The batch has no common rows, and there is no ``split_fn``.
@@ -96,7 +98,9 @@ def ways_to_cut(
         size, larger = divmod(num_rows, num_parts)
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
     # Where gradients are there already, fewer rows keep it below a whole step.
-    at_most = _MOST_ROWS if is_first else min(_NUM_ROWS, max(2, num_rows // 2))
+    at_most = _MOST_ROWS if is_first else _NUM_ROWS
+    if is_widened or not is_first:
+        at_most = min(at_most, max(2, num_rows // 2))
 
     def way(cut: Callable[..., Parts | None], *settings: Any, **kind: bool) -> Way:
         return Way(functools.partial(cut, batch, num_rows, *settings), **kind)
@@ -116,7 +120,7 @@ def ways_to_cut(
     if has_branches or 2 * num_looked_at <= num_rows:  # both take less time than two steps
         ways = [in_order, replace(in_another_order, is_further=True)]
     else:
-        ways = [in_another_order, in_order] if _have_the_same_labels(batch, num_rows, sizes) else [in_order]
+        ways = [replace(in_another_order, make=functools.partial(_if_alike, in_another_order, batch, sizes)), in_order]
     fewer = way(_few_rows, sizes, _NUM_ROWS, is_smaller=True)
     return [*ways, few, two, fewer, two_rows, two_rows]
 
@@ -174,6 +178,10 @@ def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) 
     return _cut(
         _rows_of(batch, num_rows, _unlike(batch, num_rows, range(num_rows + 1), sum(lengths))), sum(lengths), lengths
     )
+
+
+def _if_alike(way: Way, batch: Any, sizes: Sequence[int]) -> Parts | None:
+    return way.make() if _have_the_same_labels(batch, sum(sizes), sizes) else None
 
 
 def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bool:

@@ -27,6 +27,13 @@ def dry_run(step: Step) -> DryRun:
 
 def real_step(step: Step):
     """The plain loop that the estimate is about, after its first step."""
+    run = plain_step(step)
+    run()
+    return run
+
+
+def plain_step(step: Step):
+    """A step of the plain loop."""
     named = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "nadam": torch.optim.NAdam,
              "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax}  # fmt: skip
     optimizer = step.optimizer
@@ -47,7 +54,6 @@ def real_step(step: Step):
         optimizer.step()
         optimizer.zero_grad()
 
-    run()
     return run
 
 

@@ -143,6 +143,19 @@ def test_nothing_is_trained_by_a_step_that_is_refused(way):
     assert messages(way(model), [(X, square)]) == []
 
 
+def test_what_was_refused_once_is_not_equal_because_another_batch_is():
+    def above_most(model, x):
+        each = model(x).pow(2).mean(1)
+        return (each * (x[:, 0] > x[:, 0].mean() - 100)).mean()
+
+    step, far = Step(net()), X.clone()
+    far[:4, 0] -= 1000
+    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+        step(far, above_most)
+    with pytest.warns(mk.MemkitWarning, match="was refused on another batch"):
+        step(X, above_most)
+
+
 def test_after_an_out_of_memory_the_split_is_checked():
     def limited(model, x):
         if len(x) > 8:
