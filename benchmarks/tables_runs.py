@@ -83,4 +83,35 @@ def trainer_parts(result: dict[str, Any]) -> str:
     return table(["step", "peak", "gradient's error", "time"], rows)
 
 
-RENDERERS = (trainer_parts, dryrun_scripts, kill_nine, loop_cost, loop_semantics)
+def silence(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    verdicts = figures["verdicts"]
+    rows = [
+        ["steps, each split and judged", f"{figures['num_steps']:,}"],
+        ["parts train something else than the whole batch", f"{figures['num_unequal']:,}"],
+        ["... of these warned of", f"{verdicts.get('unequal, told', 0):,}"],
+        ["... refused", f"{verdicts.get('unequal, refused', 0):,}"],
+        ["... silent", f"{figures['num_silent']:,}"],
+        ["raw errors", f"{figures['num_crashes']:,}"],
+        ["equal", f"{figures['num_equal']:,}"],
+        ["... warned of or refused all the same", f"{figures['num_false_alarms']:,}"],
+    ]
+    return table(["", "steps"], rows)
+
+
+def split_check(result: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{found['look_bytes'] / 2**20:,.0f} of {found['plain_bytes'] / 2**20:,.0f} MiB",
+            f"{found['look_flops'] / found['plain_flops']:.2f}",
+            f"{found['time_ratio']:.2f}",
+        ]
+        for name, found in result["figures"].items()
+    ]
+    return table(
+        ["step", "peak of a look, of a plain step", "operations, in plain steps", "time, in plain steps"], rows
+    )
+
+
+RENDERERS = (trainer_parts, dryrun_scripts, kill_nine, loop_cost, loop_semantics, silence, split_check)

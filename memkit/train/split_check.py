@@ -22,6 +22,7 @@ from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
 from memkit._units import MIB
+from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
@@ -62,6 +63,7 @@ class SplitVerdict:
         reason: Why it was not checked.
         is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
         has_branches: Python branches on values of tensors, so that another batch may go another way.
+        kind: The operators from the loss to where many numbers become one: it tells one loss from another.
     """
 
     exact: bool | None
@@ -72,6 +74,7 @@ class SplitVerdict:
     reason: str = ""
     is_uninformative: bool = False
     has_branches: bool = False
+    kind: tuple[tuple[str, ...], ...] = ()
 
     @property
     def advice(self) -> str:
@@ -224,6 +227,7 @@ class Examination:
         self._roots = [model, *roots]
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
+        self._kind: tuple[tuple[str, ...], ...] = ()
         self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
         self._rounding: Vector = np.zeros(len(self._parameters))
@@ -238,7 +242,7 @@ class Examination:
             yield from self._examine()
         finally:
             self._close()
-        self.verdict = replace(self.verdict, has_branches=self._has_branches)
+        self.verdict = replace(self.verdict, has_branches=self._has_branches, kind=self._kind)
 
     def _close(self) -> None:
         rehearsal = getattr(self, "_rehearsal", None)
@@ -410,6 +414,7 @@ class Examination:
         else:
             count = float(loss.count)
             slope = count if loss.reduction == "mean" else 1.0
+        self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         root = loss.value.reshape(())
         if not count:
             return _Gradient([None] * len(self._parameters), 0.0)

@@ -42,8 +42,8 @@ class SplitWatch:
         self._probe, self._call = probe, call
         self._known: set[object] = set()
         self._refused: set[object] = set()  # what is looked at again in each step: data decide whether it is wrong
-        self._key: object = None
-        self._has_loss_fn = False
+        self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
+        self._refused_kinds: set[object] = set()
         self._told: set[str] = set()
         self._num_split = 0
         self._num_uninformative = 0
@@ -71,7 +71,6 @@ class SplitWatch:
             return False  # a simulated step has no gradients to compare
         self._num_split += not is_again
         modes = tuple([module.training for module in self._modules])
-        self._has_loss_fn = loss_fn is not None
         self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)
         is_early = self.has_branches and self._num_split <= _NUM_WITH_BRANCHES
         is_time = not is_again and (is_early or self._num_split & (self._num_split - 1) == 0)
@@ -117,6 +116,7 @@ class SplitWatch:
         because = " (memory ran out, so it was split)" if num_ooms else ""
         if verdict.loss == "rows":
             self._refused.add(self._key)
+            self._refused_kinds.add((*self._key[:3], verdict.kind))
             error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"
             raise ConfigError(
                 self._call,
@@ -126,7 +126,7 @@ class SplitWatch:
             )
         if verdict.exact is None:
             self._say_not_checked(verdict)
-        elif verdict.exact and self._key in self._refused and self._has_loss_fn:  # else it may be another loss by now
+        elif verdict.exact and (*self._key[:3], verdict.kind) in self._refused_kinds:
             text = (
                 f"{self._call}: this split was refused on another batch, because the loss, or the model, compares or "
                 "mixes the rows. The rows that were looked at now do not show it: they are equal by accident."

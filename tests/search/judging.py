@@ -69,7 +69,7 @@ class _Case:
         self.exact, self.plain = Twin(spec, exact=True), Twin(spec, exact=False)
         self.start: Net = Twin(spec, exact=False).model  # where memkit's model stood before the step
         self.said: set[str] = set()  # the verdicts so far
-        self.was_warned = False  # of an earlier step, which was equal only by accident
+        self.was_warned = False  # of an earlier step, which was equal only by accident, or refused after the warning
 
     def verdicts(self) -> Iterator[Verdict]:
         runner = Runner(self.spec)
@@ -104,7 +104,7 @@ class _Case:
         self._judge(verdict, done, fields, whole, plain)
         verdict.buffers = tuple(_elsewhere(dict(runner.model.named_buffers()), buffers))
         self.said.add(verdict.kind)
-        self.was_warned = self.was_warned or (verdict.kind == EARLY and done.error is None)
+        self.was_warned = self.was_warned or (bool(done.messages) and verdict.kind in (EARLY, REFUSED))
         return verdict
 
     def _whole(self, step: Step, fields: Fields) -> Gradients:
