@@ -287,7 +287,9 @@ class Examination:
     def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
         """What two looks say together."""
         if found.exact is None:
-            return found if verdict.exact is None else verdict
+            # A large error that rounding explained, and another look that met noise: nothing is known.
+            is_doubtful = verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory
+            return found if verdict.exact is None or is_doubtful else verdict
         if way.is_sorted and verdict.exact and found.loss == "rows":
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         if not (found.exact and verdict.exact is False):

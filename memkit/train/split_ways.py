@@ -111,7 +111,11 @@ def ways_to_cut(
     # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
-        return [in_another_order, alike, replace(two, is_further=True), few, two_rows, two_rows]
+        # A look has no optimizer's state beside it: two parts may fit together, even all of them, or run out once more.
+        parts = [replace(two, is_further=True)]
+        if len(sizes) > 2 and num_rows <= _MOST_ROWS:
+            parts += [way(_some_parts, sizes, len(sizes), is_real=True, is_further=True)]
+        return [in_another_order, alike, *parts, few, two_rows, two_rows]
     in_order, num_looked_at = few, min(at_most, max(sizes))
     number = min(len(sizes), at_most // max(sizes))
     if number > 1:
