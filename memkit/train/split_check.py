@@ -228,6 +228,7 @@ class Examination:
         self._prepare: Callable[[], None] = _leave
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
         self._kind: tuple[tuple[str, ...], ...] = ()
+        self._doubt: SplitVerdict | None = None
         self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
         self._rounding: Vector = np.zeros(len(self._parameters))
@@ -276,7 +277,7 @@ class Examination:
             verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure)
         if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
-        self.verdict = verdict
+        self.verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
 
     def _may_tell(self, way: Way, verdict: SplitVerdict) -> bool:
         """Whether another look says more than those before."""
@@ -287,9 +288,9 @@ class Examination:
     def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
         """What two looks say together."""
         if found.exact is None:
-            # A large error that rounding explained, and another look that met noise: nothing is known.
-            is_doubtful = verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory
-            return found if verdict.exact is None or is_doubtful else verdict
+            if verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory:
+                self._doubt = found  # a large error that rounding explained, and another look that met noise
+            return found if verdict.exact is None else verdict
         if way.is_sorted and verdict.exact and found.loss == "rows":
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         if not (found.exact and verdict.exact is False):
