@@ -167,6 +167,20 @@ class Replicas(Ranks):
                     dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
 
 
+@contextlib.contextmanager
+def without_buffer_sync(model: nn.Module) -> Iterator[None]:
+    """Keep DistributedDataParallel from exchanging buffers before a forward that does not count."""
+    replicated = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+    before = [module.require_forward_param_sync for module in replicated]
+    try:
+        for module in replicated:
+            module.require_forward_param_sync = False
+        yield
+    finally:
+        for module, value in zip(replicated, before, strict=True):
+            module.require_forward_param_sync = value
+
+
 def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter]) -> Ranks | None:
     """Find out how the gradient of ``parameters`` is shared between processes.
 

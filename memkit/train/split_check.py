@@ -25,6 +25,7 @@ from memkit._units import MIB
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
+from memkit.train.ranks import without_buffer_sync
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
 from memkit.train.split_ways import Parts, Way, ways_to_cut
@@ -376,7 +377,7 @@ class Examination:
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            with self._rehearsal.run(span, **how):
+            with self._rehearsal.run(span, **how), without_buffer_sync(self._model):
                 if not how.get("goes_on"):
                     self._prepare()
                 yield

@@ -3,6 +3,7 @@
 import copy
 import datetime as dt
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,43 @@ def fsdp_worker(rank, folder):
     leave()
 
 
+def info_nce(model, x):
+    z = model(x, extra=True)
+    return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def with_padding(model, batch):
+    x, labels = batch
+    return torch.nn.functional.cross_entropy(model(x, extra=True), labels)
+
+
+def checked_worker(rank, folder):
+    """What splits right is trained in silence; the rest is told or refused on each rank, and keeps no other waiting."""
+    join(rank, folder)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))
+    labels = torch.tensor([0, 1, -100, -100, 1, 0, -100, 1])
+
+    def wrapped():
+        model = DistributedDataParallel(Model(), find_unused_parameters=True)
+        return mk.MemoryEfficientTrainingWrapper(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
+        )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = wrapped()
+        for _ in range(2):
+            trainer.train_step(x, lambda model, x: model(x, extra=True).pow(2).mean())
+    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+        wrapped().train_step(x, info_nce)
+    with pytest.warns(mk.MemkitWarning, match="mean over something else than rows"):
+        wrapped().train_step((x, labels), with_padding)
+    weights = [torch.empty_like(trainer.model.module.first.weight) for _ in range(2)]
+    dist.all_gather(weights, trainer.model.module.first.weight.detach())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    leave()
+
+
 def spawn(worker, folder):
     # Threads of the parent do not survive in a forked child, so the children start afresh.
     mp.spawn(worker, args=(str(folder),), nprocs=2)
@@ -173,6 +211,10 @@ def test_averaging_over_ranks_and_micro_batches_is_wrong():
     naive = one_process(weigh=lambda rows, group: 1 / len(group))
     error = (naive["last.weight"] - one_process()["last.weight"]).abs().max()
     assert error > 1e-3
+
+
+def test_splits_are_checked_on_each_of_two_ranks(tmp_path):
+    spawn(checked_worker, tmp_path)
 
 
 def test_buffers_follow_the_first_rank(tmp_path):
