@@ -69,6 +69,7 @@ def ways_to_cut(
     is_tight: bool = False,
     has_branches: bool = False,
     is_widened: bool = False,
+    may_run_out: bool = True,
 ) -> list[Way]:
     """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
 
@@ -80,6 +81,8 @@ def ways_to_cut(
         is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
         is_tight: Memory is known to be short: no more rows at once than the largest part has.
         has_branches: Python is known to branch on values, which the parts' own rows decide.
+        may_run_out: Whether a look may try more rows than are known to fit: not in a loop that is kept, whose own code
+            would see the error.
         is_widened: The look is in full precision and the step is not: half the rows take as much.
 
     Raises:
@@ -112,8 +115,8 @@ def ways_to_cut(
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
         # A look has no optimizer's state beside it: two parts may fit together, even all of them, or run out once more.
-        parts = [replace(two, is_further=True)]
-        if len(sizes) > 2 and num_rows <= _MOST_ROWS:
+        parts = [replace(two, is_further=True)] if may_run_out else []
+        if may_run_out and len(sizes) > 2 and num_rows <= _MOST_ROWS:
             parts += [way(_some_parts, sizes, len(sizes), is_real=True, is_further=True)]
         return [in_another_order, alike, *parts, few, two_rows, two_rows]
     in_order, num_looked_at = few, min(at_most, max(sizes))

@@ -446,6 +446,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 is_first=watch.is_new and not is_again,
                 is_tight=num_ooms > 0 or self._foresight.is_on,
                 has_branches=watch.has_branches,
+                may_run_out=loss_fn is not None,
                 is_widened=self._precision.is_mixed,
             ),
             is_uneven=is_uneven,
