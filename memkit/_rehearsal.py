@@ -101,6 +101,7 @@ class Rehearsal:
 
     Attributes:
         has_unmatched_draws: Whether random numbers were drawn that could not be found in the first run's.
+        has_permutations: Whether a permutation was drawn.
         has_branches: Whether Python asked a tensor whether it is true, and may go the other way with other rows.
     """
 
@@ -113,7 +114,7 @@ class Rehearsal:
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty = False
-        self.has_unmatched_draws = self.has_branches = False
+        self.has_unmatched_draws = self.has_branches = self.has_permutations = False
 
     @contextlib.contextmanager
     def run(
@@ -213,6 +214,7 @@ class Rehearsal:
         if is_own and id(generator) not in self._generators:
             self._generators[id(generator)] = generator, state
         out = func(*args, **kwargs)
+        self.has_permutations |= func.overloadpacket is torch.ops.aten.randperm
         after = generator.get_state()
         if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that only could draw
             return out

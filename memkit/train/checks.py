@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._loss import Loss
 from memkit.train.gradients import as_list
 from memkit.train.step_in_backward import steps_in_backward
 
@@ -30,7 +31,9 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
             call,
             got=f"a {type(loss).__name__}",
             expected="the loss as a 0-dim tensor with its graph",
-            fix="pass the loss itself, not loss.item().",
+            fix="call backward(loss, count=n), n being what the mean is divided by, in place of mk.Loss(...)."
+            if isinstance(loss, (Loss, tuple))
+            else "pass the loss itself, not loss.item().",
         )
     if loss.numel() != 1 or not loss.requires_grad:
         raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -106,15 +105,18 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
     if name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy"):
         is_mean = getattr(node, "_saved_reduction", None) == 1
         return (float(node._saved_self.numel()) if is_mean else None), True  # noqa: SLF001
+    metadata: Any = getattr(node, "_input_metadata", ())
+    is_one_number = len(metadata) == 1 and not metadata[0].shape  # a micro-batch of one row has vectors of one number
     if name in {"DivBackward", "MulBackward"}:
         other = getattr(node, "_saved_other", None)
-        if not isinstance(other, (int, float, Tensor)) or (isinstance(other, Tensor) and other.numel() != 1):
-            return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
-        other = _on_host(other)
+        if isinstance(other, Tensor):
+            if other.numel() != 1 or (other.dim() > 0 and not is_one_number):
+                return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
+            other = _on_host(other.reshape(()))
+        elif not isinstance(other, (int, float)):
+            return None, name == "MulBackward"
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
-    metadata: Any = getattr(node, "_input_metadata", ())
-    is_one_number = len(metadata) == 1 and math.prod(metadata[0].shape) == 1 and not name.startswith(("Norm", "Linalg"))
-    return None, not is_one_number
+    return None, not is_one_number or name.startswith(("Norm", "Linalg"))
 
 
 def _on_host(value: Factor) -> Factor:

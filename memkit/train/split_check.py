@@ -42,6 +42,9 @@ _ONLY_IN_ORDER = (
     "loss, or the model, compares or mixes rows, and either those that belong together stood in one part, or it is "
     "equal by accident"
 )
+_PERMUTED = (
+    "the step draws a permutation of the rows (mixup, SMOTE), which a part has none of: do that before the split"
+)
 _UNEVEN = (
     "the losses of the parts were divided by numbers that are not in proportion to their sizes (valid tokens, class "
     "weights), and the rows that were looked at do not tell why"
@@ -59,7 +62,8 @@ class SplitVerdict:
         state: State that a forward changes and that reaches the gradient: names of buffers and
             attributes, where they were found.
         loss: What is wrong besides. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
-            ``"weights"``: the loss is a mean over something else than rows, or a sum. ``"state"``: see `state`.
+            ``"weights"``: the loss is a mean over something else than rows. ``"sum"``: it is a sum over them.
+            ``"state"``: see `state`.
             ``"hooks"``: hooks on parameters do something else to parts of a gradient than to the whole.
         reason: Why it was not checked.
         is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
@@ -71,7 +75,7 @@ class SplitVerdict:
     error: float | None = None
     modules: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
-    loss: Literal["rows", "weights", "state", "hooks"] | None = None
+    loss: Literal["rows", "weights", "sum", "state", "hooks"] | None = None
     reason: str = ""
     is_uninformative: bool = False
     has_branches: bool = False
@@ -90,13 +94,21 @@ class SplitVerdict:
         if self.loss == "rows":
             sentences.append(
                 "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-                "memkit.cached_backward gives its exact gradient; else keep the batch whole: one micro-batch, and "
-                "on_oom='raise'."
+                "memkit.cached_backward gives its exact gradient; where it adds up means over different things (tokens "
+                "and rows, a task each), divide each by the whole batch's number, which the batch brings along; else keep "
+                "the batch whole: one micro-batch, and on_oom='raise'."
             )
         elif self.loss == "weights":
             sentences.append(
-                "The loss is a mean over something else than rows (valid tokens, class weights), or a sum: return "
-                "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by."
+                "The loss is a mean over something else than rows (valid tokens, class weights): return "
+                "mk.Loss(mean=loss, count=n) from loss_fn, n being what the mean is divided by; in a loop of your own, "
+                "trainer.backward(loss, count=n)."
+            )
+        elif self.loss == "sum":
+            sentences.append(
+                "The loss is a sum over rows, and the parts are averaged: return its mean over the rows, or "
+                "mk.Loss(sum=loss, count=number of rows), with a learning rate that is as many times larger; "
+                "memkit.SplitLoss(reduction='sum') adds up."
             )
         elif self.loss == "state":
             names = ", ".join(self.state) or "something that memkit cannot name"
@@ -519,8 +531,8 @@ class Examination:
             self._with_hooks = False
             if (yield from self._is_equal_again()):
                 return SplitVerdict(exact=False, error=error, loss="hooks")
-        if self._fits_with_other_weights(whole, independent):
-            return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
+        if other := self._other_weights(whole, independent):
+            return SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
         if self._suspects and (found := (yield from self._judge_frozen(error))) is not None:
             return found
         unknown = yield from self._find_by_mode(prepare)
@@ -542,9 +554,8 @@ class Examination:
             return None
         if (yield from self._weigh(whole, self._sum(parts)))[1]:
             return SplitVerdict(exact=False, error=error, modules=self._suspects)
-        if self._fits_with_other_weights(whole, parts):
-            return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="weights")
-        return None
+        other = self._other_weights(whole, parts)
+        return other and SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
 
     def _again(self) -> Attempts:
         """Run whole and parts, each from the start."""
@@ -601,10 +612,10 @@ class Examination:
             total = _add(total, each)
         return total
 
-    def _fits_with_other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> bool:
+    def _other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> Literal["weights", "sum"] | None:
         """Whether the whole is a weighted mean of the parts or their sum; what mixes rows is neither."""
         if any(not each.count or not _is_finite(each.vectors) for each in parts):
-            return True  # a part without any item: 0 / 0
+            return "weights"  # a part without any item: 0 / 0
         # Each parameter counts alike; one whose gradient is nothing but rounding says nothing.
         norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
         scales = np.where(norms > _TIMES_ROUNDING * self._rounding, 1 / np.where(norms > 0, norms, 1.0), 0.0)
@@ -613,7 +624,9 @@ class Examination:
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
         is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
         is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by what does not depend on the part
-        return bool((is_mean or is_sum) and np.linalg.norm(columns @ shares - wanted) <= self._fit_limit(norms))
+        if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(norms):
+            return None
+        return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
 
     def _fit_limit(self, norms: Vector) -> float:
         """Residual of a fit that rounding explains, of a gradient whose parameters have norm 1."""
@@ -621,6 +634,8 @@ class Examination:
         return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(relative[relative < 1 / _TIMES_ROUNDING])))
 
     def _not_checked(self, reason: str = "") -> SplitVerdict:
+        if not reason and self._rehearsal.has_permutations and not self._attempt.is_out_of_memory:
+            reason = f"{_PERMUTED} ({self._attempt.error})"
         return SplitVerdict(None, modules=self._suspects, reason=reason or self._attempt.error)
 
     def _uninformative(self, reason: str) -> SplitVerdict:

@@ -108,6 +108,21 @@ def test_a_short_micro_batch_without_its_count_is_told_once(counts):
     assert len(caught) == 1
 
 
+def weighted(x, weight):
+    return lambda model: (model(x).pow(2).mean(1) * weight).sum() / weight.sum()
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 3, 1), (4, 1), (1, 1, 1, 1), (3, 3, 2)])
+def test_a_micro_batch_of_one_row_is_read_as_the_others(sizes):
+    x, weight = torch.randn(sum(sizes), 4), torch.rand(sum(sizes))
+    losses = [weighted(*each) for each in zip(x.split(sizes), weight.split(sizes), strict=True)]
+    with pytest.warns(MemkitWarning, match="means over different numbers of items"):
+        accumulate(nn.Linear(4, 2), losses, sizes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulate(nn.Linear(4, 2), losses, [float(each.sum()) for each in weight.split(sizes)])
+
+
 @pytest.mark.parametrize(
     ("losses", "counts", "settings"),
     [

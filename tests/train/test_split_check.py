@@ -335,7 +335,7 @@ INEXACT = {
     "small term over the batch": (net, rows(6), variance_regularised, (), "rows"),
     "tokens without count": (Words, make_tokens, token_mean, (), "weights"),
     "class weights without count": (net, labelled, class_weighted, (), "weights"),
-    "sum without count": (net, rows(6), plain_sum, (), "weights"),
+    "sum without count": (net, rows(6), plain_sum, (), "sum"),
     "spectral norm": (
         lambda: nn.Sequential(fresh_spectral_norm(nn.Linear(6, 8)), nn.Tanh()),
         rows(6),
@@ -371,7 +371,13 @@ def test_what_cannot_be_split_and_why(name, dtype):
     assert verdict.error > 1e-6
     assert (verdict.modules, verdict.loss) == (modules, loss)
     assert all(module in verdict.advice for module in modules)
-    ways_out = {"rows": "cached_backward", "weights": "mk.Loss(mean=loss, count=n)", "state": "once per step", None: ""}
+    ways_out = {
+        "rows": "cached_backward",
+        "weights": "mk.Loss(mean=loss, count=n)",
+        "sum": "mk.Loss(sum=loss, count=number of rows)",
+        "state": "once per step",
+        None: "",
+    }
     assert ways_out[loss] in verdict.advice
 
 
@@ -423,6 +429,21 @@ def test_a_part_without_any_label_is_a_matter_of_weights():
     labels[6:] = -100  # the second part's mean is 0 / 0
     assert check_split(Words(), (words, labels), token_mean).loss == "weights"
     assert check_split(Words(), (words, labels), token_sum).exact is True
+
+
+def test_a_permutation_of_the_rows_is_named():
+    def mixup(model, x):
+        return square_loss(model, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
+
+    verdict = check_split(net(), torch.randn(12, 6), mixup)
+    assert verdict.exact is None
+    assert "draws a permutation of the rows (mixup, SMOTE)" in verdict.reason
+
+
+def test_a_sum_has_a_way_out_of_its_own():
+    x = torch.randn(12, 6)
+    assert "mk.Loss(sum=loss, count=number of rows)" in check_split(net(), x, plain_sum).advice
+    assert check_split(net(), x, lambda model, x: Loss(sum=plain_sum(model, x), count=len(x))).exact is True
 
 
 def test_rows_that_differ_are_looked_at_whatever_their_place():
