@@ -100,6 +100,7 @@ class Rehearsal:
             would end the process; None for no limit.
 
     Attributes:
+        most_elements: Of a tensor that an operator made.
         has_unmatched_draws: Whether random numbers were drawn that could not be found in the first run's.
         has_permutations: Whether a permutation was drawn.
         has_branches: Whether Python asked a tensor whether it is true, and may go the other way with other rows.
@@ -113,7 +114,7 @@ class Rehearsal:
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
         self._draws: dict[tuple[object, ...], _Draw] = {}
-        self._is_dirty = False
+        self._is_dirty, self.most_elements = False, 0
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
 
     @contextlib.contextmanager
@@ -277,6 +278,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         for each in out if isinstance(out, (list, tuple)) else (out,):
             storage = _storage_of(each) if isinstance(each, Tensor) else None
             if storage is not None:
+                self._rehearsal.most_elements = max(self._rehearsal.most_elements, each.numel())
                 self._count(storage)
                 self._born.add(_identity(storage))
                 if (

@@ -41,7 +41,7 @@ def look(task: Task) -> None:
     for attempt in examination.attempts():
         with attempt as micro:
             attempt.backward(read_loss(task.loss_fn(task.model, micro), call="loss_fn"))
-    assert examination.verdict.exact
+    assert examination.verdict.exact, examination.verdict
 
 
 class Plain:

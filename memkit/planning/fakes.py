@@ -163,10 +163,16 @@ class DryMode(CachedFakeMode):  # type: ignore[no-untyped-call]  # torch's own c
     def _without_data(self, tensor: Tensor) -> Tensor:
         return FakeTensor(self, self._copy(tensor, "meta"), _CPU)
 
-    def _with_values(self, tensor: Tensor, device: torch.device = _CPU) -> Tensor:
-        fake = FakeTensor(self, self._copy(tensor, "meta"), device, constant=self._copy(tensor, "cpu"))
-        self.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        values = self._copy(tensor, "cpu")
+        storage, itemsize = values.untyped_storage(), values.dtype.itemsize
+        if storage.nbytes() == values.nbytes or storage.nbytes() % itemsize:
+            return self._converter.from_real_tensor(self, values, make_constant=True)
+        # A view: of a tensor without data for all of its storage, so that this counts.
+        whole = torch.empty(0, dtype=values.dtype).set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
+        fake = self._converter.from_real_tensor(self, whole, make_constant=True)
+        with self:
+            return fake.as_strided(values.shape, values.stride(), values.storage_offset())
 
     def _copy(self, tensor: Tensor, device: str) -> Tensor:
         """The same view of a copy of the whole storage; of an empty one on the meta device."""

@@ -453,7 +453,9 @@ class Examination:
         """Return the largest relative error of a parameter, and whether rounding explains all of them."""
         errors, norms = _errors(whole, parts)
         error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
-        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, _TOLERANCE) for each in self._parameters])
+        # A sum of many terms is rounded at each of them, in an order that is another one in parts.
+        of_sums = math.sqrt(self._rehearsal.most_elements) * torch.finfo(torch.float32).eps
+        limits = np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._parameters])
         if not np.isfinite(errors).all():
             return math.inf, False
         if (errors <= limits * norms).all():

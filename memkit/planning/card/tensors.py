@@ -107,9 +107,10 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
     def _without_data(self, tensor: Tensor) -> Tensor:
         return FakeTensor(self, self._copy(tensor, "meta"), CARD)
 
-    def _with_values(self, tensor: Tensor, device: torch.device = CARD) -> Tensor:
-        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex  # an optimizer's step count: on the host
-        return super()._with_values(tensor, torch.device("cpu") if is_number else device)
+    def _with_values(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:  # an optimizer's step count stays on the host
+            return super()._with_values(tensor)
+        return self._on_card(self._copy(tensor, "cpu"), CARD)
 
     def _transferred(self, func: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A tensor's copy on the card; whole numbers that are known stay so."""
