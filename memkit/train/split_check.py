@@ -95,8 +95,8 @@ class SplitVerdict:
             sentences.append(
                 "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
                 "memkit.cached_backward gives its exact gradient; where it adds up means over different things (tokens "
-                "and rows, a task each), divide each by the whole batch's number, which the batch brings along; else keep "
-                "the batch whole: one micro-batch, and on_oom='raise'."
+                "and rows, a task each), divide each by the whole batch's number, which the batch brings along; else "
+                "keep the batch whole: one micro-batch, and on_oom='raise'."
             )
         elif self.loss == "weights":
             sentences.append(

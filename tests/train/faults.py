@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,15 +19,22 @@ class FailingOperator(TorchDispatchMode):
     def __init__(self, *places: int) -> None:
         super().__init__()
         self.places = set(places)
-        self.num_operators = 0
-        self.num_failures = 0
+        self._counts = array("q", [0, 0])  # which no check puts back, whoever holds this object
+
+    @property
+    def num_operators(self):
+        return self._counts[0]
+
+    @property
+    def num_failures(self):
+        return self._counts[1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns):
             return func(*args, **(kwargs or {}))  # a view takes no memory
-        self.num_operators += 1
+        self._counts[0] += 1
         if self.num_operators in self.places:
-            self.num_failures += 1
+            self._counts[1] += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
         return func(*args, **(kwargs or {}))
 
