@@ -114,7 +114,10 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
         >>> mk.is_out_of_memory(ambiguous, under_pressure=True)
         True
     """
-    verdict = classify_oom(exc)
+    try:
+        verdict = classify_oom(exc)
+    except MemoryError:  # not even enough is left to look at the error
+        return isinstance(exc, Exception)
     if verdict is None:
         return False
     if verdict.certain:

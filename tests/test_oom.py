@@ -494,3 +494,14 @@ def test_real_training_step_recovers_at_a_smaller_size():
     assert 1 < int(size) < 256
     assert same == "True"
     assert graded == "True"
+
+
+def test_where_not_even_the_error_can_be_looked_at_memory_has_run_out(monkeypatch):
+    """Stands in for a process with nothing left, where now and then the look at the error fails."""
+
+    def fail(error):
+        raise MemoryError
+
+    monkeypatch.setattr("memkit._oom.classify_oom", fail)
+    assert is_out_of_memory(RuntimeError("CUDA out of memory"))
+    assert not is_out_of_memory(KeyboardInterrupt())

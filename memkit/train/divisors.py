@@ -16,6 +16,7 @@ from memkit.train.gradients import graph_nodes
 _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
 _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
+_WEIGHTS = "weights of rows"  # where a term ends in them
 _MAX_TERMS = 8  # more terms than this are not told apart
 
 Factor = float | Tensor
@@ -76,6 +77,8 @@ def _walk(node: Any) -> Iterator[Term]:
             todo += [(each, term) for each, _ in node.next_functions]
         elif (divisor := _divisor_of_columns(node)) is not None:
             yield Term((*term.operators, "columns"), (divisor,))
+        elif (weights := _weights_of_rows(node)) is not None:
+            yield Term((*term.operators, _WEIGHTS), (*term.factors, _spread(weights)))
         else:
             yield term
 
@@ -92,6 +95,36 @@ def _divisor_of_columns(node: Any) -> Factor | None:
     # Weights that are no whole numbers: columns whose divisors change places do not cancel.
     weights = torch.arange(1, other.numel() + 1, device=other.device, dtype=torch.float64).sqrt()
     return _on_host((other.detach().reshape(-1) * weights).sum().float())
+
+
+def _weights_of_rows(node: Any) -> Tensor | None:
+    """The constant weights of the numbers that are added up, one for each row."""
+    if node.name().startswith("MeanBackward"):
+        node = node.next_functions[0][0]
+    scale: Factor = 1.0
+    for _ in range(_MAX_TERMS):
+        if node is None or not node.name().startswith(("MulBackward", "DotBackward", "DivBackward")):
+            return None
+        saved = [getattr(node, f"_saved_{each}", None) for each in ("self", "other", "tensor")]
+        constant = [each for each in saved if type(each) is Tensor and not (each.requires_grad or each.is_complex())]
+        if len(constant) == 1 and constant[0].dim() == 1 and len(constant[0]) and not node.name().startswith("Div"):
+            return constant[0].float() * scale
+        if len(constant) != 1 or constant[0].dim():
+            return None
+        scale = scale / constant[0] if node.name().startswith("Div") else scale * constant[0]
+        node = node.next_functions[0][0] or node.next_functions[1][0]
+    return None
+
+
+def _spread(weights: Tensor) -> Factor:
+    """1 and how much weights differ, if they were divided by their own sum: by what that was stands nowhere.
+
+    Such weights add up to 1, or to their number, in each micro-batch, whatever they were before. Weights that are all
+    the same are 1.
+    """
+    total, number = weights.sum(), weights.numel()
+    is_normalized = ((total - 1).abs() < _TOLERANCE) | ((total - number).abs() < _TOLERANCE * number)
+    return _on_host(1 + (weights.max() - weights.min()) * number * is_normalized)
 
 
 def _read(node: Any) -> tuple[Factor | None, bool]:
@@ -116,7 +149,7 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         elif not isinstance(other, (int, float)):
             return None, name == "MulBackward"
         return (other if name == "DivBackward" else 1.0 / other if _is_not_zero(other) else None), False
-    return None, not is_one_number or name.startswith(("Norm", "Linalg"))
+    return None, not is_one_number or name.startswith(("Norm", "Linalg", "Dot"))
 
 
 def _on_host(value: Factor) -> Factor:
@@ -143,7 +176,7 @@ class DivisorWatch:
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
         with _disable_current_modes(), torch.no_grad():
-            columns = [[_product(each.factors) for each in terms] for terms in _in_step(group)]
+            columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
             if not columns:
                 return False
             table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
@@ -190,7 +223,13 @@ class WeightCheck:
                     "micro-batch, so the group's gradient is not that of one large batch. Use GroupNorm or LayerNorm, "
                     "or freeze the statistics with .eval()."
                 )
-        return None if self._has_warned_of_weights else (weight, divisors(loss))
+        if self._has_warned_of_weights:
+            return None
+        # Whether counts follow normalized weights nobody can tell here: there is no look.
+        terms = divisors(loss)
+        return weight, tuple(
+            Term(each.operators[:-1], each.factors[:-1]) if each.operators[-1] == _WEIGHTS else each for each in terms
+        )
 
     def add(self, note: Note) -> None:
         """Add a micro-batch whose backward is through."""
@@ -211,10 +250,13 @@ class WeightCheck:
             )
 
 
-def _product(path: Sequence[Factor]) -> Factor:
+def _divisor(term: Term, number: int) -> Factor:
+    """A micro-batch's divisor. Normalized weights make it another one in each: nobody knows what it was."""
     result: Factor = 1.0
-    for factor in path:
+    for factor in term.factors:
         result = result * factor
+    if term.operators[-1] == _WEIGHTS:
+        result = result * (1 + (term.factors[-1] - 1) * number)
     return result
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import GradientAccumulator, MemkitWarning
+from memkit import GradientAccumulator, MemkitWarning, MemoryEfficientTrainingWrapper
 from memkit.train.divisors import DivisorWatch, Term, divisors, normalizes_over_batch
 
 X = torch.randn(6, 4)
@@ -33,6 +33,9 @@ WEIGHT = torch.tensor([1.0, 2, 3, 4])
         (lambda x: torch.log(x.exp().mean()), [24.0]),
         (lambda x: x.mean() + 0.1 * x.pow(2).sum(), [24.0, 10.0]),
         (lambda x: x.sum(), [1.0]),
+        (lambda x: (x.sum(1) * MASK.bool()).sum() / MASK.sum(), [4.0]),
+        (lambda x: (x.sum(1) * MASK.long()).mean(), [6.0]),
+        (lambda x: (x[:0].sum(1) * MASK[:0]).sum(), [1.0]),
     ],
 )
 def test_divisors_of_the_usual_losses(loss, expected):
@@ -121,6 +124,32 @@ def test_a_micro_batch_of_one_row_is_read_as_the_others(sizes):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulate(nn.Linear(4, 2), losses, [float(each.sum()) for each in weight.split(sizes)])
+
+
+NORMALIZED = {
+    "divided before": lambda each, weight: (each * (weight / weight.sum())).sum(),
+    "to the number of rows": lambda each, weight: (each * weight * (len(weight) / weight.sum())).mean(),
+    "in a product": lambda each, weight: F.normalize(weight, p=1, dim=0) @ each,
+    "softmax": lambda each, weight: (torch.softmax(weight, 0) * each).sum(),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_weights_that_become_uneven_are_told_at_once(name):
+    """They are divided by their own sum before they are multiplied, so the divisor stands nowhere in the graph."""
+    model = nn.Linear(4, 2)
+    trainer = MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=3)
+
+    def loss_fn(model, batch):
+        return NORMALIZED[name](model(batch[0]).pow(2).mean(1), batch[1])
+
+    x = torch.randn(9, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            trainer.train_step((x, torch.ones(9)), loss_fn)
+    with pytest.warns(MemkitWarning, match="splitting the batch changes the gradient"):
+        trainer.train_step((x, torch.arange(1.0, 10.0)), loss_fn)
 
 
 @pytest.mark.parametrize(
