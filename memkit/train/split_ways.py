@@ -300,7 +300,8 @@ def _most_unlike(facts: Table, number: int) -> list[int]:
         distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
         distance[chosen] = -1.0
         chosen.append(int(distance.argmax()))  # of equals the first one
-    return [line for line in order.tolist() if number == len(facts) or line in chosen]
+    kept = set(range(len(facts)) if number == len(facts) else chosen)
+    return [line for line in order.tolist() if line in kept]
 
 
 def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[Table, int]:
