@@ -203,8 +203,8 @@ Attempts = Generator[CheckAttempt, None, Any]
 class Examination:
     """The check of one batch: a series of attempts, to be run by whoever knows how, and the verdict.
 
-    Memory cost: activations of the rows that the ways take; for each parameter at most 2 kB of host memory a run; a copy
-    of what a forward changes. Time cost: for each way that is tried, its rows go forward and backward twice, once
+    Memory cost: activations of the rows that the ways take; for each parameter at most 2 kB of host memory a run; a
+    copy of what a forward changes. Time cost: for each way that is tried, its rows go forward and backward twice, once
     together and once in parts; more often where the gradients differ.
 
     Args:
@@ -698,8 +698,8 @@ def check_split(
     Returns:
         The verdict; ``exact`` is None where something stood in the way, which ``reason`` names.
 
-    Memory cost: activations of at most 8 rows, in place of a step's. Time cost: they go forward and backward twice, of a
-    larger batch four times; more often where the gradients differ.
+    Memory cost: activations of at most 8 rows, in place of a step's. Time cost: they go forward and backward twice, of
+    a larger batch four times; more often where the gradients differ.
 
     Example:
         >>> import torch
