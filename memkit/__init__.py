@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     )
     from memkit._eventlog import read_memory_events
     from memkit._loss import Loss
-    from memkit._oom import is_out_of_memory, recover_from_oom
+    from memkit._recovery.attempt import recover_from_oom
+    from memkit._recovery.errors import is_out_of_memory
     from memkit._units import format_bytes, parse_bytes
     from memkit._voxels import SparseVoxels
     from memkit.assemble.advice.advise import advise
@@ -220,7 +221,7 @@ _HOMES = {
     "get_preset_config": "planning.presets",
     "gradient_penalty": "train.penalty",
     "hausdorff_distance": "voxel.clouds",
-    "is_out_of_memory": "_oom",
+    "is_out_of_memory": "_recovery.errors",
     "make_dataloader": "train.loader",
     "make_schedule": "train.schedules",
     "materialize_state": "train.parameterwise",
@@ -235,7 +236,7 @@ _HOMES = {
     "print_config_summary": "planning.summary",
     "profile_scaling": "planning.scaling.profile",
     "read_memory_events": "_eventlog",
-    "recover_from_oom": "_oom",
+    "recover_from_oom": "_recovery.attempt",
     "register_parameterwise": "train.parameterwise",
     "run_memory_test": "planning.scaling.sweep",
     "sample_edges": "points.edges",

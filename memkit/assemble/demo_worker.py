@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from memkit._device import limit_memory, resolve_device
 from memkit._loss import Loss
-from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
+from memkit._recovery.attempt import telling_errors
+from memkit._recovery.errors import describe_error, drop_frames
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _BATCH_ROWS = 64
@@ -131,14 +132,15 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
         "torch": str(torch.__version__),
     }
     start = time.perf_counter()
+
+    def tell(error: Exception, is_out_of_memory: bool) -> None:  # noqa: FBT001 - as the kernel calls it
+        summary.update(error=describe_error(error), is_out_of_memory=is_out_of_memory)
+        drop_frames(error)  # and its tensors: the summary needs some memory
+
     try:
-        with recorder:
+        with telling_errors(tell), recorder:
             for step in _train(kind, _batches(num_steps, _BATCH_ROWS, device), device):
                 _write(step)
-    except Exception as error:
-        summary |= {"error": describe_error(error), "is_out_of_memory": is_out_of_memory(error)}
-        drop_frames(error)  # and its tensors: the summary needs some memory
-        raise
     finally:
         summary |= {"seconds": time.perf_counter() - start, "peak_bytes": recorder.recording().peak_bytes(str(device))}
         _write(summary)

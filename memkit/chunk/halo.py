@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import _rng
 from memkit._errors import InputError
-from memkit._oom import is_out_of_memory
+from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -80,13 +80,12 @@ class _Probe:
         sizes = list(self._sizes)
         for length in self._lengths(dim):
             sizes[dim] = length
-            try:
-                reach = self._settle(dim, sizes)
-            except REFUSALS as error:
-                if isinstance(error, InputError) or is_out_of_memory(error):
-                    raise
+            found = unless_failed(REFUSALS, self._settle, dim, sizes)
+            if isinstance(found, Failed):
+                if isinstance(found.error, InputError):
+                    raise found.error
                 continue
-            if reach is not None:
+            if (reach := found.result) is not None:
                 self._check(dim, sizes, reach)
                 return reach
             if length >= _LONGEST // 2 and self._culprit(dim, sizes):
@@ -100,12 +99,9 @@ class _Probe:
         reason: Exception | None = None
         for sizes, step in [*options, (list(spatial), max(spatial))]:
             buffers = self._buffers()
-            try:
-                functional_call(self._module, buffers, (self._noise(1, sizes),))
-            except REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
-                reason = error
+            outcome = unless_failed(REFUSALS, functional_call, self._module, buffers, (self._noise(1, sizes),))
+            if isinstance(outcome, Failed):
+                reason = outcome.error
                 continue
             self._refuse_changed(buffers)
             return sizes, step
@@ -223,15 +219,11 @@ class _Probe:
         rows.narrow(dim, sizes[dim] - 1, 1).fill_(math.nan)
         handles = [each.register_forward_hook(watch) for each in names]
         try:
-            functional_call(self._module, self._buffers(), (rows,))
-        except REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            return None
+            outcome = unless_failed(REFUSALS, functional_call, self._module, self._buffers(), (rows,))
         finally:
             for handle in handles:
                 handle.remove()
-        return found[0] if found else None
+        return found[0] if found and isinstance(outcome, Done) else None
 
     def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:
         """Compare the whole with tiles on a small volume: what stops NaN, or counts places, shows here."""
@@ -260,12 +252,11 @@ class _Probe:
 
     def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:
         """Largest difference between tiles and whole, as a share of the largest result."""
-        try:
-            return self._difference_in(axes, sizes, torch.float64), torch.float64
-        except REFUSALS as error:  # no float64 on the device, or a layer that insists on another dtype
-            if is_out_of_memory(error):
-                raise
-            return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
+        outcome = unless_failed(REFUSALS, self._difference_in, axes, sizes, torch.float64)
+        if isinstance(outcome, Done):
+            return outcome.result, torch.float64
+        # no float64 on the device, or a layer that insists on another dtype
+        return self._difference_in(axes, sizes, self._like.dtype), self._like.dtype
 
     def _difference_in(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int], dtype: torch.dtype) -> float:
         state = {name: self._alive(each, dtype) for name, each in self._module.named_parameters()}

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from memkit import _rng
 from memkit._errors import InputError, InputTypeError
-from memkit._oom import is_out_of_memory
+from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import REFUSALS, find_reach
@@ -226,26 +226,25 @@ class SparsityAwareProcessor:
         return known
 
     def _look(self, form: Tensor) -> tuple[Reach, ...] | str:
-        try:
-            if self._draws_random(form):
-                return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
-            found = find_reach(self._fn, form, _DIMS)
-        except InputError as error:
+        outcome = unless_failed(REFUSALS, self._find_reach, form)
+        if isinstance(outcome, Done):
+            return outcome.result
+        error = outcome.error
+        if isinstance(error, InputError):
             return error.got
-        except REFUSALS as error:
-            if is_out_of_memory(error):
-                raise
-            return f"a module that does not run on a small volume ({type(error).__name__}: {error})"
+        return f"a module that does not run on a small volume ({type(error).__name__}: {error})"
+
+    def _find_reach(self, form: Tensor) -> tuple[Reach, ...] | str:
+        if self._draws_random(form):
+            return "a module that draws random numbers (dropout), of which all empty parts would share one draw"
+        found = find_reach(self._fn, form, _DIMS)
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
         with torch.no_grad(), _rng.preserved():
             before = _rng.capture()
-            try:
-                self._on_empty(form, [min(16 + size % 16, size) for size in form.shape[2:]])
-            except REFUSALS as error:  # too small for it
-                if is_out_of_memory(error):
-                    raise
+            sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
+            if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
                 self._on_empty(form, form.shape[2:])
             after = _rng.capture()
         states = [(before.cpu, after.cpu), (before.accelerator, after.accelerator)]
@@ -257,13 +256,12 @@ class SparsityAwareProcessor:
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            try:
-                with torch.no_grad(), _rng.preserved():
-                    self._sizes[key] = tuple(self._on_empty(form, lengths).shape[2:])
-            except REFUSALS as error:
-                if is_out_of_memory(error):
-                    raise
+            with torch.no_grad(), _rng.preserved():
+                outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
+            if isinstance(outcome, Failed):
+                error = outcome.error
                 raise _refusal(f"a module that does not run on a part {lengths} ({error})", _FIX) from error
+            self._sizes[key] = tuple(outcome.result.shape[2:])
         return self._sizes[key]
 
     def _kind(self, form: Tensor) -> tuple[object, ...]:

@@ -18,9 +18,9 @@ import torch
 
 from memkit import _device
 from memkit._errors import ConfigError, MemkitWarning
-from memkit._oom import is_out_of_memory
 from memkit._protocols import Closing, Uncopied
 from memkit._records import MemorySnapshot
+from memkit._recovery.attempt import telling_errors
 from memkit._settings import Checker
 from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
@@ -288,13 +288,14 @@ class MemoryManager(Uncopied, Closing):
                 allocator's snapshot. It replaces that of an earlier error.
         """
         reserve = [bytearray(_RESERVE_BYTES)]
-        try:
-            yield
-        except Exception as error:
-            if is_out_of_memory(error):
+
+        def tell(error: Exception, is_out_of_memory: bool) -> None:  # noqa: FBT001 - as the kernel calls it
+            if is_out_of_memory:
                 reserve.clear()
                 self._write_post_mortem(directory, error)
-            raise
+
+        with telling_errors(tell):
+            yield
 
     def close(self) -> None:
         """Close the log file, and let go of the claim on the card. Events that come later stay in memory."""

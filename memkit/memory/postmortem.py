@@ -16,9 +16,9 @@ from memkit import _device
 from memkit._atomic import write_bytes, write_text
 from memkit._events import EVENT_KEYS, Event
 from memkit._eventwriter import rank_path
-from memkit._oom import describe_error
 from memkit._printable import printable_json
 from memkit._records import MemorySnapshot
+from memkit._recovery.errors import describe_error
 from memkit._units import format_bytes
 from memkit.memory.census import Census, take_census
 from memkit.memory.summary import summarize_host

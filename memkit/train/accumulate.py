@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._errors import StateError
-from memkit._oom import retry_once
 from memkit._protocols import Closing, GradScaler, Uncopied
+from memkit._recovery.attempt import insist
 from memkit.train.checks import (
     check_choice,
     check_group,
@@ -391,7 +391,7 @@ class GradientAccumulator(Uncopied, Closing):
         factor = (self._predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if isinstance(self._ranks, Shards):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
-        retry_once(lambda: multiply_gradients(self._parameters, factor), "normalising the gradients")
+        insist(lambda: multiply_gradients(self._parameters, factor), "normalising the gradients")
 
     def _step_optimizers(self) -> bool:
         active = [each for each in self._optimizers if has_gradient(each)]
@@ -399,7 +399,7 @@ class GradientAccumulator(Uncopied, Closing):
             warn_of_idle_step()
         if self._scaler:
             for optimizer in active:
-                retry_once(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
+                insist(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
         narrow_gradients(self._parameters, self._accumulate_dtype)

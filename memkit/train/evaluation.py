@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memkit._device import release_cached_memory
 from memkit._errors import InputError, MemkitOutOfMemoryError
-from memkit._oom import describe_error, drop_frames, is_out_of_memory
+from memkit._recovery.attempt import Done, attempt
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import count_rows, shape_key, split_batch
 
@@ -67,17 +66,16 @@ class Evaluation:
         was_clean = True
         while todo:
             part, size = todo.popleft()
-            result, failure = self._attempt(fn, part)
-            if failure is None:
+            outcome = attempt(fn, self._model, part)
+            if isinstance(outcome, Done):
                 self._sizes.note_success(key, size)
-                results.append((result, size))
+                results.append((outcome.result, size))
                 continue
             was_clean = False
-            release_cached_memory()
             if size <= 1:
                 raise MemkitOutOfMemoryError(
                     "evaluate(batch, fn)",
-                    got=f"out of memory with one row: {failure}",
+                    got=f"out of memory with one row: {outcome.description}",
                     expected="memory for one row, and for the results so far",
                     fix="let fn return its results in host memory (.cpu()), or what you need of them only.",
                 )
@@ -86,16 +84,6 @@ class Evaluation:
         if was_clean:
             self._sizes.note_clean_step(key)
         return results[0][0] if len(results) == 1 else _together(results)
-
-    def _attempt(self, fn: Callable[[nn.Module, Any], Any], part: Any) -> tuple[Any, str | None]:
-        try:
-            return fn(self._model, part), None
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            failure = describe_error(error)  # only the text: the error holds the frames, and they hold the tensors
-            drop_frames(error)
-        return None, failure
 
 
 def _together(results: list[tuple[Any, int]]) -> Any:

@@ -19,10 +19,11 @@ from torch.utils import _pytree as pytree
 
 from memkit import _device
 from memkit._errors import ConfigError, InputError, MemkitWarning
-from memkit._oom import describe_error, drop_frames
 from memkit._protocols import MemoryWatch
 from memkit._recorder import Recorder
 from memkit._recording import Recording
+from memkit._recovery.attempt import Done, attempt
+from memkit._recovery.errors import describe_error
 from memkit._units import format_bytes, parse_budget
 from memkit.train.gradients import list_parameters
 from memkit.train.split import count_rows, shape_key, take_rows
@@ -168,13 +169,11 @@ class Foresight:
                 rehearse(take_rows(batch, 0, rows, num_rows=num_rows))
             return recorder.recording()
 
-        try:
-            fewer, more = record(_FEWER_ROWS), record(_MORE_ROWS)
-        except Exception as error:  # noqa: BLE001 - the step itself will say what is wrong
-            self._failure = describe_error(error)
-            drop_frames(error)
+        outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))
+        if not isinstance(outcome, Done):  # the step itself will say what is wrong
+            self._failure = outcome.description
             return None
-        return Forecast.between(fewer, more, (_FEWER_ROWS, _MORE_ROWS))
+        return Forecast.between(*outcome.result, (_FEWER_ROWS, _MORE_ROWS))
 
     def _plan(self, forecast: Forecast, num_rows: int) -> int:
         assert self._available_bytes is not None  # noqa: S101 - there is a forecast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 
 from memkit._device import has_room, release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, warn_user
-from memkit._oom import describe_error, drop_frames, is_out_of_memory
 from memkit._recorder import Recorder
+from memkit._recovery.attempt import Done, attempt
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
@@ -57,39 +58,30 @@ class StepGuard:
         """
         if self._unknown is None:
             with chunked_steps(self._optimizers, only_once=True):
-                try:
-                    return step()
-                except Exception as error:
-                    if not is_out_of_memory(error) or isinstance(error, MemkitOutOfMemoryError):
-                        raise
-                    drop_frames(error)
-                release_cached_memory()
+                outcome = attempt(step)
+                if isinstance(outcome, Done):
+                    return outcome.result
+                if isinstance(outcome.error, MemkitOutOfMemoryError):
+                    raise outcome.error  # of the chunks: nothing smaller is left
                 return step()  # it failed beside the chunks; what they have stepped stays
         with contextlib.ExitStack() as stack:
             before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
+            run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
             if before is not None:
                 stack.enter_context(before)
-            for _ in range(2 if before else 1):
-                failure = None
-                try:
-                    stepped = self._counted(step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step()
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    failure = describe_error(error)
-                if failure is None:
-                    self._num_steps += stepped
-                    return stepped
-                if before is not None:
-                    before.restore()
-                release_cached_memory()
+                outcome = attempt(run, undo=before.restore)
+            if before is None or not isinstance(outcome, Done):
+                outcome = attempt(run, undo=None if before is None else before.restore)
+            if isinstance(outcome, Done):
+                self._num_steps += outcome.result
+                return outcome.result
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
-            got=f"out of memory inside it: {failure}; parameters and state are "
+            got=f"out of memory inside it: {outcome.description}; parameters and state are "
             + ("as they were before the step" if before else f"as {self._unknown} left them, perhaps half stepped"),
-            expected="memory for the optimiser's state and its temporary results",
+            expected="memory for the optimizer's state and its temporary results",
             fix="leave more memory free" + ("." if before else "; go on from the last checkpoint."),
-        )
+        ) from outcome.error
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and note how far it rises above both of its ends."""
@@ -114,13 +106,8 @@ class StepGuard:
         num_bytes = sum(map(_num_bytes, _tensors(self._optimizers)))
         copied = None
         if num_bytes <= _MOST_BYTES:
-            try:
-                copied = _Copy(self._optimizers)
-            except OSError:  # no temporary folder, or no room in it
-                copied = None
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
+            outcome = attempt(_Copy, self._optimizers, others=(OSError,))
+            copied = outcome.result if isinstance(outcome, Done) else None  # else no temporary folder, or no room
         if not self._is_told:
             self._is_told = True
             self._tell(num_bytes, is_copied=copied is not None)
@@ -143,9 +130,9 @@ class StepGuard:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that accelerate has prepared: its step does nothing but call the inner one's."""
+    """The optimizer that accelerate has prepared: its step does nothing but call the inner one's, unless it scales."""
     inner = getattr(optimizer, "optimizer", None)
-    is_prepared = type(optimizer).__module__.startswith("accelerate.")
+    is_prepared = type(optimizer).__module__.startswith("accelerate.") and getattr(optimizer, "scaler", None) is None
     return inner if is_prepared and isinstance(inner, Optimizer) else optimizer
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._errors import MemkitWarning, StateError
-from memkit._oom import describe_error, is_out_of_memory, retry_once
+from memkit._recovery.attempt import Done, attempt, insist
 from memkit.train.ranks import Shards
 
 
@@ -66,14 +66,12 @@ class _Channel:
         larger = max(output_tensor, input_tensor, key=torch.Tensor.numel)
         if larger.device.type == "cpu":  # gloo copies in the middle of a collective: better fail here than there
             torch.empty(2 * larger.numel(), dtype=larger.dtype)
-        try:
-            work = self._own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
-        except Exception as error:
-            if is_out_of_memory(error):
-                _refuse_torn(describe_error(error))
-            raise
+        exchange = functools.partial(self._own, output_tensor=output_tensor, input_tensor=input_tensor, group=group)
+        outcome = attempt(functools.partial(exchange, **options))
+        if not isinstance(outcome, Done):
+            _refuse_torn(outcome.description)
         self._note(_Call(self._number, larger.numel(), larger.dtype, larger.device, group, options))
-        return work
+        return outcome.result
 
 
 class Lockstep:
@@ -191,10 +189,10 @@ class Lockstep:
         for call in self._sequence[start:]:
             module = self._modules[call.channel // 2]
             if call.channel % 2 == 0:
-                retry_once(module.unshard, "gathering parameters for the other ranks")
+                insist(module.unshard, "gathering parameters for the other ranks")
                 module.reshard()
             else:
-                retry_once(functools.partial(self._reduce_nothing, call), "reducing with the other ranks")
+                insist(functools.partial(self._reduce_nothing, call), "reducing with the other ranks")
 
     def give_up(self, reason: str) -> None:
         """No rank can walk along: from now on errors pass through. Warn, on all ranks alike."""
@@ -240,7 +238,7 @@ def _refuse_torn(description: str) -> NoReturn:
         got=f"out of memory inside a collective: {description}",
         expected="memory for what the ranks exchange: the parameters of one fully_shard module",
         fix="call fully_shard on smaller modules too; go on from the last checkpoint, on all ranks.",
-    ) from None  # not an out-of-memory for those who catch it: another try would not meet the other ranks
+    )  # no out-of-memory for those who catch it: another try would not meet the other ranks
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook

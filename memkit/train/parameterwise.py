@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputTypeError
-from memkit._oom import retry_once
+from memkit._recovery.attempt import insist
 from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
@@ -158,7 +158,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
             )
         for group in each.param_groups:
             trainable = [parameter for parameter in group["params"] if parameter.requires_grad]
-            retry_once(lambda: create_state(each, group, trainable), "materialize_state(optimizer)")  # noqa: B023
+            insist(lambda: create_state(each, group, trainable), "materialize_state(optimizer)")  # noqa: B023
 
 
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
@@ -250,9 +250,17 @@ def lent_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iter
     finally:
         for parameter, state, _ in lent:
             optimizer.state[parameter] = state
-    for _, state, visiting in lent:
-        for name, value in visiting.items():
-            retry_once(functools.partial(state[name].copy_, value), "optimizer.step()")
+    copies = [functools.partial(state[name].copy_, value) for _, state, there in lent for name, value in there.items()]
+    try:
+        _copy_all(copies)
+    except BaseException:  # an interrupt: the parameters are stepped already
+        _copy_all(copies)
+        raise
+
+
+def _copy_all(copies: Sequence[Callable[[], object]]) -> None:
+    for each in copies:
+        insist(each, "optimizer.step()")
 
 
 def _lies_elsewhere(value: object, parameter: torch.Tensor) -> bool:

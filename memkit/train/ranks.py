@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
-from memkit._oom import retry_once
+from memkit._recovery.attempt import insist
 from memkit._units import MIB
 from memkit.train.gradients import widen_gradients
 
@@ -90,9 +90,7 @@ class Ranks:
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def _reduce(self, numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
-        packed = retry_once(
-            lambda: torch.tensor(numbers, dtype=torch.float64, device=self._device), "a sum over the ranks"
-        )
+        packed = insist(lambda: torch.tensor(numbers, dtype=torch.float64, device=self._device), "a sum over the ranks")
         for group in self._groups:
             dist.all_reduce(packed, operation, group=group)
         values: list[float] = packed.tolist()
@@ -105,10 +103,10 @@ class Shards(Ranks):
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the norm of gradients that are spread over the ranks; all of them must call it."""
         # Whatever is tried twice lies before or after the collective, which must come once.
-        squared = retry_once(lambda: _square_norm([local_part(each) for each in gradients]), _NORM)
+        squared = insist(lambda: _square_norm([local_part(each) for each in gradients]), _NORM)
         for group in self._groups:
             dist.all_reduce(squared, group=group)
-        return retry_once(squared.sqrt, _NORM)
+        return insist(squared.sqrt, _NORM)
 
 
 class Replicas(Ranks):
@@ -142,7 +140,7 @@ class Replicas(Ranks):
         for parameter, has_gradient in zip(parameters, present, strict=True):
             if has_gradient and parameter.grad is None:
                 make_zeros = functools.partial(torch.zeros_like, parameter, dtype=parameter.grad_dtype)
-                parameter.grad = retry_once(make_zeros, _SUM)
+                parameter.grad = insist(make_zeros, _SUM)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)
         for bucket in _buckets(gradients):
@@ -150,7 +148,7 @@ class Replicas(Ranks):
                 dist.all_reduce(bucket[0], group=self._groups[0])
                 continue
             # Tried twice before the collective: the other ranks would wait in it for one that has given up.
-            flat = retry_once(functools.partial(_flatten, bucket), _SUM)
+            flat = insist(functools.partial(_flatten, bucket), _SUM)
             dist.all_reduce(flat, group=self._groups[0])
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
@@ -234,21 +232,18 @@ def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None
     over_ranks = isinstance(ranks, Replicas)  # another rank may have a gradient where this one has none
     widen = functools.partial(widen_gradients, parameters, dtype, missing=over_ranks)
     try:
-        retry_once(widen, "converting the gradients")
+        insist(widen, "converting the gradients")
     except MemkitOutOfMemoryError:
         if ranks is not None:
             ranks.give_up(parameters)
         raise
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, ranks: Ranks | None) -> torch.Tensor:
+def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, shards: Shards | None) -> torch.Tensor:
     """Scale the gradients down to a total norm; return the norm that they had."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if isinstance(ranks, Shards):
-        norm = ranks.total_norm(gradients)
-    else:
-        norm = retry_once(lambda: _total_norm(gradients), _NORM)
-    retry_once(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
+    norm = shards.total_norm(gradients) if shards is not None else insist(lambda: _total_norm(gradients), _NORM)
+    insist(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
     return norm
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
+from memkit._recovery.attempt import OutOfMemory
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
@@ -74,7 +75,7 @@ class ShardedWindow(Window):
         self._lockstep = lockstep
         self._num_parts = 0
         self._is_shortened = False  # to fewer parts than planned, as a rank has not enough rows
-        self._failure: str | None = None
+        self._failure: OutOfMemory | None = None
         lockstep.begin_batch()
         super().__init__(*args, **kwargs)
 
@@ -105,8 +106,8 @@ class ShardedWindow(Window):
             MemkitOutOfMemoryError: It ran out of memory, and this rank cannot keep the others company.
             StateError: The block was not entered, or did not call backward.
         """
-        lockstep = self._lockstep
-        if attempt.failure is None:
+        lockstep, failure = self._lockstep, attempt.failure
+        if failure is None:
             check_used(attempt)
             if not lockstep.is_rehearsed:
                 self._learn(attempt)
@@ -119,11 +120,11 @@ class ShardedWindow(Window):
             raise MemkitOutOfMemoryError(
                 "MemoryEfficientTrainingWrapper",
                 got=f"out of memory with {attempt.size} rows, where this rank does not know what the others wait for: "
-                f"{attempt.failure}",
+                f"{failure.description}",
                 expected="two rows that fit, and micro-batches that exchange the same",
                 fix="end this run on all ranks; set checkpoint='auto', a lower precision or a smaller model.",
-            )
-        self._failure = attempt.failure
+            ) from failure.error
+        self._failure = failure
         lockstep.drop_out()
         release_cached_memory()
         lockstep.walk_on()
@@ -154,13 +155,14 @@ class ShardedWindow(Window):
         if has_failed:
             self.num_ooms += 1
             if num_parts >= fewest_rows:
+                where = self._failure.description if self._failure else "on another rank"
                 raise MemkitOutOfMemoryError(
                     "MemoryEfficientTrainingWrapper",
-                    got=f"out of memory with {num_parts} micro-batches: {self._failure or 'on another rank'}",
+                    got=f"out of memory with {num_parts} micro-batches: {where}",
                     expected=f"micro-batches that fit; the smallest batch of all ranks has {fewest_rows} rows",
                     fix="set checkpoint='auto', a lower precision or a smaller model; "
                     "give all ranks batches of one size (drop_last=True).",
-                )
+                ) from (self._failure.error if self._failure else None)
             self._sizes.note_failure(_KEY, _WHOLE // num_parts)
             self._todo = self._restart(min(fewest_rows, self._choose_num_parts(num_parts + 1)))
         elif lockstep.is_steady and fewest_rows < num_parts:

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from memkit._device import host_memory, release_cached_memory
 from memkit._errors import InputError, StateError
 from memkit._loss import Loss, read_loss
-from memkit._oom import describe_error, drop_frames, is_out_of_memory
+from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
 from memkit._units import MIB
@@ -163,7 +163,18 @@ class CheckAttempt:
         self._take, self._around = take, around
         self.gradient: _Gradient | None = None
         self.error = ""
-        self.is_out_of_memory = self.is_between_ranks = False
+        # A part of some rows may be refused by a model that runs on the real parts; the verdict says so.
+        self._caught = Caught(others=(Exception,))
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether memory ran out."""
+        return isinstance(self._caught.failure, OutOfMemory)
+
+    @property
+    def is_between_ranks(self) -> bool:
+        """Whether the block wanted to exchange tensors with other processes."""
+        return self._caught.failure is not None and isinstance(self._caught.failure.error, RanksError)
 
     def __enter__(self) -> Any:
         self._around.__enter__()
@@ -183,13 +194,9 @@ class CheckAttempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Exception):
-            # A part of some rows may be refused by a model that runs on the real parts; the verdict says so.
+        if self._caught.__exit__(kind, error, trace):
             self._around.__exit__(None, None, None)
-            self.error = describe_error(error)
-            self.is_out_of_memory = is_out_of_memory(error)
-            self.is_between_ranks = isinstance(error, RanksError)
-            drop_frames(error)
+            self.error = self._caught.failure.description if self._caught.failure else ""
             return True
         self._around.__exit__(kind, error, trace)
         if error is None and self.gradient is None:
@@ -327,14 +334,10 @@ class Examination:
 
     def _made(self, make: Callable[[], Parts | None]) -> Parts | None:
         """What a look needs, None where there is no memory for it."""
-        try:
-            return make()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._failure = describe_error(error)
-            drop_frames(error)
-        release_cached_memory()
+        outcome = attempt(make)
+        if isinstance(outcome, Done):
+            return outcome.result
+        self._failure = outcome.description
         return None
 
     def _judge(self, parts: Parts) -> Attempts:
@@ -717,9 +720,9 @@ def check_split(
     except InputError as error:
         return SplitVerdict(None, modules=scan_modules(model), reason=str(error))
     examination = Examination(model, trained, [loss_fn], ways)
-    for attempt in examination.attempts():
-        with attempt as micro:
-            attempt.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
+    for look in examination.attempts():
+        with look as micro:
+            look.backward(read_loss(loss_fn(model, micro), call="loss_fn"))
     return examination.verdict
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from memkit._captured import named_tensors
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss, detached, read_loss
-from memkit._oom import retry_once
 from memkit._protocols import Uncopied
+from memkit._recovery.attempt import insist
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (
     check_callable,
@@ -164,7 +164,7 @@ class SplitLoss(Uncopied):
         for replica in self._replicas:
             replica._pre_forward(None)  # type: ignore[no-untyped-call]  # noqa: SLF001
         total = self._run(batch, loss_fn, scale)
-        loss = retry_once(functools.partial(total.as_loss, scale), "handing a loss over")
+        loss = insist(functools.partial(total.as_loss, scale), "handing a loss over")
         for replica in self._replicas:
             loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]  # noqa: SLF001
         return loss

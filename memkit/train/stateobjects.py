@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from memkit._errors import FileFormatError, InputTypeError
-from memkit._oom import is_out_of_memory
 from memkit._protocols import Stateful
+from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 from memkit.train.stateplain import Flattener
@@ -304,22 +304,21 @@ def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
     Raises:
         FileFormatError: The state is that of another kind of object.
     """
-    try:
-        if isinstance(target, Optimizer):
-            _load_optimizer(target, dict(state))
-        else:
-            target.load_state_dict(state)
-    except FileFormatError:
-        raise
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
-        if is_out_of_memory(error):
-            raise
+    kinds = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+    outcome: Done[Any] | Failed
+    if isinstance(target, Optimizer):
+        outcome = unless_failed(kinds, _load_optimizer, target, dict(state))
+    else:
+        outcome = unless_failed(kinds, target.load_state_dict, state)
+    if isinstance(outcome, Failed):
+        if isinstance(outcome.error, FileFormatError):
+            raise outcome.error
         raise FileFormatError(
             f"TrainingStateManager.restore({name}=...)",
-            got=f"a state that {type(target).__name__}.load_state_dict refuses: {error}",
+            got=f"a state that {type(target).__name__}.load_state_dict refuses: {outcome.error}",
             expected="the state of an object that was made alike",
             fix=f"make {name} as it was made when it was saved, or leave it out.",
-        ) from error
+        ) from outcome.error
 
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

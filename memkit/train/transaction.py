@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from memkit._device import release_cached_memory
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
-from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit._recovery.attempt import Done, attempt, insist
+from memkit._recovery.errors import describe_error
+from memkit._recovery.signals import deferred_signals
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -33,9 +36,6 @@ from memkit.train.parameterwise import (
 )
 from memkit.train.ranks import local_part
 
-if TYPE_CHECKING:
-    from collections import OrderedDict
-
 # A chunk costs copies of all that it has, and up to four temporary results: less than a tenth of the whole.
 _NUM_CHUNKS = 32
 _SMALLEST_CHUNK_BYTES = 2**20
@@ -46,9 +46,9 @@ _SMALLEST_SLICE = 1024  # elements
 def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
     """Make the steps of optimisers whole for the block: out-of-memory leaves no parameter half stepped, and goes on.
 
-    ``optimizer.step()`` is called as before, by you, a loss scaler or a trainer; schedules, step hooks (those that were
-    registered before the block), closures and tensor learning rates work. Inside, it runs on a 32nd of the parameters
-    at a time, and keeps their old values until they are done. After an out-of-memory they are put back, with their
+    ``optimizer.step()`` is called as before, by you, a loss scaler or a trainer; schedules, step hooks, closures and
+    tensor learning rates work. Inside, it runs on a 32nd of the parameters at a time, and keeps their old values until
+    they are done; Ctrl-C waits for its end. After an out-of-memory they are put back, with their
     gradients and state, and are stepped in halves. A parameter above the 32nd is stepped in slices. The result is
     bit-identical to the plain step.
 
@@ -89,58 +89,80 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -> Iterator[None]:
-    """Do what `atomic_steps` does; with ``only_once`` a second step in the block finds all done and changes nothing."""
+    """Do what `atomic_steps` does; with ``only_once`` a second step in the block goes on where the first one ended."""
     with contextlib.ExitStack() as stack:
         for each in optimizers:
-            stepper = _ChunkedStep(each, only_once=only_once)
-            before = each.register_step_pre_hook(stepper.run)  # the last, so that others' have done what they do
-            stack.callback(before.remove)
-            after = each.register_step_post_hook(stepper.end)
-            hooks = cast("OrderedDict[int, Any]", each._optimizer_step_post_hooks)  # noqa: SLF001 - no public way
-            hooks.move_to_end(after.id, last=False)  # the first, so that others' find all as it was
-            stack.callback(after.remove)
+            stack.enter_context(ChunkedStep(each, only_once=only_once))
         yield
 
 
-class _ChunkedStep:
-    """Does the work of an optimiser's step before torch's own code comes, which then finds no parameters."""
+class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
+    """Stands in the place of an optimizer's ``step`` for a block, for whoever calls it there.
+
+    Ctrl-C in the middle of a step waits for its end, so that no parameter is old beside a new one.
+
+    Args:
+        optimizer: One that `steps_parameterwise`.
+        only_once: A further call in the block goes on where the first one has ended.
+    """
 
     def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
         self._optimizer, self._only_once = optimizer, only_once
-        self._groups = optimizer.param_groups
-        self._is_done = self._is_running = False
-        self._chunk_bytes = self._num_stepped = self._num_inner = 0
+        self._work: list[_Work] | None = None
+        self._chunk_bytes = 0
+        self._is_open = False
 
-    def run(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The hook before the step."""
-        if self._is_running or not optimizer.param_groups:  # the step calls its base's, which calls the hooks again
-            self._num_inner += 1
-            return args, kwargs
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    @property
+    def num_stepped(self) -> int:
+        """How many parameters are stepped."""
+        return sum(len(each.parameters) for each in self._work or () if each.is_done)
+
+    def __enter__(self) -> Self:
+        optimizer = self._optimizer
+        self._own = vars(optimizer).get("step")  # a schedule's, which notes the call
+        # torch's own call of hooks and profiler around it; marks and signature are those of the step in its place.
+        hooked = functools.update_wrapper(Optimizer.profile_hook_step(self._run), optimizer.step)
+        self._stand_in = types.MethodType(hooked, optimizer)
+        self._is_open = True
+        optimizer.step = self._stand_in  # type: ignore[method-assign]  # until the end of the block
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_open = False
+        if vars(self._optimizer).get("step") is not self._stand_in:
+            return  # a schedule that was made in the block calls it, and it does what it did before
+        if self._own is None:
+            del self._optimizer.step  # that of its class is there again
+        else:
+            self._optimizer.step = self._own  # type: ignore[method-assign]
+
+    def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """What ``optimizer.step(closure)`` does in the block, beneath its hooks."""
+        if not self._is_open:
+            return type(optimizer).step.__wrapped__(optimizer, closure)  # type: ignore[attr-defined]  # as step_group
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as a schedule's own step notes it
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        self._groups, self._num_stepped, self._num_inner = optimizer.param_groups, 0, 0
-        total_bytes = sum(_num_bytes(parameter) for group in self._groups for parameter in group["params"])
-        self._chunk_bytes = max(_SMALLEST_CHUNK_BYTES, total_bytes // _NUM_CHUNKS)
-        self._is_running = True
-        try:
-            for group in self._groups if not self._is_done else ():
-                for chunk in self._chunks(group):
-                    self._step(group, chunk)
-        finally:
-            self._is_running = False
-        self._is_done = self._only_once
-        optimizer.param_groups = []
-        return (optimizer,), {} if closure is None else {"closure": lambda: result}
+        if self._work is None or not self._only_once:
+            self._work = self._plan()
+        with deferred_signals():
+            try:
+                self._go_on(self._work)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt that no signal brought
+                if self.num_stepped:
+                    self._go_on(self._work)
+                raise
+        return result
 
-    def end(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002 - the hook's signature
-        """The hook after the step."""
-        if self._num_inner:
-            self._num_inner -= 1
-        else:
-            optimizer.param_groups = self._groups
+    def _plan(self) -> list[_Work]:
+        groups = self._optimizer.param_groups
+        total_bytes = sum(_num_bytes(parameter) for group in groups for parameter in group["params"])
+        self._chunk_bytes = max(_SMALLEST_CHUNK_BYTES, total_bytes // _NUM_CHUNKS)
+        return [_Work(group, chunk) for group in groups for chunk in self._chunks(group)]
 
     def _chunks(self, group: Group) -> Iterator[list[torch.Tensor]]:
         """Yield a group's parameters that have gradients, as many at a time as a chunk holds."""
@@ -156,69 +178,97 @@ class _ChunkedStep:
         if chunk:
             yield chunk
 
-    def _step(self, group: Group, parameters: list[torch.Tensor]) -> None:
-        """Step parameters together; after an out-of-memory those of each half."""
-        has_slices = len(parameters) == 1 and _has_slices(self._optimizer, group, parameters[0])
-        if has_slices and _num_bytes(parameters[0]) > self._chunk_bytes:
-            self._step_slices(group, parameters[0])
-            return
-        step = functools.partial(_step_or_undo, self._optimizer, group, parameters)
-        failure = _try(step)
-        if failure is not None and len(parameters) > 1:
-            half = len(parameters) // 2
-            self._step(group, parameters[:half])
-            self._step(group, parameters[half:])
-            return
-        if failure is not None and (failure := _try(step)) is not None:
-            self._refuse(failure)
-        self._num_stepped += len(parameters)
+    def _go_on(self, work: list[_Work]) -> None:
+        """Do what is not done yet; what runs out of memory, in halves."""
+        number = 0
+        while number < len(work):
+            chunk = work[number]
+            if chunk.is_done:
+                number += 1
+            elif self._has_slices(chunk):
+                self._step_slices(chunk)
+            else:
+                outcome = attempt(_step_or_undo, self._optimizer, chunk)
+                if not isinstance(outcome, Done) and len(chunk.parameters) > 1:
+                    work[number : number + 1] = chunk.halves()
+                elif not isinstance(outcome, Done) and not isinstance(
+                    outcome := attempt(_step_or_undo, self._optimizer, chunk), Done
+                ):
+                    self._refuse(outcome.error)
 
-    def _step_slices(self, group: Group, parameter: torch.Tensor) -> None:
+    def _has_slices(self, chunk: _Work) -> bool:
+        """Whether it is one parameter that is larger than a chunk, and may be stepped slice by slice."""
+        first = chunk.parameters[0]
+        is_large = len(chunk.parameters) == 1 and _num_bytes(first) > self._chunk_bytes
+        return is_large and _may_be_sliced(self._optimizer, chunk.group, first)
+
+    def _step_slices(self, chunk: _Work) -> None:
         """Step one parameter slice by slice along its longest dimension."""
+        group, parameter = chunk.group, chunk.parameters[0]
         before = dict(self._optimizer.state.get(parameter, {}))
         try:
-            retry_once(lambda: create_state(self._optimizer, group, [parameter]), "making the optimiser's state")
+            insist(lambda: create_state(self._optimizer, group, [parameter]), "making the optimizer's state")
         except MemkitOutOfMemoryError as error:
-            self._refuse(error.got)
+            self._refuse(error.__cause__ or error)
         dim = max(range(parameter.dim()), key=lambda each: parameter.shape[each])
         size, elements = parameter.shape[dim], parameter.numel() // parameter.shape[dim]
         length = min(size, max(1, self._chunk_bytes // (elements * parameter.element_size())))
-        smallest = max(1, min(length, _SMALLEST_SLICE // elements))
-        start = num_failures = 0
-        while start < size:
-            part = _Slice(self._optimizer, parameter, dim, start, min(length, size - start))
-            failure = _try(functools.partial(part.step, group))
-            if failure is None:
-                start, num_failures = start + part.length, 0
+        smallest, num_failures = max(1, min(length, _SMALLEST_SLICE // elements)), 0
+        while chunk.start < size:
+            part = chunk.part
+            if part is not None and part.is_done and part.stop > chunk.start:
+                chunk.start, num_failures = part.stop, 0
+                continue
+            part = chunk.part = _Slice(self._optimizer, parameter, dim, chunk.start, min(length, size - chunk.start))
+            outcome = attempt(part.step, group)
+            if isinstance(outcome, Done):
                 continue
             num_failures = num_failures + 1 if length == smallest else 0
             if num_failures > 1:
-                if not start:
+                if not chunk.start:
                     put_state(self._optimizer, parameter, before)
-                self._refuse(failure, f"; one more is stepped in {start} of its {size} rows" if start else "")
+                torn = f"; one more is stepped in {chunk.start} of its {size} rows" if chunk.start else ""
+                self._refuse(outcome.error, torn)
             length = max(smallest, length // 2)
-        retry_once(part.keep_counters, "optimizer.step()")
-        self._num_stepped += 1
+        assert chunk.part is not None  # noqa: S101 - the last one
+        insist(chunk.part.keep_counters, "optimizer.step()")
+        chunk.is_done = True
 
-    def _refuse(self, failure: str, torn: str = "") -> NoReturn:
-        total = sum(parameter.grad is not None for group in self._groups for parameter in group["params"])
-        whole = f"{self._num_stepped} of {total} parameters are stepped, each of them whole with its state{torn}"
+    def _refuse(self, error: BaseException, torn: str = "") -> NoReturn:
+        total = sum(len(each.parameters) for each in self._work or ())
+        whole = f"{self.num_stepped} of {total} parameters are stepped, each of them whole with its state{torn}"
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
-            got=f"out of memory inside it, also in the smallest parts: {failure}; "
-            + (whole if self._num_stepped or torn else "parameters and state are as they were before the step"),
-            expected="memory for the optimiser's state, and a little for temporary results",
+            got=f"out of memory inside it, also in the smallest parts: {describe_error(error)}; "
+            + (whole if self.num_stepped or torn else "parameters and state are as they were before the step"),
+            expected="memory for the optimizer's state, and a little for temporary results",
             fix="call memkit.materialize_state(optimizer) before the first forward, and leave more memory free.",
-        )
+        ) from error
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """Parameters of a group that are stepped together, and how far that has come."""
+
+    group: Group
+    parameters: list[torch.Tensor]
+    is_done: bool = False
+    start: int = 0  # where a parameter goes in slices: what is done, and the last one
+    part: _Slice | None = None
+
+    def halves(self) -> list[_Work]:
+        half = len(self.parameters) // 2
+        return [_Work(self.group, self.parameters[:half]), _Work(self.group, self.parameters[half:])]
 
 
 class _Slice:
     """A stand-in for a part of a parameter: views of the parameter, its gradient and its state."""
 
     def __init__(self, optimizer: Optimizer, parameter: torch.Tensor, dim: int, start: int, length: int) -> None:
-        self.length = length
+        self.stop = start + length
+        self.is_done = False
         self._optimizer, self._state = optimizer, optimizer.state[parameter]
-        self._whole = (parameter.shape, dim, start)
+        self._whole = (parameter.shape, dim, start, length)
         self._own: dict[str, torch.Tensor] = {}
         self._stand_in = parameter.detach().narrow(dim, start, length).requires_grad_()
         gradient = parameter.grad
@@ -229,16 +279,18 @@ class _Slice:
 
     def step(self, group: Group) -> None:
         """Step it, or leave it as it is."""
-        shape, dim, start = self._whole
+        shape, dim, start, length = self._whole
         self._own = {
-            name: value.narrow(dim, start, self.length) if value.shape == shape else value.clone()
+            name: value.narrow(dim, start, length) if value.shape == shape else value.clone()
             for name, value in self._state.items()
         }
-        self._optimizer.state[self._stand_in] = self._own
+        work = _Work(group, [self._stand_in])
         try:
-            _step_or_undo(self._optimizer, group, [self._stand_in])
+            self._optimizer.state[self._stand_in] = self._own
+            _step_or_undo(self._optimizer, work)
         finally:
-            del self._optimizer.state[self._stand_in]
+            self.is_done = work.is_done
+            self._optimizer.state.pop(self._stand_in, None)
 
     def keep_counters(self) -> None:
         """Take over, after the last slice, what the state keeps for the whole parameter."""
@@ -270,30 +322,17 @@ class _Undo:
             put_state(self._optimizer, parameter, state)
 
 
-def _try(step: Callable[[], None]) -> str | None:
-    """Do all of something or nothing; return what ran out of memory."""
-    try:
-        step()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        failure = describe_error(error)
-        drop_frames(error)
-    else:
-        return None
-    release_cached_memory()
-    return failure
-
-
 @torch.no_grad()
-def _step_or_undo(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-    """Step parameters together; any error leaves them as they were."""
-    with lent_state(optimizer, parameters):
-        undo = _Undo(optimizer, group, parameters)
+def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
+    """Step parameters together; any error leaves them as they were, unless they are done by then."""
+    with lent_state(optimizer, work.parameters):
+        undo = _Undo(optimizer, work.group, work.parameters)
         try:
-            step_group(optimizer, group, parameters)
+            step_group(optimizer, work.group, work.parameters)
+            work.is_done = True
         except BaseException:
-            retry_once(undo.restore, "undoing a part of optimizer.step()")
+            if not work.is_done:
+                insist(undo.restore, "undoing a part of optimizer.step()")
             raise
 
 
@@ -301,7 +340,7 @@ def _num_bytes(parameter: torch.Tensor) -> int:
     return local_part(parameter.detach()).nbytes
 
 
-def _has_slices(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> bool:
+def _may_be_sliced(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> bool:
     """Say whether a parameter may be stepped slice by slice."""
     if known_kind(optimizer) not in ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
         return False

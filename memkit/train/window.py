@@ -14,7 +14,7 @@ from memkit import _rng
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss
-from memkit._oom import describe_error, drop_frames, is_out_of_memory, retry_once
+from memkit._recovery.attempt import Caught, OutOfMemory, insist
 from memkit.train.divisors import Note
 from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
@@ -48,7 +48,7 @@ class Rollback:
 
     def learn(self) -> None:
         """Forget copies of buffers that the forward since then has left alone."""
-        retry_once(lambda: self._watch.learn(self._buffers), "comparing buffers")
+        insist(lambda: self._watch.learn(self._buffers), "comparing buffers")
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -83,13 +83,18 @@ class Attempt:
         self.batch_size = batch_size
         self.is_trial = False
         self.rollback: Rollback | None = None
-        self.failure: str | None = None
         self.was_entered = False
         self.is_added = False  # its gradient is in the sum
         self.loss: Loss | None = None
         self.note: Note | None = None
-        self._on_oom = on_oom
+        self._on_oom, self._caught = on_oom, Caught()
         self._discovery = contextlib.ExitStack()
+
+    @property
+    def failure(self) -> OutOfMemory | None:
+        """Why the block ended before its end; None where it did not."""
+        failure = self._caught.failure
+        return failure if isinstance(failure, OutOfMemory) else None
 
     def __enter__(self) -> Any:
         self.was_entered = True
@@ -101,15 +106,12 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         self._discovery.close()
-        # Only the text of the error is kept: the error itself holds the frames, and they hold the tensors.
         if error is None:
             return False
-        if self._on_oom == "raise" or not is_out_of_memory(error):
-            note_part(error, self.size, self.batch_size)
-            return False
-        self.failure = describe_error(error)
-        drop_frames(error)
-        return True
+        if self._on_oom != "raise" and self._caught.__exit__(kind, error, trace):
+            return True
+        note_part(error, self.size, self.batch_size)
+        return False
 
 
 def note_part(error: BaseException, size: int, batch_size: int) -> None:
@@ -223,7 +225,8 @@ class Window:
             MemkitOutOfMemoryError: It ran out of memory and cannot be made smaller.
             StateError: The block was not entered, or did not call backward.
         """
-        if attempt.failure is None:
+        failure = attempt.failure
+        if failure is None:
             check_used(attempt)
             if attempt.rollback is not None:
                 attempt.rollback.learn()
@@ -234,25 +237,25 @@ class Window:
             return
         self.num_ooms += 1
         release_cached_memory()
-        self._check_batch(attempt)
+        self._check_batch(attempt, failure)
         self._sizes.note_failure(self._key, attempt.size)
         if self._accumulator.is_torn or attempt.is_added or attempt.rollback is None:
             self._start_over()
         else:
             attempt.rollback.restore()
-        self._plan_smaller(attempt)
+        self._plan_smaller(attempt, failure)
 
-    def _check_batch(self, failed: Attempt) -> None:
+    def _check_batch(self, failed: Attempt, failure: OutOfMemory) -> None:
         """Refuse to run again with tensors that the failed attempt, or one before, has changed in place."""
         if all(tensor._version == version for tensor, version in self._versions):  # noqa: SLF001 - no public form
             return
         raise MemkitOutOfMemoryError(
             self._call,
             got=f"out of memory with a micro-batch of {failed.size} {self._unit}, whose forward changes the batch in "
-            f"place, so that it cannot run again: {failed.failure}",
+            f"place, so that it cannot run again: {failure.description}",
             expected="a batch that stays as it is",
             fix="write `x = x / 255`, not `x /= 255`, in the model and in loss_fn; or do it before the step.",
-        )
+        ) from failure.error
 
     def _start_over(self) -> None:
         """Go back to the start of the window: the failed attempt is in the gradients, or nobody noted its start."""
@@ -262,7 +265,7 @@ class Window:
         self._todo.extendleft((each.part, each.size) for each in reversed(self._done))
         self._done.clear()
 
-    def _plan_smaller(self, failed: Attempt) -> None:
+    def _plan_smaller(self, failed: Attempt, failure: OutOfMemory) -> None:
         limit = min(self._sizes.largest(self._key) or 0, failed.size - 1)
         todo: list[tuple[Any, int]] = []
         for part, size in self._todo:
@@ -275,11 +278,11 @@ class Window:
             if max((its_size for _, its_size in smaller), default=size) >= size:  # it could not be split
                 raise MemkitOutOfMemoryError(
                     self._call,
-                    got=f"out of memory with a micro-batch of {size} {self._unit}: {failed.failure}",
+                    got=f"out of memory with a micro-batch of {size} {self._unit}: {failure.description}",
                     expected="one micro-batch that fits",
                     fix="set checkpoint='auto', a lower precision or a smaller model; if a batch is one packed item, "
                     "give split_fn=... to cut it, or thin that item out.",
-                )
+                ) from failure.error
             todo.extend(smaller)
         self._todo = deque(todo)
 
@@ -296,7 +299,7 @@ class Window:
     def _take_rollback(self) -> Rollback | None:
         if self._on_oom == "raise":
             return None
-        return retry_once(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
+        return insist(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
 
 
 def refuse_unstepped() -> NoReturn:

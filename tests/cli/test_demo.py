@@ -18,6 +18,7 @@ DIED = Run((), (), 0, "RuntimeError: can't allocate memory", True, 90 * 2**20, 0
 GOOD = DemoResult(DIED, replace(DONE, sizes=((2, 2), (2, 2)), num_ooms=2, losses=(4.0, 2.000002)), DONE)
 
 
+@pytest.mark.slow  # CI runs the demo itself, whose exit status says the same
 def test_the_demo_for_real_from_a_bare_source_tree(tmp_path):
     shutil.copytree(Path(memkit.__file__).parent, tmp_path / "memkit", ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(

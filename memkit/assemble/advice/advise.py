@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from memkit._device import host_memory
 from memkit._errors import ConfigError, MemkitError
-from memkit._oom import is_out_of_memory
+from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit._units import format_bytes
 from memkit.assemble.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.assemble.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
@@ -178,11 +178,11 @@ class _Trial:
         )
         if obstacle := self._obstacle(expected):
             return replace(advice, status=f"not run: {obstacle}")
-        try:
-            measured = self._observe_here(training, remedy.change_step, for_real)
-        except Exception as error:  # noqa: BLE001 - likewise
-            return replace(advice, status=f"{'not run' if is_out_of_memory(error) else 'failed'}: {_reason(error)}")
-        return self._compared(advice, remedy, expected, measured)
+        outcome = attempt(self._observe_here, training, remedy.change_step, for_real, others=(Exception,))
+        if isinstance(outcome, Done):
+            return self._compared(advice, remedy, expected, outcome.result)
+        status = "not run" if isinstance(outcome, OutOfMemory) else "failed"
+        return replace(advice, status=f"{status}: {_reason(outcome.error)}")
 
     def best_pair(self, told: Mapping[Remedy, Advice]) -> dict[Remedy, Advice]:
         """Judge the two remedies that save most together, if that is more than any one alone."""
@@ -268,6 +268,6 @@ def _largest(tensors: Iterable[Tensor]) -> float:
     return float(np.max(values, initial=0.0))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = error.got if isinstance(error, MemkitError) else f"{type(error).__name__}: {error}"
     return text.strip().partition("\n")[0][:_LONGEST_REASON]

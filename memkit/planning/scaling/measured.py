@@ -18,8 +18,8 @@ import torch
 
 from memkit._device import limit_memory, peak_bytes, reset_peak, resolve_device
 from memkit._errors import InputError
-from memkit._oom import describe_error, is_out_of_memory
 from memkit._recorder import Recorder
+from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit._units import parse_bytes
 from memkit.planning.scaling.fit import fit_points
 from memkit.planning.scaling.law import Law
@@ -160,21 +160,25 @@ def _in_own_process(order: _Order) -> ScalingPoint:
 
 
 def _work(connection: Connection, order: _Order) -> None:
-    device = resolve_device(order.device)
-    try:
-        with redirect_stdout(sys.stderr), torch.device(device):
-            if order.limit_bytes is not None:
-                if device.type == "cpu":
-                    torch.set_num_threads(1)  # a thread's stack would count
-                    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # can crash without memory
-                _measure(order.build_step, order.smallest, order.mode, device)  # what libraries take once is no tensor
-                limit_memory(device, order.limit_bytes)
-            point = _measure(order.build_step, order.size, order.mode, device)
-    except Exception as error:  # noqa: BLE001 - whatever a user's step raises is the point's result
-        status: Status = "oom" if is_out_of_memory(error) else "error"
-        request = _requested(str(error))
-        point = ScalingPoint(order.size, order.mode, status, None, describe_error(error), "measured", request)
-    connection.send(point)
+    outcome = attempt(_measure_within, order, resolve_device(order.device), others=(Exception,))
+    if isinstance(outcome, Done):
+        connection.send(outcome.result)
+        return
+    status: Status = "oom" if isinstance(outcome, OutOfMemory) else "error"
+    request = _requested(str(outcome.error))
+    connection.send(ScalingPoint(order.size, order.mode, status, None, outcome.description, "measured", request))
+
+
+def _measure_within(order: _Order, device: torch.device) -> ScalingPoint:
+    """Measure within the order's limit."""
+    with redirect_stdout(sys.stderr), torch.device(device):
+        if order.limit_bytes is not None:
+            if device.type == "cpu":
+                torch.set_num_threads(1)  # a thread's stack would count
+                torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # can crash without memory
+            _measure(order.build_step, order.smallest, order.mode, device)  # what libraries take once is no tensor
+            limit_memory(device, order.limit_bytes)
+        return _measure(order.build_step, order.size, order.mode, device)
 
 
 def _measure(build_step: BuildStep, size: int, mode: Mode, device: torch.device) -> ScalingPoint:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._oom import is_out_of_memory
+from memkit._recovery.errors import is_out_of_memory
 from memkit._units import GIB, MIB
 from memkit.planning.card import allocator
 from memkit.planning.card.allocator import CachingAllocator

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit._device import allocator_counters
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._oom import is_out_of_memory, recover_from_oom
+from memkit import is_out_of_memory, recover_from_oom
 from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.predict import estimate_memory_usage

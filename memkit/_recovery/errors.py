@@ -1,23 +1,17 @@
-"""Is this error out-of-memory, and how to try again at a smaller size without the failed attempt's tensors."""
+"""Is this error out-of-memory? Judged by type, text and causes, and by what is free where these do not tell."""
 
 from __future__ import annotations
 
 import errno
-import logging
-import operator
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import SupportsIndex, TypeVar
 
 import torch
 
-from memkit._device import release_cached_memory, under_memory_pressure
-from memkit._errors import InputError, InputTypeError, MemkitError, MemkitOutOfMemoryError
-
-_logger = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
+from memkit._device import under_memory_pressure
+from memkit._errors import MemkitError, MemkitOutOfMemoryError
 
 # Backend and message. Each row is there for a real message: tests/data/oom_corpus.json has it, with its source.
 _CERTAIN = (
@@ -125,93 +119,21 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
     return under_memory_pressure(verdict.backend) if under_pressure is None else under_pressure
 
 
-def recover_from_oom(fn: Callable[[int], _Result], sizes: SupportsIndex | Iterable[SupportsIndex]) -> _Result:
-    """Call ``fn(size)`` with falling sizes until one does not run out of memory.
-
-    After a failure the attempt's tensors are gone before the next call: the error is dropped and its frames are
-    cleared, then reference cycles are collected and the allocator's cache is released, all outside ``except``, where
-    a traceback would still hold every local of the failed call. Each failure is logged as a warning.
-
-    Args:
-        fn: Does the whole piece of work at one size. It starts anew at each size, so it must not leave half-done
-            work behind, such as gradients of a failed backward: call ``zero_grad()`` first.
-        sizes: The sizes to try, positive and each smaller than the one before; or the first size as an int, which is
-            halved (rounded down) down to 1: at most ``size.bit_length()`` calls.
-
-    Returns:
-        What ``fn`` returned. Where the size is wanted too, let ``fn`` return it.
-
-    Raises:
-        MemkitOutOfMemoryError: Every size ran out of memory.
-        InputError: There is no size, or the sizes are not positive and falling.
-        InputTypeError: A size is not an int.
-        Exception: What ``fn`` raises and is not out-of-memory passes through unchanged, at once.
-
-    Memory:
-        Nothing of a failed attempt but its size and one line of text.
-
-    Example:
-        >>> import memkit as mk
-        >>> def step(size):
-        ...     if size > 100:  # stands for a real out-of-memory
-        ...         raise MemoryError
-        ...     return size
-        >>> mk.recover_from_oom(step, 256)
-        64
-        >>> mk.recover_from_oom(step, [200, 96, 32])
-        96
-    """
-    failures: list[tuple[int, str]] = []
-    for size in tuple(_falling(sizes)):  # all checked before the first call: a late complaint would come hours later
-        try:
-            return fn(size)
-        except Exception as exc:
-            if not is_out_of_memory(exc):
-                raise
-            failures.append((size, describe_error(exc)))
-            drop_frames(exc)
-        _logger.warning("out of memory at size %d: %s", *failures[-1])
-        release_cached_memory()
-    raise MemkitOutOfMemoryError(
-        "recover_from_oom(fn, sizes)",
-        got=f"out of memory at every size: {', '.join(str(size) for size, _ in failures)}; the last error was"
-        f" {failures[-1][1]}",
-        expected="one size that fits",
-        fix="allow smaller sizes, or free memory outside fn: checkpointing, a smaller model, a lower precision.",
-    )
-
-
-def retry_once(fn: Callable[[], _Result], what: str) -> _Result:
-    """Call ``fn``; after an out-of-memory release what is cached and call it once more.
-
-    Args:
-        fn: Does all of its work or none of it.
-        what: What it does, for the error.
-
-    Raises:
-        MemkitOutOfMemoryError: It ran out of memory twice.
-    """
-    for _ in range(2):
-        try:
-            return fn()
-        except Exception as exc:
-            if not is_out_of_memory(exc):
-                raise
-            failure = describe_error(exc)
-            drop_frames(exc)
-        release_cached_memory()
-    raise MemkitOutOfMemoryError(
-        what,
-        got=f"out of memory, twice: {failure}",
-        expected="memory for its temporary results",
-        fix="leave more memory free: a smaller micro-batch, checkpointing, a lower precision.",
-    )
-
-
 def drop_frames(exc: BaseException) -> None:
-    """Drop the locals of the failed call: who else keeps the error (a logger, a notebook) must not keep its tensors."""
-    for link in _links(exc):
-        traceback.clear_frames(link.__traceback__)
+    """Let an error, and all that led to it, hold no frames: whoever keeps it must not keep the tensors in them.
+
+    Frames that somebody else holds are emptied too.
+    """
+    todo, seen = [exc], set[int]()
+    while todo:
+        error = todo.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        todo += [each for each in (error.__cause__, error.__context__, *members) if each is not None]
 
 
 def _links(exc: BaseException) -> Iterator[BaseException]:
@@ -262,36 +184,5 @@ def _text(exc: BaseException) -> str:
 
 
 def describe_error(exc: BaseException) -> str:
+    """Return an error's type and the first line of its text."""
     return ": ".join([type(exc).__name__, *_text(exc).splitlines()[:1]])[:_LONGEST_DESCRIPTION]
-
-
-def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
-    """Yield the sizes as ints; what falls and stays positive ends, so that this ends too."""
-    call = "recover_from_oom(fn, sizes)"
-    previous: int | None = None
-    for size in sizes if isinstance(sizes, Iterable) else _halved(_as_size(sizes, call)):
-        current = _as_size(size, call)
-        if current < 1 or (previous is not None and current >= previous):
-            raise InputError(
-                call,
-                got=f"size {current}" + (f" after {previous}" if previous is not None else ""),
-                expected="positive sizes, each smaller than the one before",
-                fix="sort the sizes from large to small and drop repeats.",
-            )
-        yield current
-        previous = current
-    if previous is None:
-        raise InputError(call, got="no size", expected="at least one size", fix="pass for example sizes=256.")
-
-
-def _halved(size: int) -> Iterator[int]:
-    yield size
-    while size > 1:
-        size //= 2
-        yield size
-
-
-def _as_size(size: object, call: str) -> int:
-    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
-        raise InputTypeError(call, got=f"a {type(size).__name__}", expected="int sizes", fix="pass ints, or one int.")
-    return operator.index(size)

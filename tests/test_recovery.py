@@ -18,9 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit import _oom
 from memkit._errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
-from memkit._oom import OomVerdict, classify_oom, is_out_of_memory, recover_from_oom
+from memkit._recovery import attempt, errors
+from memkit._recovery.attempt import recover_from_oom
+from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
 
 ROOT = Path(__file__).parents[1]
 CORPUS = json.loads((ROOT / "tests" / "data" / "oom_corpus.json").read_text())
@@ -69,9 +70,9 @@ def test_corpus_is_large_enough_and_every_message_has_a_source():
 
 def test_every_row_of_the_table_is_there_for_a_real_message():
     messages = [str(build(entry)) for entry in CORPUS["positive"]]
-    for _, _, pattern in _oom._SIGNS:
+    for _, _, pattern in errors._SIGNS:
         for alternative in _alternatives(pattern.pattern):
-            assert any(_oom.re.search(alternative, message) for message in messages), alternative
+            assert any(errors.re.search(alternative, message) for message in messages), alternative
 
 
 def _alternatives(pattern):
@@ -284,7 +285,7 @@ def test_an_int_is_halved_down_to_one(start):
 def _without_release(fn, sizes):
     """The recovery without its garbage collection, which takes milliseconds per attempt and is tested above."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_oom, "release_cached_memory", lambda: None)
+        patch.setattr(attempt, "release_cached_memory", lambda: None)
         return recover_from_oom(fn, sizes)
 
 
@@ -366,7 +367,8 @@ import gc, io, mmap, os, resource, sys
 import numpy as np
 import torch
 from memkit._device import under_memory_pressure
-from memkit._oom import classify_oom, is_out_of_memory, recover_from_oom
+from memkit._recovery.attempt import recover_from_oom
+from memkit._recovery.errors import classify_oom, is_out_of_memory
 MIB = 2**20
 
 def limit(headroom_bytes):
@@ -502,6 +504,6 @@ def test_where_not_even_the_error_can_be_looked_at_memory_has_run_out(monkeypatc
     def fail(error):
         raise MemoryError
 
-    monkeypatch.setattr("memkit._oom.classify_oom", fail)
+    monkeypatch.setattr("memkit._recovery.errors.classify_oom", fail)
     assert is_out_of_memory(RuntimeError("CUDA out of memory"))
     assert not is_out_of_memory(KeyboardInterrupt())

@@ -1,0 +1,243 @@
+"""Run something that may run out of memory: its result, or an error that holds not a tensor of the failed call.
+
+An error holds the frames of the call that failed, and these hold its tensors. So the frames are emptied where it is
+caught and dropped; undoing, collecting and releasing come after ``except``, which holds them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, SupportsIndex, TypeVar
+
+from memkit._device import release_cached_memory
+from memkit._errors import InputError, InputTypeError, MemkitOutOfMemoryError
+from memkit._recovery.errors import describe_error, drop_frames, is_out_of_memory
+
+_logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+Kinds = tuple[type[Exception], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[Result]):
+    """What an attempt returned."""
+
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """An attempt ran out of memory.
+
+    Attributes:
+        error: The error, without frames: it can be the cause of another one, and holds no tensor.
+    """
+
+    error: BaseException
+
+    @property
+    def description(self) -> str:
+        """The error's type and the first line of its text."""
+        return describe_error(self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt ended with another error.
+
+    Attributes:
+        error: The error.
+    """
+
+    error: Exception
+
+    @property
+    def description(self) -> str:
+        """The error's type and the first line of its text."""
+        return describe_error(self.error)
+
+
+class Caught(contextlib.AbstractContextManager["Caught"]):
+    """A context that ends without an error where memory ran out; the one handler of such errors.
+
+    Args:
+        others: Further kinds of errors that are caught.
+
+    Attributes:
+        failure: What was caught; None where the block ran to its end, or another error passes through.
+    """
+
+    def __init__(self, others: Kinds = ()) -> None:
+        self._others = others
+        self.failure: OutOfMemory | Failed | None = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            return False
+        if is_out_of_memory(error):
+            self.failure = OutOfMemory(error)
+        elif isinstance(error, self._others):
+            self.failure = Failed(error)
+        else:
+            return False
+        drop_frames(error)
+        return True
+
+
+def attempt(
+    run: Callable[..., Result], *args: Any, undo: Callable[[], object] | None = None, others: Kinds = ()
+) -> Done[Result] | OutOfMemory | Failed:
+    """Call ``run(*args)``; after an out-of-memory release what is cached and undo what it did.
+
+    Args:
+        run: What may run out of memory.
+        *args: For it.
+        undo: Puts back what ``run`` may have changed; tried twice, since it may need memory itself.
+        others: Further kinds of errors that are caught, and undone in the same way.
+
+    Returns:
+        What it returned, or why it failed. Other errors pass through.
+    """
+    with Caught(others) as caught:
+        return Done(run(*args))
+    assert caught.failure is not None  # noqa: S101 - else the block returned, or raised
+    release_cached_memory()
+    if undo is not None:
+        insist(undo, "undoing what ran out of memory")
+    return caught.failure
+
+
+def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[Result] | Failed:
+    """Call ``run(*args)``; catch errors of some kinds. An out-of-memory passes through, to whoever recovers from it."""
+    try:
+        return Done(run(*args))
+    except kinds as error:
+        if is_out_of_memory(error):
+            raise
+        return Failed(error)
+
+
+@contextlib.contextmanager
+def telling_errors(tell: Callable[[Exception, bool], None]) -> Iterator[None]:
+    """In the block, call ``tell(error, is_out_of_memory)`` with an error that then passes through."""
+    try:
+        yield
+    except Exception as error:
+        tell(error, is_out_of_memory(error))
+        raise
+
+
+def insist(run: Callable[[], Result], call: str) -> Result:
+    """Call ``run``; after an out-of-memory release what is cached, and call it once more.
+
+    Args:
+        run: Does all of its work or none of it.
+        call: What it does, for the error.
+
+    Raises:
+        MemkitOutOfMemoryError: It ran out of memory twice.
+    """
+    for _ in range(2):
+        with Caught() as caught:
+            return run()
+        release_cached_memory()
+    assert caught.failure is not None  # noqa: S101 - else it returned, or raised
+    raise MemkitOutOfMemoryError(
+        call,
+        got=f"out of memory, twice: {caught.failure.description}",
+        expected="memory for its temporary results",
+        fix="leave more memory free: a smaller micro-batch, checkpointing, a lower precision.",
+    ) from caught.failure.error
+
+
+def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterable[SupportsIndex]) -> Result:
+    """Call ``fn(size)`` with falling sizes until one does not run out of memory.
+
+    After a failure the attempt's tensors are gone before the next call: the error is dropped and its frames are
+    cleared, then reference cycles are collected and the allocator's cache is released, all outside ``except``, where
+    a traceback would still hold every local of the failed call. Each failure is logged as a warning.
+
+    Args:
+        fn: Does the whole piece of work at one size. It starts anew at each size, so it must not leave half-done
+            work behind, such as gradients of a failed backward: call ``zero_grad()`` first.
+        sizes: The sizes to try, positive and each smaller than the one before; or the first size as an int, which is
+            halved (rounded down) down to 1: at most ``size.bit_length()`` calls.
+
+    Returns:
+        What ``fn`` returned. Where the size is wanted too, let ``fn`` return it.
+
+    Raises:
+        MemkitOutOfMemoryError: Every size ran out of memory.
+        InputError: There is no size, or the sizes are not positive and falling.
+        InputTypeError: A size is not an int.
+        Exception: What ``fn`` raises and is not out-of-memory passes through unchanged, at once.
+
+    Memory:
+        Nothing of a failed attempt but its size and one line of text.
+
+    Example:
+        >>> import memkit as mk
+        >>> def step(size):
+        ...     if size > 100:  # stands for a real out-of-memory
+        ...         raise MemoryError
+        ...     return size
+        >>> mk.recover_from_oom(step, 256)
+        64
+        >>> mk.recover_from_oom(step, [200, 96, 32])
+        96
+    """
+    tried: list[str] = []
+    error: BaseException | None = None
+    for size in tuple(_falling(sizes)):  # all checked before the first call: a late complaint would come hours later
+        outcome = attempt(fn, size)
+        if isinstance(outcome, Done):
+            return outcome.result
+        error = outcome.error
+        tried.append(str(size))
+        _logger.warning("out of memory at size %d: %s", size, outcome.description)
+    assert error is not None  # noqa: S101 - there is a size
+    raise MemkitOutOfMemoryError(
+        "recover_from_oom(fn, sizes)",
+        got=f"out of memory at every size: {', '.join(tried)}; the last error was {describe_error(error)}",
+        expected="one size that fits",
+        fix="allow smaller sizes, or free memory outside fn: checkpointing, a smaller model, a lower precision.",
+    ) from error
+
+
+def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
+    """Yield the sizes as ints; what falls and stays positive ends, so that this ends too."""
+    call = "recover_from_oom(fn, sizes)"
+    previous: int | None = None
+    for size in sizes if isinstance(sizes, Iterable) else _halved(_as_size(sizes, call)):
+        current = _as_size(size, call)
+        if current < 1 or (previous is not None and current >= previous):
+            raise InputError(
+                call,
+                got=f"size {current}" + (f" after {previous}" if previous is not None else ""),
+                expected="positive sizes, each smaller than the one before",
+                fix="sort the sizes from large to small and drop repeats.",
+            )
+        yield current
+        previous = current
+    if previous is None:
+        raise InputError(call, got="no size", expected="at least one size", fix="pass for example sizes=256.")
+
+
+def _halved(size: int) -> Iterator[int]:
+    yield size
+    while size > 1:
+        size //= 2
+        yield size
+
+
+def _as_size(size: object, call: str) -> int:
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+        raise InputTypeError(call, got=f"a {type(size).__name__}", expected="int sizes", fix="pass ints, or one int.")
+    return operator.index(size)
