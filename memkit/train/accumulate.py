@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from memkit._errors import StateError
 from memkit._protocols import Closing, GradScaler, Uncopied
 from memkit._recovery.attempt import insist
+from memkit._recovery.signals import deferred_signals
 from memkit.train.checks import (
     check_choice,
     check_group,
@@ -53,6 +54,10 @@ from memkit.train.guard import StepGuard
 from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
 
 _VERSION = 1
+
+
+def _nothing() -> None:
+    pass
 
 
 class GradientAccumulator(Uncopied, Closing):
@@ -152,7 +157,7 @@ class GradientAccumulator(Uncopied, Closing):
         self._count: float | torch.Tensor = 0.0
         self._weights = WeightCheck() if check_weights and objective == "mean" else None
         self._has_gradients = False
-        self.is_torn = self._is_closed = False
+        self.is_torn = self._is_closed = self._has_leftovers = False
         self.num_microbatches = 0
         self.num_steps = 0
         self.grad_norm: torch.Tensor | None = None
@@ -226,6 +231,7 @@ class GradientAccumulator(Uncopied, Closing):
             self._backward(loss, weight, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
         self._count = self._count + weight_sum
         self.num_microbatches += 1
+        self.is_torn = False  # only now: between the gradient and its weight an interrupt would mix
         if note is not None and self._weights is not None:
             self._weights.add(note)
 
@@ -247,19 +253,23 @@ class GradientAccumulator(Uncopied, Closing):
         """
         return self.finish() if self.num_microbatches >= self._steps else False
 
-    def finish(self) -> bool:
+    def finish(self, then: Callable[[], None] = _nothing) -> bool:
         """Step with the group as it is, complete or not; under DDP all ranks must call it together.
+
+        Args:
+            then: What belongs to the step (a schedule, a running average): called where an optimizer really stepped.
+                Ctrl-C waits for its end.
 
         Returns:
             True when an optimiser really stepped.
         """
-        return self._finish(last=False)[0]
+        return self._finish(last=False, then=then)[0]
 
     def discard(self) -> None:
         """Drop the group that is under way, with its gradients."""
+        self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
         clear_gradients(self._parameters, self._accumulate_dtype)
-        self._count, self.num_microbatches = 0.0, 0
-        self._has_gradients = self.is_torn = False
+        self._has_leftovers = False
         if self._weights is not None:
             self._weights.discard()
 
@@ -274,11 +284,11 @@ class GradientAccumulator(Uncopied, Closing):
         """
         return any(list(self.last_steps()))
 
-    def last_steps(self) -> Iterator[bool]:
-        """Do what `flush` does step by step; yield for each whether an optimiser really stepped."""
+    def last_steps(self, then: Callable[[], None] = _nothing) -> Iterator[bool]:
+        """Do what `flush` does step by step; yield for each whether an optimizer really stepped, with `then` done."""
         goes_on = isinstance(self._ranks, Replicas) or self.num_microbatches > 0
         while goes_on:
-            stepped, everybody_is_here = self._finish(last=True)
+            stepped, everybody_is_here = self._finish(last=True, then=then)
             goes_on = not everybody_is_here and isinstance(self._ranks, Replicas)
             yield stepped
 
@@ -339,7 +349,6 @@ class GradientAccumulator(Uncopied, Closing):
         else:
             self.is_torn = True
             run_backward(scaled, root, self._parameters if self._only_own else (), retain_graph=retain_graph)
-        self.is_torn = False
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
 
     def _open_group(self) -> None:
@@ -348,8 +357,10 @@ class GradientAccumulator(Uncopied, Closing):
         if self.num_microbatches == 0:
             self._parameters = list_parameters(self._optimizers)  # a parameter group may have been added
             if any(parameter.grad is not None for parameter in self._parameters):
-                warn_of_foreign_gradients()
+                if not self._has_leftovers:
+                    warn_of_foreign_gradients()
                 clear_gradients(self._parameters, self._accumulate_dtype)
+            self._has_leftovers = True  # until they are cleared: an interrupt may come before
         else:  # a parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other
             widen_gradients(self._parameters, self._accumulate_dtype)
 
@@ -359,10 +370,15 @@ class GradientAccumulator(Uncopied, Closing):
         if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
             refuse_lost_gradients(self.num_microbatches)
 
-    def _finish(self, *, last: bool) -> tuple[bool, bool]:
-        """End the group on all ranks: (an optimiser really stepped, all ranks are in `flush`)."""
+    def _finish(self, *, last: bool, then: Callable[[], None] = _nothing) -> tuple[bool, bool]:
+        """End the group on all ranks: (an optimizer really stepped, all ranks are in `flush`).
+
+        Args:
+            last: This rank is in `flush`.
+            then: What belongs to a step: called where an optimizer really stepped. Ctrl-C waits for its end.
+        """
         self._check_group()
-        total, present, everybody_is_here, stepped = float(self._count), list[bool](), last, False
+        total, present, everybody_is_here, num_steps = float(self._count), list[bool](), last, self.num_steps
         try:
             if self.num_microbatches > 1 or self._scaler or isinstance(self._ranks, Replicas):
                 widen_for_step(self._parameters, self._accumulate_dtype, self._ranks)
@@ -378,13 +394,12 @@ class GradientAccumulator(Uncopied, Closing):
                 if isinstance(self._ranks, Replicas):
                     self._ranks.sum_gradients(self._parameters, present)
                     self._ranks.broadcast_buffers()
-                stepped = self._step_optimizers()
+                self._step_optimizers(then)
         finally:
             self.discard()
             if self._scaler:
                 forget_unscaling(self._scaler, self._optimizers)
-        self.num_steps += stepped
-        return stepped, everybody_is_here
+        return self.num_steps > num_steps, everybody_is_here
 
     def _normalize(self, total: float) -> None:
         """Turn the accumulated sum into the group's mean (or sum)."""
@@ -393,8 +408,9 @@ class GradientAccumulator(Uncopied, Closing):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
         insist(lambda: multiply_gradients(self._parameters, factor), "normalising the gradients")
 
-    def _step_optimizers(self) -> bool:
+    def _step_optimizers(self, then: Callable[[], None]) -> None:
         active = [each for each in self._optimizers if has_gradient(each)]
+        step = functools.partial(step_optimizers, active, self._scaler)
         if not active:
             warn_of_idle_step()
         if self._scaler:
@@ -403,8 +419,14 @@ class GradientAccumulator(Uncopied, Closing):
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
         narrow_gradients(self._parameters, self._accumulate_dtype)
-        step = functools.partial(step_optimizers, active, self._scaler)
-        return self._guard.run(step) if self._guard else step()
+        with deferred_signals():
+            stepped = False
+            try:
+                stepped = self._guard.run(step) if self._guard else step()
+            finally:
+                if stepped or (self._guard is not None and self._guard.has_stepped):
+                    self.num_steps += 1
+                    then()
 
     def _choose_predivisor(self, count: float | torch.Tensor) -> float | None:
         expected = float(count) * self._steps

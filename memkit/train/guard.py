@@ -41,13 +41,16 @@ class StepGuard:
 
     Args:
         optimizers: The optimisers that step together.
+
+    Attributes:
+        has_stepped: Whether the last step was done to its end, although it was interrupted.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
-        self._is_told = False
+        self._is_told = self.has_stepped = False
         self._temporary_bytes: dict[torch.device, int] = {}
 
     def run(self, step: Callable[[], bool]) -> bool:
@@ -56,14 +59,9 @@ class StepGuard:
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
+        self.has_stepped = False
         if self._unknown is None:
-            with chunked_steps(self._optimizers, only_once=True):
-                outcome = attempt(step)
-                if isinstance(outcome, Done):
-                    return outcome.result
-                if isinstance(outcome.error, MemkitOutOfMemoryError):
-                    raise outcome.error  # of the chunks: nothing smaller is left
-                return step()  # it failed beside the chunks; what they have stepped stays
+            return self._run_in_chunks(step)
         with contextlib.ExitStack() as stack:
             before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
             run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
@@ -82,6 +80,17 @@ class StepGuard:
             expected="memory for the optimizer's state and its temporary results",
             fix="leave more memory free" + ("." if before else "; go on from the last checkpoint."),
         ) from outcome.error
+
+    def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
+        with chunked_steps(self._optimizers, only_once=True) as chunked:
+            try:
+                return _in_two_tries(step)
+            except Exception:
+                raise
+            except BaseException:  # an interrupt that no signal brought: what has begun is done whole
+                if any(each.num_stepped for each in chunked):
+                    self.has_stepped = step()
+                raise
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and note how far it rises above both of its ends."""
@@ -127,6 +136,15 @@ class StepGuard:
             f"parameter by itself, say memkit.register_parameterwise({self._unknown}), and its step is whole without a "
             "copy; on_oom='raise', or guard_steps=False, guards nothing."
         )
+
+
+def _in_two_tries(step: Callable[[], bool]) -> bool:
+    outcome = attempt(step)
+    if isinstance(outcome, Done):
+        return outcome.result
+    if isinstance(outcome.error, MemkitOutOfMemoryError):
+        raise outcome.error  # of the chunks: nothing smaller is left
+    return step()  # it failed beside the chunks; what they have stepped stays
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

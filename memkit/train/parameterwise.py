@@ -170,9 +170,9 @@ def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
 def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Run the optimiser's own step on some parameters of a group, without its hooks."""
     lent = {**group, "params": list(parameters)}
-    groups, optimizer.param_groups = optimizer.param_groups, [lent]
-    before = _kept_elsewhere(optimizer, lent)
+    groups, before = optimizer.param_groups, _kept_elsewhere(optimizer, lent)
     try:
+        optimizer.param_groups = [lent]
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # beneath torch's call of the hooks
     finally:
         optimizer.param_groups = groups

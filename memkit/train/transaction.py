@@ -88,12 +88,17 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -> Iterator[None]:
+def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -> Iterator[list[ChunkedStep]]:
     """Do what `atomic_steps` does; with ``only_once`` a second step in the block goes on where the first one ended."""
-    with contextlib.ExitStack() as stack:
-        for each in optimizers:
-            stack.enter_context(ChunkedStep(each, only_once=only_once))
-        yield
+    steps = [ChunkedStep(each, only_once=only_once) for each in optimizers]
+    try:
+        with contextlib.ExitStack() as stack:
+            for each in steps:
+                stack.enter_context(each)
+            yield steps
+    finally:
+        for each in steps:
+            each.close()  # again, where an interrupt came in the middle of it
 
 
 class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
@@ -111,6 +116,8 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
         self._work: list[_Work] | None = None
         self._chunk_bytes = 0
         self._is_open = False
+        self._own: Any = None
+        self._stand_in: types.MethodType | None = None
 
     @property
     def num_stepped(self) -> int:
@@ -128,9 +135,13 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Put the optimizer's own step back in its place."""
         self._is_open = False
-        if vars(self._optimizer).get("step") is not self._stand_in:
-            return  # a schedule that was made in the block calls it, and it does what it did before
+        if self._stand_in is None or vars(self._optimizer).get("step") is not self._stand_in:
+            return  # it was put back, or a schedule that was made in the block calls it, which then does as before
         if self._own is None:
             del self._optimizer.step  # that of its class is there again
         else:
@@ -147,15 +158,19 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
                 result = closure()
         if self._work is None or not self._only_once:
             self._work = self._plan()
+        groups = optimizer.param_groups
         with deferred_signals():
             try:
                 self._go_on(self._work)
             except Exception:
                 raise
             except BaseException:  # an interrupt that no signal brought
+                optimizer.param_groups = groups
                 if self.num_stepped:
                     self._go_on(self._work)
                 raise
+            finally:
+                optimizer.param_groups = groups
         return result
 
     def _plan(self) -> list[_Work]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -36,11 +36,11 @@ from memkit.train.replay import BufferWatch
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
-from memkit.train.split import SplitFn, cut_batch, measure_batch
+from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.split_ways import ways_to_cut
-from memkit.train.window import Attempt, Rollback, Window, note_part, refuse_unstepped
+from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
@@ -180,27 +180,25 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         check_open(self._is_closed, call="trainer.train_step")
         check_callable("loss_fn", loss_fn, call="trainer.train_step")
-        num_parts, num_graphs = self._accumulation_steps, count_compilations()
-        if self._foresight.is_on:
-            num_parts = self._foresight.num_parts(batch, num_parts, lambda micro: self._rehearse(micro, loss_fn))
-        with self._foresight.phase("microbatches"):
-            if self._on_oom == "raise":
-                losses, sizes, num_ooms = *self._run_plainly(batch, num_parts, loss_fn), 0
-            else:
-                window = self._open_window(batch, num_parts)
+        num_graphs = count_compilations()
+        try:
+            window = self._open_window(batch, self._foreseen_num_parts(batch, loss_fn))
+            with self._foresight.phase("microbatches"):
                 for attempt in self._attempts(window, loss_fn):
                     with attempt as micro:
                         self._run(micro, loss_fn)
-                losses, sizes, num_ooms = window.losses(), window.sizes, window.num_ooms
-        stepped = self.step()
+            stepped = self.step()
+        except BaseException:
+            self._abandon()
+            raise
         return StepResult(
-            losses=losses,
+            losses=window.losses(),
             grad_norm=self._accumulator.grad_norm,
             stepped=stepped,
-            num_microbatches=len(sizes),
-            num_ooms=num_ooms,
+            num_microbatches=len(window.sizes),
+            num_ooms=window.num_ooms,
             peak_bytes=_device.peak_bytes(self._device),
-            sizes=sizes,
+            sizes=window.sizes,
             num_compilations=count_compilations() - num_graphs,
         )
 
@@ -274,10 +272,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         if self._window is not None:
             self._window.check_complete()
-        self._window = None
-        with self._foresight.phase("optimizer"):
-            stepped = self._accumulator.finish()
-        return self._follow(stepped)
+        try:
+            with self._foresight.phase("optimizer"):
+                return self._accumulator.finish(self._follow)
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._window = None
 
     def flush(self) -> bool:
         """Under DDP take part in the steps of ranks that have more batches; all ranks call it at the end of their data.
@@ -285,7 +287,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Returns:
             True when an optimiser really stepped. Ranks with shards, and a single process, have nothing to do here.
         """
-        return any(list(map(self._follow, self._accumulator.last_steps())))
+        return any(list(self._accumulator.last_steps(self._follow)))
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
@@ -338,12 +340,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._is_closed = True
         self._cleanup.close()
 
-    def _follow(self, stepped: bool) -> bool:  # noqa: FBT001 - its only argument
-        if stepped and self._scheduler is not None:
-            self._scheduler.step()
-        if stepped and self._average is not None:
-            self._average.update_parameters(self.model)
-        return stepped
+    def _follow(self) -> None:
+        """Do what belongs to an optimizer's step."""
+        try:
+            if self._scheduler is not None:
+                self._scheduler.step()
+        finally:
+            if self._average is not None:
+                self._average.update_parameters(self.model)
 
     def _open_window(self, batch: Any, num_parts: int) -> Window:
         if self._window is not None:
@@ -379,42 +383,16 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                         yield from self._check_split(
                             window.batch, window.all_sizes, loss_fn, is_again=is_looked_at, num_ooms=window.num_ooms
                         )
-        except MemkitOutOfMemoryError:
-            self._accumulator.give_up()  # else the other ranks would wait at their step
+        except BaseException as error:
+            if isinstance(error, MemkitOutOfMemoryError):
+                self._accumulator.give_up()  # else the other ranks would wait at their step
+            self._abandon()  # an error, an interrupt, or the loop was left
             raise
-        finally:
-            if self._window is window and not window.is_complete:
-                # An error, or the loop was left: this step is lost, the next one starts clean.
-                self._attempt = self._window = None
-                self._accumulator.discard()
 
-    def _run_plainly(self, batch: Any, num_parts: int, loss_fn: LossFn) -> tuple[tuple[Loss, ...], tuple[int, ...]]:
-        """Run the micro-batches of a batch where errors are let through, so that nothing has to be undone."""
-        if self._window is not None:
-            refuse_unstepped()
-        batch_size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
-        parts = cut_batch(batch, min(num_parts, batch_size), size=batch_size, split_fn=self._split_fn)
-        losses, notes, sizes = list[Loss](), list[Note](), tuple([size for _, size in parts])
-        try:
-            if sizes != (batch_size,):
-                self._run_checks(self._check_split(batch, sizes, loss_fn), loss_fn)
-            for part, size in parts:
-                try:
-                    loss = self._evaluate(part, loss_fn)
-                except Exception as error:
-                    note_part(error, size, batch_size)
-                    raise
-                terms = divisors(loss.value) if self._split_watch.is_on else ()
-                losses.append(self._add(loss, size=size, batch_size=batch_size))
-                notes.append((losses[-1].weight, terms))
-            self._split_watch.report_deferred()
-            self._note_divisors(notes)
-            if self._was_uneven:
-                self._run_checks(self._check_split(batch, sizes, loss_fn, is_again=True), loss_fn)
-        except BaseException:
-            self._accumulator.discard()  # this step is lost, the next one starts clean
-            raise
-        return tuple(losses), sizes
+    def _abandon(self) -> None:
+        """Drop the batch that is under way: its step is lost, and the next one starts clean."""
+        self._attempt = self._window = None
+        self._accumulator.discard()
 
     def _check_split(
         self,
@@ -464,14 +442,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         finally:
             self._attempt = None
 
-    def _run_checks(self, attempts: Iterable[CheckAttempt], loss_fn: LossFn) -> None:
-        for attempt in attempts:
-            with attempt as micro:
-                self._run(micro, loss_fn)
-
     def _note_divisors(self, notes: Sequence[Note]) -> None:
         """Note whether the losses of a batch's parts were divided by something that their weights do not follow."""
         self._was_uneven = self._split_watch.is_on and (self._divisors.is_uneven(notes) or self._was_uneven)
+
+    def _foreseen_num_parts(self, batch: Any, loss_fn: LossFn) -> int:
+        if not self._foresight.is_on:
+            return self._accumulation_steps
+        return self._foresight.num_parts(batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn))
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, and leave no trace."""
