@@ -32,3 +32,22 @@ def test_docstring_examples_run(module):
             raise
         pytest.skip(f"needs {missing.name}, which is an extra")
     assert doctest.testmod(loaded).failed == 0
+
+
+KERNEL = PACKAGE / "_recovery"
+JUDGES = {"is_out_of_memory", "classify_oom", "OomVerdict", "under_memory_pressure"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_no_handler_outside_the_kernel_judges_whether_memory_ran_out(path):
+    """`memkit._recovery` alone catches such errors, so that no second way to recover can drift away from it."""
+    if KERNEL in path.parents or path in {PACKAGE / "__init__.py", PACKAGE / "_device.py"}:
+        return
+    tree = ast.parse(path.read_text("utf-8"))
+    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert not imported & JUDGES
+    simulates = "card" in path.parts  # the simulated card raises these errors itself
+    for handler in (node for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)):
+        names = {node.attr if isinstance(node, ast.Attribute) else node.id
+                 for node in ast.walk(handler) if isinstance(node, (ast.Attribute, ast.Name))}  # fmt: skip
+        assert simulates or not names & (JUDGES | {"OutOfMemoryError"}), ast.unparse(handler)

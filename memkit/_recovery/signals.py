@@ -31,15 +31,21 @@ def deferred_signals() -> Iterator[None]:
     def note(number: int, frame: FrameType | None) -> None:
         arrived.append((number, frame))
 
-    try:
-        for number in _WAITING:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                own[number] = handler
-                signal.signal(number, note)
-        yield
-    finally:
+    def restore() -> None:
         for each, handler in own.items():
             signal.signal(each, handler)
+
+    try:
+        try:
+            for number in _WAITING:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    own[number] = handler
+                    signal.signal(number, note)
+            yield
+        finally:
+            restore()
+    finally:  # again, where a handler that ran a moment ago has interrupted it
+        restore()
         for each, frame in arrived:
             own[each](each, frame)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
 from memkit._protocols import Closing, Uncopied
+from memkit._recovery.snapshot import StateWatch
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths
@@ -24,7 +25,6 @@ from memkit.points.sample import GridSample, Scenario
 from memkit.points.sampler import GridAwareSampler
 from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
-from memkit.train.replay import BufferWatch
 from memkit.train.split_check import CheckAttempt, scan_modules
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
@@ -140,7 +140,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         self._model = self._trainer.model
         self._device = device_of(self._model)
         self._memory = memory or self._cleanup.enter_context(MemoryManager(self._device))
-        self._watch = BufferWatch(self._model)
+        self._watch = StateWatch(self._model)
 
     def train_step(self, scenes: PointScene | Sequence[PointScene]) -> DensityStep:
         """Run one optimiser step on one scene or several; each scene weighs the same.

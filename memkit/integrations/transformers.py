@@ -17,13 +17,12 @@ from transformers.trainer_callback import ExportableState
 
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
+from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import graph_nodes
 from memkit.train.order import tell_epoch
-from memkit.train.replay import BufferWatch
 from memkit.train.split import SplitFn, count_rows
 from memkit.train.split_loss import SplitLoss
-from memkit.train.window import Rollback
 
 _CALL = "MemoryEfficientTrainer"
 _SHARDED = {DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA}
@@ -239,7 +238,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         if self._is_divided is None:
             losses = []
             for number in (num_items, 2 * num_items):
-                with torch.no_grad(), Rollback(BufferWatch(model)).undone():
+                with torch.no_grad(), Rollback(StateWatch(model)).undone():
                     losses.append(float(compute_loss(model, copy.copy(part), num_items_in_batch=number)))
             once, twice = losses
             if once == 0 or not math.isfinite(once):  # says nothing: this part adds nothing, or has a count of 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -56,8 +57,10 @@ from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ran
 _VERSION = 1
 
 
-def _nothing() -> None:
-    pass
+def _do_all(actions: deque[Callable[[], object]]) -> None:
+    """Call them in order; each is taken out before, so that none is called twice."""
+    while actions:
+        actions.popleft()()
 
 
 class GradientAccumulator(Uncopied, Closing):
@@ -253,12 +256,12 @@ class GradientAccumulator(Uncopied, Closing):
         """
         return self.finish() if self.num_microbatches >= self._steps else False
 
-    def finish(self, then: Callable[[], None] = _nothing) -> bool:
+    def finish(self, then: Iterable[Callable[[], object]] = ()) -> bool:
         """Step with the group as it is, complete or not; under DDP all ranks must call it together.
 
         Args:
-            then: What belongs to the step (a schedule, a running average): called where an optimizer really stepped.
-                Ctrl-C waits for its end.
+            then: What belongs to the step (a schedule, a running average), called in order where an optimizer really
+                stepped. Ctrl-C waits for its end.
 
         Returns:
             True when an optimiser really stepped.
@@ -284,7 +287,7 @@ class GradientAccumulator(Uncopied, Closing):
         """
         return any(list(self.last_steps()))
 
-    def last_steps(self, then: Callable[[], None] = _nothing) -> Iterator[bool]:
+    def last_steps(self, then: Iterable[Callable[[], object]] = ()) -> Iterator[bool]:
         """Do what `flush` does step by step; yield for each whether an optimizer really stepped, with `then` done."""
         goes_on = isinstance(self._ranks, Replicas) or self.num_microbatches > 0
         while goes_on:
@@ -370,12 +373,12 @@ class GradientAccumulator(Uncopied, Closing):
         if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
             refuse_lost_gradients(self.num_microbatches)
 
-    def _finish(self, *, last: bool, then: Callable[[], None] = _nothing) -> tuple[bool, bool]:
+    def _finish(self, *, last: bool, then: Iterable[Callable[[], object]]) -> tuple[bool, bool]:
         """End the group on all ranks: (an optimizer really stepped, all ranks are in `flush`).
 
         Args:
             last: This rank is in `flush`.
-            then: What belongs to a step: called where an optimizer really stepped. Ctrl-C waits for its end.
+            then: What belongs to a step, called in order where an optimizer really stepped. Ctrl-C waits for its end.
         """
         self._check_group()
         total, present, everybody_is_here, num_steps = float(self._count), list[bool](), last, self.num_steps
@@ -408,7 +411,7 @@ class GradientAccumulator(Uncopied, Closing):
             factor *= self._ranks.num_ranks  # each backward has averaged over the ranks
         insist(lambda: multiply_gradients(self._parameters, factor), "normalising the gradients")
 
-    def _step_optimizers(self, then: Callable[[], None]) -> None:
+    def _step_optimizers(self, then: Iterable[Callable[[], object]]) -> None:
         active = [each for each in self._optimizers if has_gradient(each)]
         step = functools.partial(step_optimizers, active, self._scaler)
         if not active:
@@ -419,14 +422,21 @@ class GradientAccumulator(Uncopied, Closing):
         if self._max_grad_norm is not None:
             self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
         narrow_gradients(self._parameters, self._accumulate_dtype)
+        count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
+        todo: deque[Callable[[], object]] = deque((count_step, *then))
+        if self._guard:
+            self._guard.forget()
         with deferred_signals():
             stepped = False
             try:
-                stepped = self._guard.run(step) if self._guard else step()
-            finally:
+                try:
+                    stepped = self._guard.run(step) if self._guard else step()
+                finally:
+                    if stepped or (self._guard is not None and self._guard.has_stepped):
+                        _do_all(todo)
+            finally:  # again, where an interrupt came on the way: what is done is not done again
                 if stepped or (self._guard is not None and self._guard.has_stepped):
-                    self.num_steps += 1
-                    then()
+                    _do_all(todo)
 
     def _choose_predivisor(self, count: float | torch.Tensor) -> float | None:
         expected = float(count) * self._steps

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._loss import Loss
-from memkit.train.replay import BufferWatch, Replay
+from memkit._recovery.snapshot import StateWatch
+from memkit.train.replay import Replay
 from memkit.train.split import count_rows, list_leaves, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 
@@ -85,7 +86,7 @@ def cached_backward(
     _check(encoder, chunk_size)
     num_rows = count_rows(batch)
     changes = _look(encoder, batch, num_rows, chunk_size) if check and chunk_size < num_rows else None
-    watch = BufferWatch(encoder)
+    watch = StateWatch(encoder)
     chunks: list[list[torch.Tensor]] = []
     structure = None
     for start in range(0, num_rows, chunk_size):
@@ -209,7 +210,7 @@ class _Changes:
         return any(name.startswith(f"{each}.") for each in self._verdict.modules)
 
 
-def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: BufferWatch) -> Any:
+def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> Any:
     """Run a module without its activations; the backward runs it again, with the same random numbers and buffers."""
     # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. And
     # as the graph is whole, any backward works on it: an accumulator's, which stops at its own parameters, too.

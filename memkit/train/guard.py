@@ -20,7 +20,7 @@ from memkit._recovery.attempt import Done, attempt
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import chunked_steps
+from memkit.train.transaction import ChunkedStep, chunked_steps
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of a copy that nobody has asked for
@@ -42,16 +42,25 @@ class StepGuard:
     Args:
         optimizers: The optimisers that step together.
 
-    Attributes:
-        has_stepped: Whether the last step was done to its end, although it was interrupted.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = [_inner(each) for each in optimizers]
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
-        self._is_told = self.has_stepped = False
+        self._is_told = False
+        self._chunked: list[ChunkedStep] = []
         self._temporary_bytes: dict[torch.device, int] = {}
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the last step in chunks was done to its end, although it may have been interrupted."""
+        begun = [each for each in self._chunked if each.num_stepped]
+        return bool(begun) and all(each.is_done for each in begun)
+
+    def forget(self) -> None:
+        """Before a step, forget how the last one ended."""
+        self._chunked = []
 
     def run(self, step: Callable[[], bool]) -> bool:
         """Run ``step``, which steps the optimisers; return what it returns.
@@ -59,7 +68,6 @@ class StepGuard:
         Raises:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
-        self.has_stepped = False
         if self._unknown is None:
             return self._run_in_chunks(step)
         with contextlib.ExitStack() as stack:
@@ -82,14 +90,14 @@ class StepGuard:
         ) from outcome.error
 
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
-        with chunked_steps(self._optimizers, only_once=True) as chunked:
+        with chunked_steps(self._optimizers, only_once=True) as self._chunked:
             try:
                 return _in_two_tries(step)
             except Exception:
                 raise
             except BaseException:  # an interrupt that no signal brought: what has begun is done whole
-                if any(each.num_stepped for each in chunked):
-                    self.has_stepped = step()
+                if any(each.num_stepped for each in self._chunked):
+                    step()
                 raise
 
     def _counted(self, step: Callable[[], bool]) -> bool:

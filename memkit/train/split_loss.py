@@ -15,6 +15,7 @@ from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss, detached, read_loss
 from memkit._protocols import Uncopied
 from memkit._recovery.attempt import insist
+from memkit._recovery.snapshot import StateWatch
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit.train.checks import (
     check_callable,
@@ -26,7 +27,6 @@ from memkit.train.checks import (
 )
 from memkit.train.divisors import DivisorWatch, Note, divisors
 from memkit.train.models import may_recover_alone
-from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, list_tensors
 from memkit.train.split_check import Examination
@@ -119,7 +119,7 @@ class SplitLoss(Uncopied):
         self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
         self._split_fn = split_fn
         self._split_watch, self._divisors = SplitWatch(self._own, probe, call=CALL), DivisorWatch()
-        self._watch, self._memory = BufferWatch(self._own), SizeMemory()
+        self._watch, self._memory = StateWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0

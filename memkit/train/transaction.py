@@ -124,6 +124,11 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
         """How many parameters are stepped."""
         return sum(len(each.parameters) for each in self._work or () if each.is_done)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all are."""
+        return self._work is not None and all(each.is_done for each in self._work)
+
     def __enter__(self) -> Self:
         optimizer = self._optimizer
         self._own = vars(optimizer).get("step")  # a schedule's, which notes the call

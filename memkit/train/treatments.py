@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._errors import StateError
+from memkit._recovery.snapshot import StateWatch
 from memkit.train.models import device_of
 from memkit.train.offload import offload_activations
-from memkit.train.replay import Again, BufferWatch, Replay
+from memkit.train.replay import Again, Replay
 
 Treatment: TypeAlias = Literal["full", "selective", "offload"]
 TREATMENTS: tuple[Treatment, ...] = ("full", "selective", "offload")
@@ -58,7 +59,7 @@ class TreatedForward:
         self._name = name
         self._block = block
         self._forward = block.__dict__.get("forward")  # somebody may have put one on the instance already
-        self._watch = BufferWatch(block)
+        self._watch = StateWatch(block)
         self._elsewhere = elsewhere
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

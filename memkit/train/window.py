@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from memkit import _rng
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss
 from memkit._recovery.attempt import Caught, OutOfMemory, insist
+from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.train.divisors import Note
-from memkit.train.replay import BufferWatch
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, shape_key
 
@@ -28,41 +25,6 @@ class Sums(Protocol):
 
     def discard(self) -> None:
         """Start anew."""
-
-
-class Rollback:
-    """All random state and the buffers that a forward may change, at one instant.
-
-    Args:
-        watch: The watch of the model.
-    """
-
-    def __init__(self, watch: BufferWatch) -> None:
-        self._watch = watch
-        self._buffers = watch.snapshot()
-        self._random = _rng.capture()
-
-    def discover(self) -> AbstractContextManager[None]:
-        """A context for a forward: other modules that run in it are rolled back too, from then on."""
-        return self._watch.discover(self._buffers)
-
-    def learn(self) -> None:
-        """Forget copies of buffers that the forward since then has left alone."""
-        insist(lambda: self._watch.learn(self._buffers), "comparing buffers")
-
-    @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
-        """Run the block, then put everything back."""
-        try:
-            with self.discover():
-                yield
-        finally:
-            self.restore()
-
-    def restore(self) -> None:
-        """Put everything back."""
-        self._buffers.restore()
-        _rng.restore(self._random)
 
 
 class Attempt:
@@ -144,7 +106,7 @@ class Window:
         num_parts: int,
         *,
         accumulator: Sums,
-        watch: BufferWatch,
+        watch: StateWatch,
         sizes: SizeMemory,
         on_oom: str,
         split_fn: SplitFn | None,
@@ -193,6 +155,11 @@ class Window:
     def losses(self) -> tuple[Loss, ...]:
         """Losses of the micro-batches that are through, in order."""
         return tuple(attempt.loss for attempt in self._done if attempt.loss is not None)
+
+    def undo(self) -> None:
+        """Put back what the forwards so far have changed, where that was noted: random state, buffers, modes."""
+        if self._rollback is not None:
+            self._rollback.restore()
 
     def check_complete(self) -> None:
         """Refuse to step with a batch that has micro-batches left."""

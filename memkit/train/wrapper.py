@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -12,9 +13,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import ConfigError, FileFormatError, InputError, MemkitOutOfMemoryError, MemkitWarning, StateError
+from memkit._errors import (
+    ConfigError,
+    FileFormatError,
+    InputError,
+    MemkitError,
+    MemkitOutOfMemoryError,
+    MemkitWarning,
+    StateError,
+)
 from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import check_callable, check_loss, check_open, check_owner, check_reduction, list_optimizers
@@ -32,7 +42,6 @@ from memkit.train.models import (
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
-from memkit.train.replay import BufferWatch
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
@@ -40,7 +49,7 @@ from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import Probe, SplitWatch
 from memkit.train.split_ways import ways_to_cut
-from memkit.train.window import Attempt, Rollback, Window, refuse_unstepped
+from memkit.train.window import Attempt, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
@@ -147,7 +156,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._foresight = Foresight(
                 memory, model, self._optimizers, self._device, sum_dtype=sum_dtype, foreseeable=foreseeable
             )
-            self._watch = BufferWatch(model)
+            self._watch = StateWatch(model)
+            # When it is stepped, a batch is done, and not undone any more.
+            self._following: list[Callable[[], object]] = [functools.partial(setattr, self, "_window", None)]
+            self._following += [] if scheduler is None else [scheduler.step]
+            self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()
 
@@ -180,7 +193,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         check_open(self._is_closed, call="trainer.train_step")
         check_callable("loss_fn", loss_fn, call="trainer.train_step")
-        num_graphs = count_compilations()
+        num_graphs, is_grad_enabled = count_compilations(), torch.is_grad_enabled()
         try:
             window = self._open_window(batch, self._foreseen_num_parts(batch, loss_fn))
             with self._foresight.phase("microbatches"):
@@ -188,8 +201,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                     with attempt as micro:
                         self._run(micro, loss_fn)
             stepped = self.step()
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            torch.set_grad_enabled(is_grad_enabled)
+            self._abandon(error)
             raise
         return StepResult(
             losses=window.losses(),
@@ -270,13 +284,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Returns:
             True when the optimiser really stepped.
         """
-        if self._window is not None:
-            self._window.check_complete()
+        is_grad_enabled = torch.is_grad_enabled()
         try:
+            if self._window is not None:
+                self._window.check_complete()
             with self._foresight.phase("optimizer"):
-                return self._accumulator.finish(self._follow)
-        except BaseException:
-            self._abandon()
+                return self._accumulator.finish(self._following)
+        except BaseException as error:
+            torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can come while a context is entered
+            self._abandon(error)
             raise
         finally:
             self._window = None
@@ -287,7 +303,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Returns:
             True when an optimiser really stepped. Ranks with shards, and a single process, have nothing to do here.
         """
-        return any(list(self._accumulator.last_steps(self._follow)))
+        return any(list(self._accumulator.last_steps(self._following)))
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
@@ -340,15 +356,6 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._is_closed = True
         self._cleanup.close()
 
-    def _follow(self) -> None:
-        """Do what belongs to an optimizer's step."""
-        try:
-            if self._scheduler is not None:
-                self._scheduler.step()
-        finally:
-            if self._average is not None:
-                self._average.update_parameters(self.model)
-
     def _open_window(self, batch: Any, num_parts: int) -> Window:
         if self._window is not None:
             refuse_unstepped()
@@ -363,8 +370,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         )
 
     def _attempts(self, window: Window, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
-        self._window = window
         try:
+            self._window = window
             # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
             is_looked_at = window.was_cut and not has_lazy_parameters(self.model)
             if is_looked_at:
@@ -386,13 +393,15 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         except BaseException as error:
             if isinstance(error, MemkitOutOfMemoryError):
                 self._accumulator.give_up()  # else the other ranks would wait at their step
-            self._abandon()  # an error, an interrupt, or the loop was left
+            self._abandon(error)  # or an interrupt, or the loop was left
             raise
 
-    def _abandon(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
         """Drop the batch that is under way: its step is lost, and the next one starts clean."""
-        self._attempt = self._window = None
+        window, self._attempt, self._window = self._window, None, None
         self._accumulator.discard()
+        if window is not None and (isinstance(error, MemkitError) or not isinstance(error, Exception)):
+            window.undo()  # after the user's own error all stays as it is, to be looked at
 
     def _check_split(
         self,

@@ -129,9 +129,9 @@ def test_faults_all_over_a_batch_change_nothing_but_the_sizes(name):
 
 
 def test_without_rollback_it_ends_elsewhere(monkeypatch):
-    from memkit.train import window
+    from memkit._recovery import snapshot
 
-    monkeypatch.setattr(window.Rollback, "restore", lambda self: None)
+    monkeypatch.setattr(snapshot.Rollback, "restore", lambda self: None)
     sizes, states, _ = recovered("mlp", 6)
     with pytest.raises(AssertionError):
         assert_same(states, undisturbed("mlp", tuple(sizes), None), 1e-14)

@@ -106,12 +106,12 @@ def test_two_faults_in_one_run(model_name):
 
 def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
     """Negative control: the same recovery without putting random state and buffers back."""
-    from memkit.train import window
+    from memkit._recovery import snapshot
 
     place = 25  # in the second half of the first forward: randomness has been drawn
     state, sizes, *_ = recovered("conv", "adamw", place)
     assert same(state, undisturbed("conv", "adamw", sizes))
-    monkeypatch.setattr(window.Rollback, "restore", lambda self: None)
+    monkeypatch.setattr(snapshot.Rollback, "restore", lambda self: None)
     state, sizes, *_ = recovered("conv", "adamw", place)
     assert not same(state, undisturbed("conv", "adamw", sizes))
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
+from memkit import is_out_of_memory, recover_from_oom
 from memkit._device import allocator_counters
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit import is_out_of_memory, recover_from_oom
 from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.predict import estimate_memory_usage

@@ -23,7 +23,7 @@ from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CORPUS = json.loads((ROOT / "tests" / "data" / "oom_corpus.json").read_text())
 CPU_OOM = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 134217728 bytes."
 

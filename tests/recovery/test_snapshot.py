@@ -1,12 +1,15 @@
 """Rolling back buffers: the same objects with the values that they had, whoever owns them and whenever they came."""
 
+import random
+import threading
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import memkit as mk
-from memkit.train.replay import BufferWatch
+from memkit._recovery.snapshot import StateWatch
 
 
 class Late(nn.Module):
@@ -40,7 +43,7 @@ def values(module):
 def test_everything_comes_back_and_nothing_of_the_caller_is_written():
     torch.manual_seed(0)
     model = Late()
-    watch = BufferWatch(model)
+    watch = StateWatch(model)
     for _ in range(3):
         first = watch.snapshot()
         model(torch.randn(4, 3))
@@ -60,7 +63,7 @@ def test_everything_comes_back_and_nothing_of_the_caller_is_written():
 def test_a_buffer_that_did_not_exist_is_gone_again():
     model = Late()
     model.num_calls = 2
-    watch = BufferWatch(model)
+    watch = StateWatch(model)
     snapshot = watch.snapshot()
     model(torch.ones(4, 3))
     assert model.made_later is not None
@@ -71,7 +74,7 @@ def test_a_buffer_that_did_not_exist_is_gone_again():
 def test_large_buffers_that_stay_are_copied_once_and_guarded():
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.zeros(600, 600))
-    watch = BufferWatch(model)
+    watch = StateWatch(model)
     first = watch.snapshot()
     watch.learn(first)
     second = watch.snapshot()
@@ -85,7 +88,7 @@ def test_large_buffers_that_stay_are_copied_once_and_guarded():
 def test_model_edits_between_steps():
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.LazyBatchNorm1d())
     model.register_buffer("cache", torch.ones(2))
-    watch = BufferWatch(model)
+    watch = StateWatch(model)
     watch.snapshot().restore()
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     model.cache = None
@@ -142,3 +145,94 @@ def test_frozen_first_and_trained_later():
     result = trainer.train_step(x, loss_fn)
     assert result.sizes == (3, 3)
     assert int(model[1].num_batches_tracked) == 3
+
+
+class Moody(nn.Module):
+    """Holds generators of every kind, and leaves evaluation mode in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.5)
+        self.noise = torch.Generator().manual_seed(1)
+        self.others = {"numpy": np.random.default_rng(2), "legacy": np.random.RandomState(3)}
+        self.python = random.Random(4)
+
+    def forward(self, x):
+        self.dropout.train()
+        shift = self.others["numpy"].normal() + self.others["legacy"].normal() + self.python.random()
+        return self.dropout(self.linear(x + torch.randn(x.shape, generator=self.noise) + shift))
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "made by the first forward"])
+def test_generators_and_modes_that_a_model_holds_come_back(is_late):
+    """Two batches of eight rows; the second one runs out of memory whole, and goes through in two parts."""
+    model = Moody()
+    noise = model.__dict__.pop("noise") if is_late else model.noise
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), probe=False)
+    modes, capacity = [], 8
+
+    def loss_fn(model, x):
+        modes.append(model.dropout.training)
+        model.noise = noise
+        loss = model(x).pow(2).mean()
+        if len(x) > capacity:
+            raise MemoryError
+        return loss
+
+    for batch in (torch.ones(8, 3), torch.ones(8, 4)[:, 1:]):
+        model.dropout.eval()
+        trainer._sizes = type(trainer._sizes)()  # nothing is proven
+        trainer.train_step(batch, loss_fn)
+        capacity = 4
+    assert modes == [False, False, False, True]  # at the failed whole, and at the two parts as in any loop
+    twin = Moody()
+    for rows in (8, 4, 4):
+        twin.dropout.eval()
+        twin(torch.ones(rows, 3))
+    assert torch.equal(model.noise.get_state(), twin.noise.get_state())
+    assert model.python.getstate() == twin.python.getstate()
+    assert model.others["numpy"].bit_generator.state == twin.others["numpy"].bit_generator.state
+    torch.testing.assert_close(model.others["legacy"].get_state()[1:], twin.others["legacy"].get_state()[1:])
+
+
+def test_a_large_buffer_written_through_data_is_noticed():
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(600, 600))
+    watch = StateWatch(model)
+    watch.learn(watch.snapshot())
+    snapshot = watch.snapshot()
+    version = model.mask._version
+    model.mask.data[5, 5] = 1
+    assert model.mask._version == version  # nothing shows it but the values
+    with pytest.raises(mk.StateError, match="large buffer 'mask' of a Linear"):
+        snapshot.restore()
+
+
+def test_recovery_in_one_thread_leaves_the_models_of_others_alone():
+    """One runs out of memory while another one's forward is done: its BatchNorm is not the first one's to put back."""
+    in_forward, other_is_done = threading.Event(), threading.Event()
+
+    def make():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        return mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.01), probe=False)
+
+    def loss_fn(model, x):
+        loss = model(x).pow(2).mean()
+        if not in_forward.is_set():
+            in_forward.set()
+            other_is_done.wait(20)
+            raise MemoryError
+        return loss
+
+    one, other = make(), make()
+    thread = threading.Thread(target=one.train_step, args=(torch.randn(8, 3), loss_fn))
+    thread.start()
+    in_forward.wait(20)
+    other.train_step(torch.randn(8, 3), loss_fn)
+    mean = other.model[1].running_mean.clone()
+    other_is_done.set()
+    thread.join()
+    assert one.model[1].num_batches_tracked == 2  # the failed one was undone
+    assert other.model[1].num_batches_tracked == 1
+    torch.testing.assert_close(other.model[1].running_mean, mean, rtol=0, atol=0)

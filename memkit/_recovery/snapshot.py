@@ -1,0 +1,237 @@
+"""What a forward may change besides its results: buffers, modes, random state; known, kept and put back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from memkit import _rng
+from memkit._errors import StateError
+from memkit._recovery.attempt import insist
+
+_Key = tuple[nn.Module, str]
+_NUM_SEARCHES = 3  # for generators: a forward may make its own
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DIGESTED_BYTES = 2**22  # at a time
+_SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
+
+
+class StateWatch:
+    """Knows what a forward may change: buffers, modes, and generators that modules hold.
+
+    Large buffers that a forward leaves alone are not copied: a BatchNorm's statistics and a spectral norm's vectors
+    change, a large mask or table of positions does not.
+
+    Args:
+        module: The module, with its children.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = dict.fromkeys(module.modules())
+        # torch.compile compiles anew, and warns, when it finds a hook on all modules.
+        self._is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in self._owners)  # noqa: SLF001 - torch.compile's own marks
+        self._still: dict[_Key, int] = {}
+        self._generators: dict[int, Any] = {}
+        self._num_searches = 0
+
+    def modes(self) -> list[tuple[nn.Module, bool]]:
+        """Return the mode of each module."""
+        return [(owner, owner.training) for owner in self._owners]
+
+    def generators(self) -> Iterable[Any]:
+        """Return random generators, torch's, NumPy's and Python's, in modules' attributes, or in lists and dicts there.
+
+        They are looked for in the first steps only, which may make them.
+        """
+        if self._num_searches < _NUM_SEARCHES:
+            self._num_searches += 1
+            self._generators |= {id(each): each for owner in self._owners for each in _held_generators(owner)}
+        return self._generators.values()
+
+    def snapshot(self) -> BufferSnapshot:
+        """Copy the buffers, except large ones that a forward has left alone before."""
+        snapshot = BufferSnapshot()
+        snapshot.add(self._owners, self._still)
+        return snapshot
+
+    def learn(self, snapshot: BufferSnapshot) -> None:
+        """Compare with a snapshot taken before a forward that has run to its end; forget copies not needed."""
+        for key, entry in snapshot.entries.items():
+            if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
+                continue
+            if _equal(entry.copy, key[0]._buffers.get(key[1])):  # noqa: SLF001 - None is a value too
+                self._still[key] = entry.digest = _digest(entry.copy)
+                entry.copy = None
+
+    @contextlib.contextmanager
+    def discover(self, snapshot: BufferSnapshot) -> Iterator[None]:
+        """In the block, notice modules outside of the watched one (a GAN's other network) before they first run."""
+        thread = threading.get_ident()  # other threads train models of their own
+
+        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's form
+            if module not in self._owners and threading.get_ident() == thread:
+                found = [each for each in module.modules() if each not in self._owners]
+                self._owners.update(dict.fromkeys(found))
+                snapshot.add(found, self._still)
+
+        if self._is_compiled:
+            yield
+            return
+        handle = register_module_forward_pre_hook(notice)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+@dataclass(slots=True)
+class _Entry:
+    buffer: torch.Tensor | None  # the object itself: a forward may put another one in its place
+    mark: tuple[int, int]
+    copy: torch.Tensor | None
+    digest: int | None  # of a large one, where it was left alone before
+
+
+class BufferSnapshot:
+    """Values of buffers at one instant."""
+
+    def __init__(self) -> None:
+        self.entries: dict[_Key, _Entry] = {}
+
+    def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
+        """Take the buffers of ``owners`` in; those in ``still`` without a copy, for which a digest is known."""
+        for owner in owners:
+            for name, buffer in owner._buffers.items():  # noqa: SLF001 - named_buffers() leaves out None
+                copy = None
+                if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
+                    copy = cloned(buffer)
+                self.entries[owner, name] = _Entry(buffer, _mark(buffer), copy, still.get((owner, name)))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the buffers back: the same objects with the values that they had.
+
+        Raises:
+            StateError: A large buffer changed that no forward had changed before, so that nobody kept its value.
+        """
+        for (owner, name), entry in self.entries.items():
+            if entry.copy is None and entry.buffer is not None and not is_lazy(entry.buffer):
+                was_written = entry.digest is not None and _digest(entry.buffer) != entry.digest  # through .data
+                if was_written or _mark(entry.buffer) != entry.mark:
+                    raise StateError(
+                        "rolling back a failed attempt",
+                        got=f"the large buffer {name!r} of a {type(owner).__name__}, changed for the first time by it",
+                        expected="large buffers that change in the first steps if they change at all",
+                        fix="restart from the last checkpoint.",
+                    )
+            elif entry.copy is not None and entry.buffer is not None:
+                entry.buffer.data.copy_(entry.copy)
+            if name in owner._buffers:  # noqa: SLF001 - setattr refuses what a lazy module replaces
+                owner._buffers[name] = entry.buffer  # noqa: SLF001
+
+
+class Rollback:
+    """All that a forward may change, at one instant: random state, buffers, modes.
+
+    Args:
+        watch: The watch of the model.
+    """
+
+    def __init__(self, watch: StateWatch) -> None:
+        self._watch = watch
+        self._buffers, self._modes = watch.snapshot(), watch.modes()
+        self._random = _rng.capture()
+        self._generators = [(each, _generator_state(each)) for each in watch.generators()]
+
+    def discover(self) -> AbstractContextManager[None]:
+        """A context for a forward: other modules that run in it are rolled back too, from then on."""
+        return self._watch.discover(self._buffers)
+
+    def learn(self) -> None:
+        """Forget copies of buffers that the forward since then has left alone."""
+        insist(lambda: self._watch.learn(self._buffers), "comparing buffers")
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Run the block, then put everything back."""
+        try:
+            with self.discover():
+                yield
+        finally:
+            self.restore()
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._buffers.restore()
+        for module, is_training in self._modes:
+            if module.training != is_training:
+                module.training = is_training
+        _rng.restore(self._random)
+        for generator, state in self._generators:
+            _set_generator_state(generator, state)
+
+
+def cloned(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a copy that is no part of a graph and no inference tensor."""
+    with torch.inference_mode(mode=False):
+        return buffer.detach().clone()
+
+
+def _equal(copy: torch.Tensor | None, buffer: torch.Tensor | None) -> bool:
+    if copy is None or buffer is None or copy.shape != buffer.shape:
+        return False
+    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN is itself here
+
+
+def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
+    """Identity and version: a buffer that was overwritten or replaced has another mark."""
+    if buffer is None or is_lazy(buffer) or buffer.is_inference():
+        return id(buffer), 0
+    return id(buffer), buffer._version  # noqa: SLF001 - autograd's own count of in-place changes; no public form
+
+
+def _digest(buffer: torch.Tensor) -> int:
+    """A number that is another one where the buffer's bytes are, all but certainly; a few megabytes at a time."""
+    flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    parts = torch.split(flat.view(torch.uint8), _DIGESTED_BYTES)
+    sums = torch.stack([part.sum(dtype=torch.int64) + 31 * part[::7].sum(dtype=torch.int64) for part in parts])
+    return hash(tuple(sums.tolist()))
+
+
+def _held_generators(module: nn.Module) -> Iterator[Any]:
+    for name, value in vars(module).items():
+        if isinstance(value, _GENERATORS):
+            yield value
+        elif isinstance(value, (list, tuple, dict)) and not name.startswith("_"):
+            values = value.values() if isinstance(value, dict) else value
+            yield from (each for each in values if isinstance(each, _GENERATORS))
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
+
+
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
