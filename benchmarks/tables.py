@@ -63,7 +63,7 @@ def wrapper_overhead(result: dict[str, Any]) -> str:
             f"{name} micro-batches",
             *(
                 f"{row[f'{mode}_us_per_microbatch']:.0f} us ({row[f'{mode}_ratio'] - 1:+.1%})"
-                for mode in ("raise", "split")
+                for mode in ("raise", "exact")
             ),
         ]
         for name, row in figures["overhead"].items()

@@ -88,7 +88,7 @@ def block_seconds(step: Callable[[], None], num_steps: int) -> float:
 
 def measure_overhead(width: int, rows: int, num_steps: int, num_microbatches: int) -> dict[str, float]:
     steps = {"by hand": by_hand(width, rows, num_microbatches)}
-    steps |= {on_oom: wrapped(width, rows, num_microbatches, on_oom) for on_oom in ("raise", "split")}
+    steps |= {on_oom: wrapped(width, rows, num_microbatches, on_oom) for on_oom in ("raise", "exact")}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         block_seconds(step, num_steps)
@@ -97,7 +97,7 @@ def measure_overhead(width: int, rows: int, num_steps: int, num_microbatches: in
             seconds[name].append(block_seconds(step, num_steps))
     hand = statistics.median(seconds["by hand"])
     row = {"by_hand_us_per_microbatch": 1e6 * hand / num_microbatches}
-    for name in ("raise", "split"):
+    for name in ("raise", "exact"):
         extra = statistics.median(a - b for a, b in zip(seconds[name], seconds["by hand"], strict=True))
         row |= {f"{name}_us_per_microbatch": 1e6 * extra / num_microbatches, f"{name}_ratio": 1 + extra / hand}
     return row

@@ -140,7 +140,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
     Args:
         *args: For `Trainer`.
         num_microbatches: Parts of each batch (``per_device_train_batch_size``), at least.
-        on_oom: ``"split"`` survives out-of-memory errors; ``"raise"`` lets them through.
+        on_oom: As for `MemoryEfficientTrainingWrapper`.
         split_fn: ``split_fn(inputs, n)`` returns a list of about n parts, for inputs whose rows are not samples.
         **kwargs: For `Trainer`.
 
@@ -172,7 +172,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         self,
         *args: Any,
         num_microbatches: int = 1,
-        on_oom: Literal["split", "raise"] = "split",
+        on_oom: Literal["exact", "inexact", "raise"] = "exact",
         split_fn: SplitFn | None = None,
         **kwargs: Any,
     ) -> None:

@@ -132,13 +132,21 @@ class Whereabouts(threading.local):
 
     def note_error(self, error: BaseException) -> None:
         """Remember where an error is, the first time that it is seen."""
-        if self.failure is None or self.failure[0] != id(error):
+        if not self._has_seen(error):
             self.failure = (id(error), self.path, self.tracker)
 
     def origin_of(self, error: BaseException) -> tuple[str | None, Tracker | None]:
         """Return path and tracker of where an error was seen first, and forget it; else those of here."""
+        is_known = self._has_seen(error)
         failure, self.failure = self.failure, None
-        return failure[1:] if failure is not None and failure[0] == id(error) else (self.path, self.tracker)
+        return failure[1:] if failure is not None and is_known else (self.path, self.tracker)
+
+    def _has_seen(self, error: BaseException) -> bool:
+        """Whether this error, or the one that it was raised from, came through a phase before."""
+        links: list[BaseException] = [error]
+        while links[-1].__cause__ is not None and links[-1].__cause__ not in links:
+            links.append(links[-1].__cause__)
+        return self.failure is not None and self.failure[0] in map(id, links)
 
 
 def _larger_if_both(a: int | None, b: int | None) -> int | None:

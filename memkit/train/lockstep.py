@@ -201,7 +201,7 @@ class Lockstep:
             return
         self._has_warned = True
         warnings.warn(
-            "MemoryEfficientTrainingWrapper: on_oom='split' has no effect here from now on, and out-of-memory errors "
+            "MemoryEfficientTrainingWrapper: no recovery from out-of-memory from now on, and such errors "
             f"pass through: {reason}, so that a rank that has failed cannot keep the others company. Raise "
             "accumulation_steps or set checkpoint='auto' instead.",
             MemkitWarning,

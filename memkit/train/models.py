@@ -44,7 +44,7 @@ def may_recover_alone(
     if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
     warnings.warn(
-        f"{call}: on_oom='split' has no effect here: the ranks exchange "
+        f"{call}: no recovery from out-of-memory here: the ranks exchange "
         + ("parameters (and cannot agree, with split_fn=... or this torch)" if is_sharded else "batch statistics")
         + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
         "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",

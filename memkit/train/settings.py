@@ -66,7 +66,7 @@ def check_settings(
 ) -> None:
     """Check the settings of `MemoryEfficientTrainingWrapper`."""
     check_steps(accumulation_steps, "accumulation_steps", call=CALL)
-    check_choice("on_oom", on_oom, ("split", "raise"), call=CALL)
+    check_choice("on_oom", on_oom, ("exact", "inexact", "raise"), call=CALL)
     check_norm(max_grad_norm, call=CALL)
     if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
         refuse("offload", offload, "a collection of 'activations' and 'optimizer', or nothing", call=CALL)

@@ -13,12 +13,12 @@ from torch import nn
 
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError
-from memkit._recovery.attempt import OutOfMemory
+from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
 from memkit.train.split import SplitFn, take_rows
-from memkit.train.window import Attempt, Window, check_used
+from memkit.train.window import Attempt, Forced, Window, check_used
 
 # All ranks must cut their batches into equally many parts, whatever the shapes of their batches. So the size that is
 # remembered is a share of the batch, under one key; a number with many divisors stands for the whole.
@@ -30,31 +30,30 @@ _NUM_ROWS = 2  # of the rehearsal; one row alone can take another path: BatchNor
 def choose_window(
     model: nn.Module,
     accumulator: GradientAccumulator,
-    on_oom: str,
     split_fn: SplitFn | None,
     cleanup: contextlib.ExitStack,
-) -> tuple[str, Callable[..., Window]]:
+    *,
+    recovers: bool,
+) -> tuple[bool, Callable[..., Window]]:
     """Choose how a batch recovers from out-of-memory: alone, together with the other shards, or not.
 
     Args:
         model: The model.
         accumulator: Where its gradients go.
-        on_oom: ``"split"`` or ``"raise"``.
         split_fn: Splits a packed batch; it might cut differently on each rank, so that shards cannot recover.
         cleanup: Gets what is to be undone in the end.
+        recovers: Whether it is to recover.
 
     Returns:
-        ``on_oom`` as it is possible here, and what makes a window.
+        Whether it can, and what makes a window.
     """
-    if on_oom == "split" and split_fn is None and accumulator.shards is not None:
+    if recovers and split_fn is None and accumulator.shards is not None:
         lockstep = Lockstep.find(model, accumulator.shards)
         if lockstep is not None:
             cleanup.callback(lockstep.close)
-            return on_oom, functools.partial(ShardedWindow, lockstep)
-    if on_oom == "split":
-        is_alone = may_recover_alone(model, accumulator.num_ranks, is_sharded=accumulator.shards is not None)
-        return "split" if is_alone else "raise", Window
-    return on_oom, Window
+            return True, functools.partial(ShardedWindow, lockstep)
+    is_sharded = accumulator.shards is not None
+    return recovers and may_recover_alone(model, accumulator.num_ranks, is_sharded=is_sharded), Window
 
 
 class ShardedWindow(Window):
@@ -66,7 +65,7 @@ class ShardedWindow(Window):
     Args:
         lockstep: The model's collectives.
         *args: As for `Window`.
-        **kwargs: As for `Window`; ``on_oom`` is ``"split"``, and there is no ``split_fn``.
+        **kwargs: As for `Window`; there are remedies, and no ``split_fn``.
     """
 
     _accumulator: GradientAccumulator
@@ -75,7 +74,7 @@ class ShardedWindow(Window):
         self._lockstep = lockstep
         self._num_parts = 0
         self._is_shortened = False  # to fewer parts than planned, as a rank has not enough rows
-        self._failure: OutOfMemory | None = None
+        self._failure: OutOfMemory | Failed | None = None
         lockstep.begin_batch()
         super().__init__(*args, **kwargs)
 
@@ -131,7 +130,7 @@ class ShardedWindow(Window):
 
     def _attempt(self, watching: AbstractContextManager[None], part: Any, size: int) -> Attempt:
         can_walk = self._lockstep.is_steady
-        attempt = _WatchedAttempt(watching, part, size, self.size, "split" if can_walk else "raise")
+        attempt = _WatchedAttempt(watching, part, size, self.size, self._remedies if can_walk else None)
         attempt.rollback = self._rollback
         return attempt
 
@@ -164,6 +163,7 @@ class ShardedWindow(Window):
                     "give all ranks batches of one size (drop_last=True).",
                 ) from (self._failure.error if self._failure else None)
             self._sizes.note_failure(_KEY, _WHOLE // num_parts)
+            self.is_cut_anew, self.forced = True, Forced(self._failure)
             self._todo = self._restart(min(fewest_rows, self._choose_num_parts(num_parts + 1)))
         elif lockstep.is_steady and fewest_rows < num_parts:
             self._is_shortened = True

@@ -66,6 +66,7 @@ class SplitVerdict:
             ``"state"``: see `state`.
             ``"hooks"``: hooks on parameters do something else to parts of a gradient than to the whole.
         reason: Why it was not checked.
+        is_out_of_memory: It was not checked because memory ran out.
         is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
         has_branches: Python branches on values of tensors, so that another batch may go another way.
         kind: The operators from the loss to where many numbers become one: it tells one loss from another.
@@ -77,6 +78,7 @@ class SplitVerdict:
     state: tuple[str, ...] = ()
     loss: Literal["rows", "weights", "sum", "state", "hooks"] | None = None
     reason: str = ""
+    is_out_of_memory: bool = False
     is_uninformative: bool = False
     has_branches: bool = False
     kind: tuple[tuple[str, ...], ...] = ()
@@ -294,7 +296,7 @@ class Examination:
                 self._close()
                 release_cached_memory()
         if verdict.exact is None and self._failure:
-            verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure)
+            verdict = SplitVerdict(None, modules=self._suspects, reason=self._failure, is_out_of_memory=True)
         if self._is_uneven and not self._were_real and (verdict.exact or verdict.is_uninformative):
             verdict = SplitVerdict(None, modules=self._suspects, reason=_UNEVEN)
         self.verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
@@ -641,7 +643,9 @@ class Examination:
     def _not_checked(self, reason: str = "") -> SplitVerdict:
         if not reason and self._rehearsal.has_permutations and not self._attempt.is_out_of_memory:
             reason = f"{_PERMUTED} ({self._attempt.error})"
-        return SplitVerdict(None, modules=self._suspects, reason=reason or self._attempt.error)
+        is_out_of_memory = not reason and self._attempt.is_out_of_memory
+        reason = reason or self._attempt.error
+        return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=is_out_of_memory)
 
     def _uninformative(self, reason: str) -> SplitVerdict:
         return SplitVerdict(None, modules=self._suspects, reason=reason, is_uninformative=True)

@@ -27,6 +27,7 @@ from memkit.train.checks import (
 )
 from memkit.train.divisors import DivisorWatch, Note, divisors
 from memkit.train.models import may_recover_alone
+from memkit.train.remedies import make_remedies
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, list_tensors
 from memkit.train.split_check import Examination
@@ -67,7 +68,7 @@ class SplitLoss(Uncopied):
         reduction: ``"mean"``: the loss function gives the mean over the micro-batch's rows, or a `Loss`.
             ``"sum"``: the losses of the parts add up to the batch's, as where the function divides by a number of items
             that it was told.
-        on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
+        on_oom: As for `MemoryEfficientTrainingWrapper`. What makes the model's blocks take less stays on the model.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches.
         probe: Check on a few rows whether the gradient of a split batch is the whole's: see
             `MemoryEfficientTrainingWrapper`.
@@ -100,13 +101,13 @@ class SplitLoss(Uncopied):
         *,
         num_microbatches: int = 1,
         reduction: Literal["mean", "sum"] = "mean",
-        on_oom: Literal["split", "raise"] = "split",
+        on_oom: Literal["exact", "inexact", "raise"] = "exact",
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
         check_steps(num_microbatches, "num_microbatches", call=CALL)
         check_choice("reduction", reduction, ("mean", "sum"), call=CALL)
-        check_choice("on_oom", on_oom, ("split", "raise"), call=CALL)
+        check_choice("on_oom", on_oom, ("exact", "inexact", "raise"), call=CALL)
         if split_fn is not None:
             check_callable("split_fn", split_fn, call=CALL)
         unwrapped = [unwrap_replica(each) for each in list_modules(model)]
@@ -114,11 +115,14 @@ class SplitLoss(Uncopied):
         self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
         check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
-        if on_oom == "split" and not may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL):
-            on_oom = "raise"
-        self._num_microbatches, self._reduction, self._on_oom = num_microbatches, reduction, on_oom
+        recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL)
+        self._remedies = make_remedies(self._own, call=CALL) if recovers else None
+        self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
-        self._split_watch, self._divisors = SplitWatch(self._own, probe, call=CALL), DivisorWatch()
+        self._split_watch, self._divisors = (
+            SplitWatch(self._own, probe, call=CALL, may_change=on_oom == "inexact"),
+            DivisorWatch(),
+        )
         self._watch, self._memory = StateWatch(self._own), SizeMemory()
         self.sizes: tuple[int, ...] = ()
         self.outputs: tuple[Any, ...] = ()
@@ -190,14 +194,19 @@ class SplitLoss(Uncopied):
             accumulator=total,
             watch=self._watch,
             sizes=self._memory,
-            on_oom=self._on_oom,
+            remedies=self._remedies,
             split_fn=self._split_fn,
             call=CALL,
         )
         is_looked_at = window.was_cut
         if is_looked_at:
-            self._check_split(window, total.parameters, loss_fn, scale)
+            is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
         while (attempt := window.next_attempt()) is not None:
+            if window.is_cut_anew:
+                is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
+                if window.stays_whole:
+                    continue  # it stays whole, by another remedy
+                window.go_on_smaller()
             with attempt as micro:
                 share = attempt.size / max(1, attempt.batch_size)
                 attempt.loss, attempt.note = self._add(
@@ -266,10 +275,12 @@ class SplitLoss(Uncopied):
         *,
         is_uneven: bool = False,
         is_again: bool = False,
-    ) -> None:
+    ) -> bool:
+        """Look at a few rows; False where memory did not suffice for that."""
         watch, sizes, device_type = self._split_watch, window.all_sizes, parameters[0].device.type
         if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
-            return
+            watch.settle_known(window)
+            return True
         examination = Examination(
             self._own,
             parameters,
@@ -280,7 +291,7 @@ class SplitLoss(Uncopied):
                 sizes=sizes,
                 split_fn=self._split_fn,
                 is_first=watch.is_new and not is_again,
-                is_tight=window.num_ooms > 0,
+                is_tight=window.forced is not None,
                 has_branches=watch.has_branches,
                 is_widened=torch.is_autocast_enabled(device_type),
             ),
@@ -303,14 +314,14 @@ class SplitLoss(Uncopied):
         finally:
             self.is_checking = False
         verdict = examination.verdict
-        if self._reduction == "sum" and verdict.loss == "weights":
+        if self._reduction == "sum" and verdict.loss == "weights" and not window.forced:
             raise ConfigError(
                 f"{CALL}(reduction='sum')",
                 got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
                 expected="a sum over rows, divided by what does not depend on the part",
                 fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
             )
-        watch.report(verdict, num_ooms=window.num_ooms, is_early=not is_again and not window.num_ooms)
+        return watch.settle(verdict, window, is_again=is_again)
 
 
 class _Total:

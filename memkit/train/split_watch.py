@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memkit._errors import ConfigError, warn_user
+from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
+from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict
+from memkit.train.window import Forced, Window
 
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
@@ -32,13 +34,15 @@ class SplitWatch:
         model: The model.
         probe: Whether to check; ``"require"`` refuses where that was not possible.
         call: The user's call, for messages.
+        may_change: Whether a batch that memory forces apart may get another gradient, with a warning.
 
     Attributes:
         has_branches: Whether Python was seen to branch on values of tensors.
     """
 
-    def __init__(self, model: nn.Module, probe: Probe, *, call: str) -> None:
-        self._modules = list(model.modules())
+    def __init__(self, model: nn.Module, probe: Probe, *, call: str, may_change: bool = False) -> None:
+        self._modules, self._may_change = list(model.modules()), may_change
+        self._verdicts: dict[object, SplitVerdict] = {}
         self._probe, self._call = probe, call
         self._known: set[object] = set()
         self._refused: set[object] = set()  # what is looked at again in each step: data decide whether it is wrong
@@ -87,23 +91,84 @@ class SplitWatch:
         if deferred is not None:
             self.report(deferred)
 
-    def report(self, verdict: SplitVerdict, *, num_ooms: int = 0, is_early: bool = False) -> None:
+    def settle(self, verdict: SplitVerdict, window: Window, *, is_again: bool) -> bool:
+        """Act on what came out: keep a batch whole that memory forces apart, if it must be and can be; else say it.
+
+        Args:
+            verdict: What came out.
+            window: The batch.
+            is_again: Whether its parts have run.
+
+        Returns:
+            False where memory did not suffice for a look: there is to be another one when the parts have run.
+        """
+        is_open = verdict.is_out_of_memory and window.forced is not None and window.num_left > 0
+        if not verdict.is_out_of_memory:
+            self._verdicts[self._key] = verdict
+        if window.is_cut_anew and not verdict.exact and window.undo_cut():
+            return not is_open
+        if not is_open:
+            is_early = not is_again and not window.num_ooms
+            self.report(verdict, num_ooms=window.num_ooms, is_early=is_early, forced=window.forced)
+        return not is_open
+
+    def settle_known(self, window: Window) -> None:
+        """The same where no look is due: such a batch was looked at before.
+
+        Raises:
+            MemkitOutOfMemoryError: As `report`.
+        """
+        known = self._verdicts.get(self._key)
+        if known is None or known.exact or not window.forced or not self.is_on:
+            return
+        if not (window.is_cut_anew and window.undo_cut()):
+            self._check_forced(known, window.forced.failure)
+
+    def _check_forced(self, verdict: SplitVerdict, failure: OutOfMemory | Failed | None) -> None:
+        if verdict.exact or self._may_change:
+            return
+        why = f"could not be checked: {verdict.reason.rstrip('.')}"
+        if verdict.exact is False:
+            is_known = verdict.error is not None and math.isfinite(verdict.error)
+            why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
+        advice = f"{verdict.advice} " if verdict.advice else ""
+        raise MemkitOutOfMemoryError(
+            self._call,
+            got=f"out of memory ({failure.description if failure else 'in an earlier step'}), where what keeps the "
+            f"result does not suffice, and splitting the batch {why}",
+            expected="memory for the batch, or a split that keeps its gradient",
+            fix=f"{advice}Else set checkpoint='auto', a lower precision or smaller batches; on_oom='inexact' splits "
+            "all the same, and probe=False splits unchecked.",
+        ) from (failure.error if failure else None)
+
+    def report(
+        self,
+        verdict: SplitVerdict,
+        *,
+        num_ooms: int = 0,
+        is_early: bool = False,
+        forced: Forced | None = None,
+    ) -> None:
         """Say what came out.
 
         Args:
             verdict: What came out.
             num_ooms: Out-of-memory errors that led to the split.
+            forced: Memory forces the batch apart, and not the user.
             is_early: Whether the parts are still to run. If an error kept the look from its end, they may meet it too,
                 and then it speaks for itself.
 
         Raises:
             ConfigError: The loss mixes the rows: parts of the batch would train something else. Or, with
                 ``probe="require"``, it could not be checked.
+            MemkitOutOfMemoryError: Memory forces the batch apart, and its gradient is not known to stay.
 
         Warns:
             MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
         """
         self._deferred, self.has_branches = None, self.has_branches or verdict.has_branches
+        if forced:
+            self._check_forced(verdict, forced.failure)
         if is_early and verdict.exact is None and not verdict.is_uninformative:
             self._deferred = verdict
             return
@@ -114,7 +179,7 @@ class SplitWatch:
         else:
             self._num_uninformative = 0
         because = " (memory ran out, so it was split)" if num_ooms else ""
-        if verdict.loss == "rows":
+        if verdict.loss == "rows" and not (forced and self._may_change):
             self._refused.add(self._key)
             self._refused_kinds.add((*self._key[:3], verdict.kind))
             error = "is not finite" if verdict.error is None or math.isinf(verdict.error) else f"{verdict.error:.2g}"

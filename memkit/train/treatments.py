@@ -39,6 +39,12 @@ KEPT_OPERATORS = frozenset(
         _aten._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
     }
 )
+
+
+class ChangedInputError(StateError):
+    """A block changes its input in place, so that it cannot run again."""
+
+
 _OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 
 
@@ -87,7 +93,7 @@ class TreatedForward:
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
         is_changed = versions != [tensor._version for tensor in inputs]  # noqa: SLF001
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # else it never runs again
-            raise StateError(
+            raise ChangedInputError(
                 f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
                 got=f"a {type(self._block).__name__} that changes its own input in place",
                 expected="a block that leaves its inputs as they are, for it runs again on them in backward",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
 from memkit._device import release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, StateError
 from memkit._loss import Loss
-from memkit._recovery.attempt import Caught, OutOfMemory, insist
+from memkit._recovery.attempt import Caught, Failed, OutOfMemory, insist
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.train.divisors import Note
-from memkit.train.sizes import SizeMemory
+from memkit.train.remedies import Remedies
+from memkit.train.sizes import Entry, SizeMemory
 from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, shape_key
 
 
@@ -34,12 +36,12 @@ class Attempt:
         part: The micro-batch.
         size: Its size, in rows or elements.
         batch_size: The size of the whole batch.
-        on_oom: ``"raise"`` lets an out-of-memory through.
+        remedies: What is done about an out-of-memory; None lets it through.
     """
 
     is_check = False  # its results are the step's
 
-    def __init__(self, part: Any, size: int, batch_size: int, on_oom: str) -> None:
+    def __init__(self, part: Any, size: int, batch_size: int, remedies: Remedies | None) -> None:
         self.part = part
         self.size = size
         self.batch_size = batch_size
@@ -49,19 +51,21 @@ class Attempt:
         self.is_added = False  # its gradient is in the sum
         self.loss: Loss | None = None
         self.note: Note | None = None
-        self._on_oom, self._caught = on_oom, Caught()
+        self._remedies = remedies
+        self._caught = Caught(remedies.failures if remedies is not None and remedies.recomputed else ())
         self._discovery = contextlib.ExitStack()
 
     @property
-    def failure(self) -> OutOfMemory | None:
+    def failure(self) -> OutOfMemory | Failed | None:
         """Why the block ended before its end; None where it did not."""
-        failure = self._caught.failure
-        return failure if isinstance(failure, OutOfMemory) else None
+        return self._caught.failure
 
     def __enter__(self) -> Any:
         self.was_entered = True
         if self.rollback is not None:
             self._discovery.enter_context(self.rollback.discover())
+        if self._remedies is not None:
+            self._discovery.enter_context(self._remedies.around())
         return self.part
 
     def __exit__(
@@ -70,10 +74,21 @@ class Attempt:
         self._discovery.close()
         if error is None:
             return False
-        if self._on_oom != "raise" and self._caught.__exit__(kind, error, trace):
+        if self._remedies is not None and self._caught.__exit__(kind, error, trace):
             return True
         note_part(error, self.size, self.batch_size)
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """Memory has forced a batch apart, and not the user.
+
+    Attributes:
+        failure: The error; None where it came in an earlier step, or on another rank.
+    """
+
+    failure: OutOfMemory | Failed | None
 
 
 def note_part(error: BaseException, size: int, batch_size: int) -> None:
@@ -95,7 +110,7 @@ class Window:
         accumulator: Where the gradients go.
         watch: The watch of the model.
         sizes: What is known of sizes.
-        on_oom: ``"split"`` or ``"raise"``.
+        remedies: What is done about an out-of-memory; None lets it through.
         split_fn: Splits a packed batch; None splits rows.
         call: What the user called, for messages.
     """
@@ -108,25 +123,30 @@ class Window:
         accumulator: Sums,
         watch: StateWatch,
         sizes: SizeMemory,
-        on_oom: str,
+        remedies: Remedies | None,
         split_fn: SplitFn | None,
         call: str = "MemoryEfficientTrainingWrapper",
     ) -> None:
         self._accumulator = accumulator
         self._watch = watch
         self._sizes = sizes
-        self._on_oom = on_oom
+        self._remedies = remedies
+        self.is_cut_anew = False  # since somebody has looked
+        self._before_cut: tuple[Attempt | None, deque[tuple[Any, int]], Entry | None] = None, deque(), None
         self._split_fn, self._call = split_fn, call
-        self._key = "" if on_oom == "raise" else "packed" if split_fn else shape_key(batch)
-        self.size = measure_batch(batch, split_fn, may_cut=on_oom == "split" or num_parts > 1)
+        recovers = remedies is not None
+        self._key = "" if not recovers else "packed" if split_fn else shape_key(batch)
+        self.size = measure_batch(batch, split_fn, may_cut=recovers or num_parts > 1)
         self.num_ooms = 0
         self.is_complete = False
         self._done: list[Attempt] = []
-        tensors = [] if on_oom == "raise" else [each for each in list_tensors(batch) if not each.is_inference()]
+        tensors = [each for each in list_tensors(batch) if not each.is_inference()] if recovers else []
         self._versions = [(each, each._version) for each in tensors]  # noqa: SLF001 - no public form
         self._rollback = self._take_rollback()
         self.batch = batch
-        self._todo = self._cut(self._choose_num_parts(num_parts))
+        num_chosen = self._choose_num_parts(num_parts)
+        self.forced = Forced(None) if num_chosen > min(num_parts, self.size) else None
+        self._todo = self._cut(num_chosen)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -148,6 +168,11 @@ class Window:
         """Sizes of all micro-batches, those that are through and those to do."""
         return (*self.sizes, *(size for _, size in self._todo))
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether no parts were made smaller since somebody has looked."""
+        return not self.is_cut_anew
+
     def notes(self) -> list[Note]:
         """Weights of the micro-batches that are through, and what their losses were divided by."""
         return [attempt.note for attempt in self._done if attempt.note is not None]
@@ -160,6 +185,15 @@ class Window:
         """Put back what the forwards so far have changed, where that was noted: random state, buffers, modes."""
         if self._rollback is not None:
             self._rollback.restore()
+
+    def go_on_smaller(self) -> None:
+        """Say that the batch goes on in smaller parts, which may be done."""
+        self.is_cut_anew = False
+        if self._remedies is not None and self.forced is not None:
+            self._remedies.take_back()
+            done = f"the batch is cut into micro-batches of at most {max(self.all_sizes)} {self._unit}."
+            failure = self.forced.failure
+            self._remedies.tell("split", f"out of memory ({failure.description if failure else 'on a rank'})", done)
 
     def check_complete(self) -> None:
         """Refuse to step with a batch that has micro-batches left."""
@@ -179,17 +213,17 @@ class Window:
                 self._sizes.note_clean_step(self._key)
             return None
         part, size = self._todo[0]
-        attempt = Attempt(part, size, self.size, self._on_oom)
-        if self._on_oom == "split" and not self._sizes.is_proven(self._key, size):
+        attempt = Attempt(part, size, self.size, self._remedies)
+        if self._remedies is not None and not self._sizes.is_proven(self._key, size):
             attempt.is_trial = True
             attempt.rollback = self._take_rollback() if self._done else self._rollback
         return attempt
 
     def settle(self, attempt: Attempt) -> None:
-        """Take note of how an attempt ended, after its block; plan again where it ran out of memory.
+        """Take note of how an attempt ended, after its block. Where it ran out of memory, take a remedy or plan again.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory and cannot be made smaller.
+            MemkitOutOfMemoryError: It ran out of memory, no remedy is left, and it cannot be made smaller.
             StateError: The block was not entered, or did not call backward.
         """
         failure = attempt.failure
@@ -202,17 +236,35 @@ class Window:
             self._done.append(attempt)
             self._todo.popleft()
             return
-        self.num_ooms += 1
+        self.num_ooms += isinstance(failure, OutOfMemory)
         release_cached_memory()
         self._check_batch(attempt, failure)
-        self._sizes.note_failure(self._key, attempt.size)
         if self._accumulator.is_torn or attempt.is_added or attempt.rollback is None:
             self._start_over()
         else:
             attempt.rollback.restore()
+        # Where a size is known to have failed, a larger one than fits was tried, to grow back.
+        is_new = self._sizes.largest(self._key) is None
+        if (is_new or isinstance(failure, Failed)) and self._improve(attempt, failure):
+            return
+        self._before_cut = attempt, deque(self._todo), self._sizes.entry(self._key)
+        self._sizes.note_failure(self._key, attempt.size)
         self._plan_smaller(attempt, failure)
 
-    def _check_batch(self, failed: Attempt, failure: OutOfMemory) -> None:
+    def undo_cut(self) -> bool:
+        """Where parts that were made smaller are to stay whole, take another remedy; False where none is left."""
+        failed, todo, entry = self._before_cut
+        if failed is None or failed.failure is None or not self._improve(failed, failed.failure, is_last=True):
+            return False
+        self._todo, self.is_cut_anew, self.forced = todo, False, None
+        self._sizes.put_entry(self._key, entry)
+        return True
+
+    def _improve(self, failed: Attempt, failure: OutOfMemory | Failed, *, is_last: bool = False) -> bool:
+        what = f"a micro-batch of {failed.size} {self._unit}"
+        return self._remedies is not None and self._remedies.improve(failure, what, is_last=is_last)
+
+    def _check_batch(self, failed: Attempt, failure: OutOfMemory | Failed) -> None:
         """Refuse to run again with tensors that the failed attempt, or one before, has changed in place."""
         if all(tensor._version == version for tensor, version in self._versions):  # noqa: SLF001 - no public form
             return
@@ -232,7 +284,7 @@ class Window:
         self._todo.extendleft((each.part, each.size) for each in reversed(self._done))
         self._done.clear()
 
-    def _plan_smaller(self, failed: Attempt, failure: OutOfMemory) -> None:
+    def _plan_smaller(self, failed: Attempt, failure: OutOfMemory | Failed) -> None:
         limit = min(self._sizes.largest(self._key) or 0, failed.size - 1)
         todo: list[tuple[Any, int]] = []
         for part, size in self._todo:
@@ -243,6 +295,8 @@ class Window:
             smaller = cut_batch(part, num_parts, size=size, split_fn=self._split_fn)
             smaller = [(each, its_size) for each, its_size in smaller if its_size > 0]
             if max((its_size for _, its_size in smaller), default=size) >= size:  # it could not be split
+                if self._improve(failed, failure, is_last=True):
+                    return
                 raise MemkitOutOfMemoryError(
                     self._call,
                     got=f"out of memory with a micro-batch of {size} {self._unit}: {failure.description}",
@@ -252,6 +306,7 @@ class Window:
                 ) from failure.error
             todo.extend(smaller)
         self._todo = deque(todo)
+        self.is_cut_anew, self.forced = True, Forced(failure)
 
     @property
     def _unit(self) -> str:
@@ -264,7 +319,7 @@ class Window:
         return deque(cut_batch(self.batch, num_parts, size=self.size, split_fn=self._split_fn))
 
     def _take_rollback(self) -> Rollback | None:
-        if self._on_oom == "raise":
+        if self._remedies is None:
             return None
         return insist(lambda: Rollback(self._watch), "copying the buffers that a forward changes")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ from memkit.train.models import (
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
+from memkit.train.remedies import Remedies, make_remedies
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_window
 from memkit.train.sizes import SizeMemory
@@ -53,6 +54,7 @@ from memkit.train.window import Attempt, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
+OnOom = Literal["exact", "inexact", "raise"]
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
@@ -81,7 +83,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. Then
             `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases
             (and from `MemoryEfficientTrainLoop` its steps); it is the attribute ``memory``.
-        on_oom: ``"split"`` recovers; ``"raise"`` lets the error through.
+        on_oom: ``"exact"``: what keeps the result comes first (blocks that run again in backward, activations that
+            wait elsewhere); then the batch is split, if that is checked and keeps its gradient; else the error comes
+            through. ``"inexact"``: also a split that changes the gradient, with a warning. ``"raise"`` lets the error
+            through. What was done is said once, as a warning.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
             must say its weight.
         probe: Check on a few rows whether the gradient of a split batch is the whole's (``docs/split-check.md``):
@@ -116,7 +121,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         scheduler: Scheduler | None = None,
         average: Average | None = None,
         memory: MemoryWatch | int | str | float | None = None,
-        on_oom: Literal["split", "raise"] = "split",
+        on_oom: OnOom = "exact",
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
@@ -126,7 +131,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         check_owner(model, self._optimizers, call="MemoryEfficientTrainingWrapper")
         self._accumulation_steps = accumulation_steps
         self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
-        self._split_watch = SplitWatch(model, probe, call=CALL)
+        self._split_watch = SplitWatch(model, probe, call=CALL, may_change=on_oom == "inexact")
         self._divisors, self._was_uneven = DivisorWatch(), False
         self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
         self._window: Window | None = None
@@ -146,11 +151,20 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 scaler=self._precision.scaler,
                 model=model,
                 accumulate_dtype=sum_dtype,
-                guard_steps=on_oom == "split" or "optimizer" in offload,
+                guard_steps=on_oom != "raise" or "optimizer" in offload,
                 check_weights=False,  # the split check sees more
             )
             cleanup.callback(self._accumulator.close)
-            self._on_oom, self._make_window = choose_window(model, self._accumulator, on_oom, split_fn, cleanup)
+            recovers, self._make_window = choose_window(
+                model, self._accumulator, split_fn, cleanup, recovers=on_oom != "raise"
+            )
+            self._remedies: Remedies | None = None
+            if recovers:
+                is_sharded = self._accumulator.shards is not None
+                self._remedies = make_remedies(
+                    model, call=CALL, is_sharded=is_sharded, checkpoint=checkpoint, offload=offload
+                )
+                cleanup.callback(self._remedies.close)
             is_alone = self._accumulator.num_ranks == 1 or not exchanges_statistics(model)
             foreseeable = split_fn is None and self._accumulator.shards is None and is_alone
             self._foresight = Foresight(
@@ -172,7 +186,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     @property
     def checkpointed_blocks(self) -> tuple[str, ...]:
         """Names of the blocks that are recomputed in backward, in whole or in part."""
-        return self._checkpointing.recomputed if self._checkpointing else ()
+        chosen = self._checkpointing.recomputed if self._checkpointing else ()
+        return chosen + (self._remedies.recomputed if self._remedies else ())
 
     def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
         """Run one optimiser step on a batch.
@@ -308,7 +323,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
         """Evaluate in the block: eval mode, no gradients; afterwards all modes are as before. Gives an `Evaluation`."""
-        can_split = self._on_oom == "split" and self._split_fn is None and self._accumulator.shards is None
+        can_split = self._remedies is not None and self._split_fn is None and self._accumulator.shards is None
         with eval_mode(self.model), torch.no_grad(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
@@ -365,7 +380,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             accumulator=self._accumulator,
             watch=self._watch,
             sizes=self._sizes,
-            on_oom=self._on_oom,
+            remedies=self._remedies,
             split_fn=self._split_fn,
         )
 
@@ -375,21 +390,24 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
             is_looked_at = window.was_cut and not has_lazy_parameters(self.model)
             if is_looked_at:
-                yield from self._check_split(window.batch, window.all_sizes, loss_fn)
+                is_looked_at = yield from self._check_split(window, loss_fn)
             while (attempt := window.next_attempt()) is not None:
+                if window.is_cut_anew:
+                    is_looked_at = yield from self._check_split(window, loss_fn)
+                    if window.stays_whole:
+                        continue  # it stays whole, by another remedy
+                    window.go_on_smaller()
                 self._attempt = attempt
                 yield attempt
                 self._attempt = None
                 window.settle(attempt)
                 # The last run of a loop that is kept is a real one: what its variables hold then is of the batch.
                 is_last_to_come = loss_fn is None and len(window.all_sizes) > 1
-                if window.was_cut and window.num_left == is_last_to_come:
+                if window.was_cut and window.num_left == is_last_to_come and not window.is_cut_anew:
                     self._split_watch.report_deferred()
                     self._note_divisors(window.notes())
                     if self._was_uneven or not is_looked_at:
-                        yield from self._check_split(
-                            window.batch, window.all_sizes, loss_fn, is_again=is_looked_at, num_ooms=window.num_ooms
-                        )
+                        yield from self._check_split(window, loss_fn, is_again=is_looked_at)
         except BaseException as error:
             if isinstance(error, MemkitOutOfMemoryError):
                 self._accumulator.give_up()  # else the other ranks would wait at their step
@@ -404,34 +422,33 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             window.undo()  # after the user's own error all stays as it is, to be looked at
 
     def _check_split(
-        self,
-        batch: Any,
-        sizes: Sequence[int],
-        loss_fn: LossFn | None,
-        *,
-        is_again: bool = False,
-        num_ooms: int = 0,
-    ) -> Iterator[CheckAttempt]:
-        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out."""
-        watch, is_uneven = self._split_watch, self._was_uneven
-        if not watch.is_due(batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
-            return
+        self, window: Window, loss_fn: LossFn | None, *, is_again: bool = False
+    ) -> Generator[CheckAttempt, None, bool]:
+        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out.
+
+        Returns:
+            False where memory did not suffice for a look: there is to be another one when the parts have run.
+        """
+        watch, is_uneven, sizes = self._split_watch, self._was_uneven, window.all_sizes
+        if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
+            watch.settle_known(window)
+            return True
         self._was_uneven = False
         if self._accumulator.shards is not None:
             reason = "the parameters are sharded over ranks"
-            self._split_watch.report(SplitVerdict(None, modules=scan_modules(self.model), reason=reason))
-            return
+            verdict = SplitVerdict(None, modules=scan_modules(self.model), reason=reason)
+            return watch.settle(verdict, window, is_again=is_again)
         examination = Examination(
             self.model,
             list_parameters(self._optimizers),
             [] if loss_fn is None else [loss_fn],
             ways_to_cut(
-                batch,
+                window.batch,
                 num_parts=len(sizes),
                 sizes=sizes,
                 split_fn=self._split_fn,
                 is_first=watch.is_new and not is_again,
-                is_tight=num_ooms > 0 or self._foresight.is_on,
+                is_tight=window.forced is not None or self._foresight.is_on,
                 has_branches=watch.has_branches,
                 may_run_out=loss_fn is not None,
                 is_widened=self._precision.is_mixed,
@@ -444,7 +461,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             for attempt in examination.attempts():
                 self._attempt = attempt
                 yield attempt
-            watch.report(examination.verdict, num_ooms=num_ooms, is_early=not is_again and not num_ooms)
+            return watch.settle(examination.verdict, window, is_again=is_again)
         except ConfigError:
             self._accumulator.give_up()  # else the other ranks would wait at their step
             raise

@@ -173,8 +173,12 @@ def test_survives_out_of_memory_with_fewer_scenes_at_a_time():
     scenes = [scene(seed=seed, num_points=300) for seed in range(2)]
     model = Fails(model_of(), most=900)  # one scene with its sparser densities, not two
     before = copy.deepcopy(model.inner)
-    with pytest.warns(MemkitWarning, match="could not check that splitting"):  # there is no room for two at once
-        result = one_step(model, scenes)
+    with pytest.raises(MemkitOutOfMemoryError, match="could not be checked"):  # there is no room for two at once
+        one_step(model, scenes)
+    with pytest.warns(MemkitWarning, match="could not check that splitting"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="inexact")
+        result = one_step(model, scenes, trainer=trainer)
     want, loss = plain_gradient(before, scenes)
     assert relative_error(moved(model.inner, before), want) < 1e-12
     torch.testing.assert_close(result.loss, loss, rtol=1e-12, atol=0)

@@ -131,7 +131,7 @@ def test_rows_that_fit():
     assert forecast.max_rows(10**6, 1000) == 1000
 
 
-@pytest.mark.parametrize("on_oom", ["split", "raise"])
+@pytest.mark.parametrize("on_oom", ["exact", "raise"])
 @pytest.mark.parametrize(("name", "num_rows"), [("mlp", 2000), ("convolutions", 400), ("encoder", 400)])
 def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(name, num_rows, on_oom):
     torch.manual_seed(0)

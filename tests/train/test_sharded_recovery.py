@@ -99,7 +99,7 @@ def train(rank, faults, accumulation_steps=2):
     torch.manual_seed(100 + rank)
     sizes, num_ooms, num_operators = [], [], {}
     with mk.MemoryEfficientTrainingWrapper(
-        model, optimizer, accumulation_steps=accumulation_steps, max_grad_norm=0.5
+        model, optimizer, accumulation_steps=accumulation_steps, max_grad_norm=0.5, probe=False
     ) as trainer:
         for step, batch in enumerate(batches(rank)):
             number = 0 if step else -1  # the very first is the rehearsal
@@ -169,7 +169,7 @@ def test_two_ranks_recover_together_or_say_that_they_cannot(tmp_path):
 def check_growth(rank):
     """After clean steps the size grows back, on both ranks at once."""
     batch = batches(rank)[0]
-    with mk.MemoryEfficientTrainingWrapper(*make()) as trainer:
+    with mk.MemoryEfficientTrainingWrapper(*make(), probe=False) as trainer:
 
         def fails_once(model, x):
             if rank and len(x) == ROWS:
@@ -213,7 +213,7 @@ def check_manners(rank):
     model, optimizer = make()
     batch = batches(rank)[0]
     own = [type(group._all_gather_comm) for group in groups_of(model)]
-    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4) as trainer:
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, probe=False) as trainer:
         trainer.train_step(batch, loss_fn)
         with Collectives() as with_memkit:
             trainer.train_step(batch, loss_fn)
@@ -282,7 +282,7 @@ def check_refusals(rank):
     [message] = step(trainer, lambda model, x: model(x, num_blocks=1).mean())
     assert "its micro-batches do not all exchange the same" in message
 
-    with pytest.warns(mk.MemkitWarning, match="on_oom='split' has no effect here: the ranks exchange parameters"):
+    with pytest.warns(mk.MemkitWarning, match="no recovery from out-of-memory here: the ranks exchange parameters"):
         mk.MemoryEfficientTrainingWrapper(*make(), split_fn=lambda batch, n: list(batch.chunk(n)))
     model, optimizer = make()
     with pytest.MonkeyPatch.context() as another_torch:

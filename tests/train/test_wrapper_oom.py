@@ -37,7 +37,7 @@ def final_state(model, optimizer):
     return dict(model.state_dict()), optimizer.state_dict(), randomness
 
 
-def recovered(model_name, optimizer_name, *places, on_oom="split"):
+def recovered(model_name, optimizer_name, *places, on_oom="exact"):
     model, optimizer, batches = make(model_name, optimizer_name)
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, optimizer, accumulation_steps=ACCUMULATION, max_grad_norm=0.5, on_oom=on_oom, probe=False
@@ -92,7 +92,7 @@ def test_a_fault_anywhere_changes_nothing_but_the_sizes(model_name, optimizer_na
             references[key] = undisturbed(model_name, optimizer_name, sizes)
         torch.testing.assert_close(state, references[key], rtol=0, atol=0, msg=f"fault at operator {place}")
     assert survived == 34
-    assert len(references) > 1  # some faults did change the sizes
+    assert len(references) > 1 or model_name == "transformer"  # some changed the sizes; blocks ran again instead
 
 
 @pytest.mark.parametrize("model_name", MODELS)

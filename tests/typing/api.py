@@ -49,7 +49,7 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
         max_grad_norm=1.0,
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10),
         average=torch.optim.swa_utils.AveragedModel(model),
-        on_oom="split",
+        on_oom="exact",
     )
 
     def loss_fn(model: nn.Module, micro: Batch) -> torch.Tensor:

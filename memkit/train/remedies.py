@@ -1,0 +1,139 @@
+"""What is done about an out-of-memory, in order: first what keeps each result bit for bit, and only then a split."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from typing import Literal
+
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from memkit._errors import ConfigError, warn_user
+from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit.train.checkpointing import Checkpointing
+from memkit.train.models import device_of
+from memkit.train.offload import make_offload, offload_activations
+from memkit.train.treatments import ChangedInputError
+
+Name = Literal["recompute", "offload"]
+
+
+class Remedies:
+    """Makes a micro-batch that ran out of memory take less, by remedies that change no bit of its gradient.
+
+    The model's repeated blocks run again in backward; then what an accelerator's forward saves waits in host memory.
+    Both stay on, since the next batch is as large. Where they do not suffice and the batch may be split, they are taken
+    back: parts that fit need neither. On the CPU only the disk is left for what forward saves, which takes longer than
+    a split: it comes last. Each is said once.
+
+    Args:
+        model: The model.
+        call: What the user called, for messages.
+        has: What is on already, or cannot be.
+    """
+
+    failures = (ChangedInputError, CheckpointError)  # by blocks that cannot run again
+
+    def __init__(self, model: nn.Module, *, call: str, has: Collection[Name] = ()) -> None:
+        self._model, self._call = model, call
+        self._can: list[Name] = [each for each in ("recompute", "offload") if each not in has]
+        self._left = [each for each in self._can if each == "recompute" or device_of(model).type != "cpu"]
+        self._checkpointing: Checkpointing | None = None
+        self._offload: offload_activations | None = None
+        self._told: set[str] = set()
+        self._is_last = False
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Names of the blocks that run again in backward."""
+        return self._checkpointing.recomputed if self._checkpointing else ()
+
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        """A context for forward."""
+        return contextlib.nullcontext() if self._offload is None else self._offload.within(self._model)
+
+    def improve(self, failure: OutOfMemory | Failed, what: str, *, is_last: bool = False) -> bool:
+        """Take the next remedy; False where none is left.
+
+        Args:
+            failure: Why the last attempt failed. A block that cannot run again is left alone from now on.
+            what: What failed, for the message.
+            is_last: Parts cannot be made smaller, or may not: all that is left serves, also what was taken back.
+        """
+        if is_last and not self._is_last:
+            self._is_last = True
+            is_on = {"recompute": self._checkpointing, "offload": self._offload}
+            self._left = [each for each in self._can if is_on[each] is None]
+        if isinstance(failure, Failed):
+            self._can.remove("recompute")
+            self._close_checkpointing()
+            return True
+        while self._left:
+            name = self._left.pop(0)
+            done = self._recompute() if name == "recompute" else self._move_out()
+            if done:
+                self.tell(name, f"out of memory with {what} ({failure.description})", done)
+                return True
+        return False
+
+    def take_back(self) -> None:
+        """Turn off what did not suffice: parts are made smaller instead."""
+        if not self._is_last:
+            self.close()
+            self._left = []
+
+    def tell(self, kind: str, what: str, done: str) -> None:
+        """Say once of each kind what was done about an out-of-memory."""
+        if kind not in self._told:
+            self._told.add(kind)
+            warn_user(f"{self._call}: {what}. It goes on: {done}")
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        self._close_checkpointing()
+        self._offload = None
+
+    def _recompute(self) -> str:
+        try:
+            self._checkpointing = Checkpointing(self._model, "auto")
+        except ConfigError:  # it has no blocks, or they are treated already
+            return ""
+        names = list(self._checkpointing.blocks)
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        return (
+            f"from now on {shown} run again in backward, with the same gradients, bit for bit. "
+            "checkpoint='auto' does so from the start."
+        )
+
+    def _move_out(self) -> str:
+        self._offload = make_offload({"activations"}, self._model, [], contextlib.ExitStack())
+        where = "on the disk" if device_of(self._model).type == "cpu" else "in host memory"
+        return (
+            f"from now on what forward saves waits for backward {where}, with the same gradients, bit for bit. "
+            "offload={'activations'} does so from the start."
+        )
+
+    def _close_checkpointing(self) -> None:
+        if self._checkpointing is not None:
+            self._checkpointing.close()
+        self._checkpointing = None
+
+
+def make_remedies(
+    model: nn.Module, *, call: str, is_sharded: bool = False, checkpoint: object = None, offload: Collection[str] = ()
+) -> Remedies:
+    """Choose what can be done: not what is on already, not inside compiled graphs, nor where ranks exchange parameters.
+
+    Args:
+        model: The model.
+        call: What the user called, for messages.
+        is_sharded: Its parameters are sharded over ranks, which all do the same.
+        checkpoint: The user's choice of blocks; None for none.
+        offload: What the user moves elsewhere.
+    """
+    is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in model.modules())  # noqa: SLF001 - torch.compile's own marks
+    has: list[Name] = ["recompute"] if checkpoint is not None or is_compiled or is_sharded else []
+    if "activations" in offload or is_compiled or is_sharded:
+        has.append("offload")
+    return Remedies(model, call=call, has=has)
