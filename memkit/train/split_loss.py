@@ -219,7 +219,9 @@ class SplitLoss(Uncopied):
         is_uneven = self._split_watch.is_on and self._reduction == "mean" and self._divisors.is_uneven(window.notes())
         self._split_watch.report_deferred()
         if window.was_cut and (is_uneven or not is_looked_at):
-            self._check_split(window, total.parameters, loss_fn, scale, is_uneven=is_uneven, is_again=is_looked_at)
+            self._check_split(
+                window, total.parameters, loss_fn, scale, is_uneven=is_uneven, is_again=is_looked_at, is_last=True
+            )
         return total
 
     def _add(
@@ -275,6 +277,7 @@ class SplitLoss(Uncopied):
         *,
         is_uneven: bool = False,
         is_again: bool = False,
+        is_last: bool = False,
     ) -> bool:
         """Look at a few rows; False where memory did not suffice for that."""
         watch, sizes, device_type = self._split_watch, window.all_sizes, parameters[0].device.type
@@ -321,7 +324,7 @@ class SplitLoss(Uncopied):
                 expected="a sum over rows, divided by what does not depend on the part",
                 fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
             )
-        return watch.settle(verdict, window, is_again=is_again)
+        return watch.settle(verdict, window, is_again=is_again, is_last=is_last)
 
 
 class _Total:

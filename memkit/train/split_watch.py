@@ -91,24 +91,24 @@ class SplitWatch:
         if deferred is not None:
             self.report(deferred)
 
-    def settle(self, verdict: SplitVerdict, window: Window, *, is_again: bool) -> bool:
+    def settle(self, verdict: SplitVerdict, window: Window, *, is_last: bool) -> bool:
         """Act on what came out: keep a batch whole that memory forces apart, if it must be and can be; else say it.
 
         Args:
             verdict: What came out.
             window: The batch.
-            is_again: Whether its parts have run.
+            is_last: Whether the parts have run, so that there is no later look.
 
         Returns:
             False where memory did not suffice for a look: there is to be another one when the parts have run.
         """
-        is_open = verdict.is_out_of_memory and window.forced is not None and window.num_left > 0
+        is_open = verdict.is_out_of_memory and window.forced is not None and not is_last
         if not verdict.is_out_of_memory:
             self._verdicts[self._key] = verdict
         if window.is_cut_anew and not verdict.exact and window.undo_cut():
             return not is_open
         if not is_open:
-            is_early = not is_again and not window.num_ooms
+            is_early = not is_last and not window.num_ooms
             self.report(verdict, num_ooms=window.num_ooms, is_early=is_early, forced=window.forced)
         return not is_open
 

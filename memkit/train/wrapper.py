@@ -407,7 +407,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                     self._split_watch.report_deferred()
                     self._note_divisors(window.notes())
                     if self._was_uneven or not is_looked_at:
-                        yield from self._check_split(window, loss_fn, is_again=is_looked_at)
+                        yield from self._check_split(window, loss_fn, is_again=is_looked_at, is_last=True)
         except BaseException as error:
             if isinstance(error, MemkitOutOfMemoryError):
                 self._accumulator.give_up()  # else the other ranks would wait at their step
@@ -422,7 +422,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             window.undo()  # after the user's own error all stays as it is, to be looked at
 
     def _check_split(
-        self, window: Window, loss_fn: LossFn | None, *, is_again: bool = False
+        self, window: Window, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False
     ) -> Generator[CheckAttempt, None, bool]:
         """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out.
 
@@ -437,7 +437,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         if self._accumulator.shards is not None:
             reason = "the parameters are sharded over ranks"
             verdict = SplitVerdict(None, modules=scan_modules(self.model), reason=reason)
-            return watch.settle(verdict, window, is_again=is_again)
+            return watch.settle(verdict, window, is_last=is_last)
         examination = Examination(
             self.model,
             list_parameters(self._optimizers),
@@ -461,7 +461,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             for attempt in examination.attempts():
                 self._attempt = attempt
                 yield attempt
-            return watch.settle(examination.verdict, window, is_again=is_again)
+            return watch.settle(examination.verdict, window, is_last=is_last)
         except ConfigError:
             self._accumulator.give_up()  # else the other ranks would wait at their step
             raise

@@ -175,9 +175,9 @@ def test_survives_out_of_memory_with_fewer_scenes_at_a_time():
     before = copy.deepcopy(model.inner)
     with pytest.raises(MemkitOutOfMemoryError, match="could not be checked"):  # there is no room for two at once
         one_step(model, scenes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="inexact")
     with pytest.warns(MemkitWarning, match="could not check that splitting"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="inexact")
         result = one_step(model, scenes, trainer=trainer)
     want, loss = plain_gradient(before, scenes)
     assert relative_error(moved(model.inner, before), want) < 1e-12
