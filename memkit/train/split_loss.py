@@ -324,7 +324,7 @@ class SplitLoss(Uncopied):
                 expected="a sum over rows, divided by what does not depend on the part",
                 fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
             )
-        return watch.settle(verdict, window, is_again=is_again, is_last=is_last)
+        return watch.settle(verdict, window, is_last=is_last)
 
 
 class _Total:
