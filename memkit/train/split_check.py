@@ -670,6 +670,11 @@ class Examination:
                 norm.running_var = torch.ones(norm.num_features, device=device_of(norm), dtype=dtype)
 
 
+def take_workspace() -> None:
+    """Let NumPy's linear algebra take its workspace now: OpenBLAS ends the process where it cannot have it later."""
+    np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
+
+
 def scan_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of modules in training mode that normalise over the rows of the batch, without running any."""
     return tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))

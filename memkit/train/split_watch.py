@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit.train.split import list_leaves
-from memkit.train.split_check import SplitVerdict
+from memkit.train.split_check import SplitVerdict, take_workspace
 from memkit.train.window import Forced, Window
 
 Probe = bool | Literal["require"]
@@ -53,6 +53,8 @@ class SplitWatch:
         self._num_uninformative = 0
         self.has_branches = False
         self._deferred: SplitVerdict | None = None
+        if probe:
+            take_workspace()
 
     @property
     def is_on(self) -> bool:
@@ -137,7 +139,7 @@ class SplitWatch:
             got=f"out of memory ({failure.description if failure else 'in an earlier step'}), where what keeps the "
             f"result does not suffice, and splitting the batch {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice}Else set checkpoint='auto', a lower precision or smaller batches; on_oom='inexact' splits "
+            fix=f"{advice}Else take a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
             "all the same, and probe=False splits unchecked.",
         ) from (failure.error if failure else None)
 

@@ -1,0 +1,241 @@
+"""After an out-of-memory what keeps the result comes first; what would change it, only where the user has said so."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+
+ROOT = Path(__file__).parents[2]
+X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self, *, is_inplace=False, norm=nn.LayerNorm):
+        super().__init__()
+        self.norm, self.linear, self.is_inplace = norm(8), nn.Linear(8, 8), is_inplace
+
+    def forward(self, x):
+        if self.is_inplace:
+            x.mul_(1.0)
+        return x + torch.tanh(self.linear(self.norm(x.flatten(0, 1)).view_as(x)))
+
+
+def make(**settings):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Block(**settings), Block(**settings), nn.Linear(8, 1)).double()
+
+
+def loss_fn(model, x):
+    return model(x).pow(2).mean()
+
+
+def same(one, other, **tolerance):
+    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), **tolerance)
+
+
+class Fails:
+    """A loss that runs out of memory with more than some rows, until blocks run again in backward, or for good."""
+
+    def __init__(self, *, most, needs=""):
+        self.most, self.needs, self.sizes = most, needs, []
+
+    def __call__(self, model, x):
+        self.sizes.append(len(x))
+        loss = loss_fn(model, x)
+        is_helped = self.needs == "recompute" and "forward" in vars(model[1])
+        if len(x) > self.most and not is_helped:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+def step(loss_fn, model=None, *, batch=X, **settings):
+    """One step of plain SGD; return the model, the result, the blocks that run again, and what was told."""
+    model = make() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer:
+            result = trainer.train_step(batch.double(), loss_fn)
+            blocks = trainer.checkpointed_blocks
+    return model, result, blocks, [str(each.message) for each in caught if issubclass(each.category, mk.MemkitWarning)]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = make()
+    loss_fn(model, X.double()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model
+
+
+def test_blocks_run_again_where_that_suffices_and_no_bit_changes(plain):
+    model, result, blocks, told = step(Fails(most=4, needs="recompute"))
+    assert (result.sizes, result.num_ooms, blocks) == ((8,), 1, ("1", "2"))
+    [message] = told
+    assert "out of memory with a micro-batch of 8 rows (OutOfMemoryError: CUDA out of memory.)" in message
+    assert "from now on 1, 2 run again in backward" in message
+    assert "checkpoint='auto'" in message
+    same(model, plain, rtol=0, atol=0)
+    assert "forward" not in vars(model[1])  # close() has put it back
+
+
+def test_then_the_batch_is_split_where_that_is_proven_and_the_blocks_are_let_be(plain):
+    fails = Fails(most=4)
+    model, result, blocks, told = step(fails)
+    assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
+    assert ["run again in backward" in each for each in told] == [True, False]
+    assert "It goes on: the batch is cut into micro-batches of at most 4 rows" in told[1]
+    assert fails.sizes[:2] == [8, 8]
+    assert max(fails.sizes[2:]) <= 4  # the look at the split too
+    same(model, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_a_model_without_blocks_is_split_at_once():
+    model = nn.Linear(8, 1).double()
+    _, result, blocks, told = step(Fails(most=4), model, batch=X[:, 0])
+    assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 1, ())
+    assert len(told) == 1
+
+
+def normed():
+    return make(norm=nn.BatchNorm1d)
+
+
+def test_what_would_change_the_result_is_refused_with_the_cause():
+    model = normed()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        mk.MemkitOutOfMemoryError, match=r"splitting the batch changes its gradient.*on_oom='inexact'"
+    ) as caught:
+        step(Fails(most=4), model)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert "1.norm" in str(caught.value)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)  # statistics too
+
+
+def test_a_block_with_batch_normalization_runs_again_instead():
+    model, twin = normed(), normed()
+    model, result, *_ = step(Fails(most=4, needs="recompute"), model)
+    loss_fn(twin, X.double()).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert result.sizes == (8,)
+    same(model, twin, rtol=0, atol=0)
+
+
+def test_inexact_splits_with_a_warning():
+    _, result, _, told = step(Fails(most=4), normed(), on_oom="inexact")
+    assert result.sizes == (4, 4)
+    assert any("memory ran out, so it was split) changes the gradient" in each for each in told)
+
+
+def compares_rows(model, x):
+    out = model(x).flatten()
+    if len(x) > 4:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return (out[:, None] - out[None]).pow(2).mean()
+
+
+def test_a_loss_that_compares_rows_is_refused_or_split_with_a_warning():
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="compares or mixes the rows") as caught:
+        step(compares_rows)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    _, result, _, told = step(compares_rows, on_oom="inexact")
+    assert result.sizes == (4, 4)
+    assert any("changes the gradient" in each for each in told)
+
+
+def test_who_vouches_for_the_loss_is_not_asked():
+    _, result, *_ = step(compares_rows, probe=False)
+    assert result.sizes == (4, 4)
+
+
+def test_where_memory_allows_no_look_a_split_is_not_proven():
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="could not be checked: OutOfMemoryError"):
+        step(Fails(most=1))
+    _, result, _, told = step(Fails(most=1), on_oom="inexact")
+    assert result.sizes == (1,) * 8
+    assert any("could not check that splitting" in each for each in told)
+
+
+def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
+    model = make()
+    trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    fails = Fails(most=1)
+
+    def run():
+        for attempt in trainer.microbatches(X.double()):
+            with attempt as micro:
+                trainer.backward(fails(model, micro))
+
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="could not be checked: OutOfMemoryError"):
+        run()
+
+
+def test_a_refusal_is_remembered_and_smaller_batches_go_on():
+    model = normed()
+    fails = Fails(most=4)
+    with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+        for _ in range(2):
+            with pytest.raises(mk.MemkitOutOfMemoryError, match="changes its gradient"):
+                trainer.train_step(X.double(), fails)
+            assert trainer.train_step(X[:4].double(), fails).sizes == (4,)
+
+
+def test_blocks_that_cannot_run_again_are_let_be(plain):
+    model = make(is_inplace=True)
+    model, result, blocks, _ = step(Fails(most=4), model)
+    assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
+    same(model, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_what_the_user_has_chosen_stays(plain):
+    model, result, blocks, told = step(Fails(most=4), checkpoint=["1"])
+    assert (result.sizes, blocks) == ((4, 4), ("1",))
+    assert len(told) == 1
+    same(model, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_split_loss_too(plain):
+    model = make()
+    split = mk.SplitLoss(model)
+    with pytest.warns(mk.MemkitWarning, match="SplitLoss: out of memory .*run again in backward"):
+        loss = split(X.double(), Fails(most=4, needs="recompute"))
+    assert split.sizes == (8,)
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    same(model, plain, rtol=1e-12, atol=1e-14)
+    with pytest.raises(mk.MemkitOutOfMemoryError, match="changes its gradient"):
+        mk.SplitLoss(normed())(X.double(), Fails(most=4))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
+def test_a_unet_with_batch_normalization_inside_real_limits():
+    """Blocks run again; these and the disk; and where nothing suffices, a refusal, or another result if that is wanted."""
+    command = [sys.executable, "-m", "tests.train.unet_child", "36", "21", "15"]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # a limit means what it says
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    recomputed, moved, refused = map(json.loads, done.stdout.splitlines())
+    for row in (recomputed, moved):
+        assert row["plain_dies"]
+        assert row["num_ooms"] > 0
+        assert row["sizes"] == [[16]] * 3  # whole
+        assert row["losses"] == pytest.approx(row["plain_losses"], rel=1e-5)
+        assert row["is_same"]  # and all of the model, bit for bit
+    assert recomputed["recomputed"] == ["down1", "down2", "middle", "up2", "up1"]
+    assert ["on the disk" in each for each in recomputed["told"]] == [False]
+    assert ["on the disk" in each for each in moved["told"]] == [False, True]
+    assert "splitting the batch changes its gradient" in refused["refusal"]
+    assert "can't allocate memory" in refused["cause"]
+    inexact = refused["inexact"]
+    assert all(len(sizes) > 1 for sizes in inexact["sizes"])
+    assert inexact["losses"] != pytest.approx(refused["plain_losses"], rel=1e-5)
+    assert any("changes the gradient" in each for each in inexact["told"])
