@@ -218,7 +218,7 @@ def test_split_loss_too(plain):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of memory are set as Linux does")
 def test_a_unet_with_batch_normalization_inside_real_limits():
-    """Blocks run again; these and the disk; and where nothing suffices, a refusal, or another result if that is wanted."""
+    """Blocks run again; these and the disk; where nothing suffices, a refusal, or another result for who wants that."""
     command = [sys.executable, "-m", "tests.train.unet_child", "36", "21", "15"]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}  # a limit means what it says
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
