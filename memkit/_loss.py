@@ -115,7 +115,7 @@ class Loss:
 
     def detached(self, count: float | Tensor) -> Loss:
         """Return the same without its graph, 0-dim, with the weight that it has in its batch."""
-        value, outputs = self.value.detach().reshape(()), detached(self.outputs)
+        value, outputs = self.value.detach().reshape(()), None if self.outputs is None else detached(self.outputs)
         if self.mean is None:
             return Loss(sum=value, count=count, outputs=outputs)
         return Loss(mean=value, count=count, outputs=outputs)

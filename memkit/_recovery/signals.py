@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -14,38 +14,38 @@ _WAITING = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """In the block, SIGINT and SIGTERM wait for its end; then their own handlers run, and may raise.
+    """In the block, SIGINT and SIGTERM wait for its end; then they come again, and their own handlers may raise.
 
     Python runs handlers between two lines of the main thread, so that a handler that raises, or saves a state, would
-    meet an optimizer's step half done. In other threads no handler runs, and there is nothing to do. Handlers that are
-    not Python functions (ignored signals, the system's default) stay as they are.
+    meet an optimizer's step half done. In other threads no handler runs, and there is nothing to do.
 
-    Time cost: 2 microseconds.
+    Time cost: 10 microseconds.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    own: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    arrived: list[tuple[int, FrameType | None]] = []
+    own: dict[signal.Signals, Any] = {}
+    arrived: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append((number, frame))
-
-    def restore() -> None:
-        for each, handler in own.items():
-            signal.signal(each, handler)
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's form
+        arrived.append(number)
 
     try:
         try:
             for number in _WAITING:
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    own[number] = handler
-                    signal.signal(number, note)
+                own[number] = signal.signal(number, note)
             yield
         finally:
-            restore()
-    finally:  # again, where a handler that ran a moment ago has interrupted it
-        restore()
-        for each, frame in arrived:
-            own[each](each, frame)
+            _restore(own)
+    finally:
+        _restore(own)  # what is left, where a signal came in the middle of that
+        for each in arrived:
+            signal.raise_signal(each)
+
+
+def _restore(own: dict[signal.Signals, Any]) -> None:
+    while own:
+        number, handler = next(iter(own.items()))
+        if handler is not None:  # else it was not set from Python, and cannot be
+            signal.signal(number, handler)
+        del own[number]

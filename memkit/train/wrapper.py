@@ -286,7 +286,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
-        terms = divisors(loss.value) if self._split_watch.is_on else ()
+        is_part = attempt.size != attempt.batch_size
+        terms = divisors(loss.value) if is_part and self._split_watch.is_on else ()
         attempt.loss = self._add(
             loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
         )

@@ -335,7 +335,9 @@ def test_recovery_finds_what_fits():
     assert tried == [64, 32, 16]
 
 
-def test_the_wrapper_splits_until_the_batch_fits():
+@pytest.mark.parametrize("num_rows", [50_000, 400_000])
+def test_the_wrapper_makes_the_batch_fit(num_rows):
+    """Blocks run again, and where that does not suffice, the batch is split."""
     with VirtualGPU("RTX 3060") as card:
         model = nn.Sequential(
             *(nn.Sequential(nn.Linear(2048, 8192), nn.GELU(), nn.Linear(8192, 2048)) for _ in range(6))
@@ -343,11 +345,12 @@ def test_the_wrapper_splits_until_the_batch_fits():
         model.cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         trainer = MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16-mixed", max_grad_norm=1.0)
-        x = torch.randn(50_000, 2048, device="cuda")
+        x = torch.randn(num_rows, 2048, device="cuda")
         results = [trainer.train_step(x, lambda model, x: model(x).float().square().mean()) for _ in range(2)]
         assert [result.stepped for result in results] == [True, True]
         assert results[0].num_ooms >= 1
-        assert results[1].num_microbatches >= 2
+        assert (results[1].num_microbatches >= 2) == (num_rows == 400_000)
+        assert bool(trainer.checkpointed_blocks) == (num_rows == 50_000)
         assert results[1].num_ooms == 0
         assert results[1].peak_bytes == card.peak_bytes < card.gpu.usable_bytes
         assert not card.guesses  # no number was read from the card
