@@ -69,7 +69,7 @@ def wrapper_overhead(result: dict[str, Any]) -> str:
         for name, row in figures["overhead"].items()
     ]
     reads = [[name, str(num)] for name, num in figures["host_reads"].items()]
-    overhead = table(["step", 'per micro-batch, `on_oom="raise"`', 'per micro-batch, `on_oom="split"`'], rows)
+    overhead = table(["step", 'per micro-batch, `on_oom="raise"`', 'per micro-batch, `on_oom="exact"`'], rows)
     return overhead + "\n" + table(["loss", "host reads per step"], reads)
 
 
