@@ -142,6 +142,26 @@ class BufferSnapshot:
                 owner._buffers[name] = entry.buffer  # noqa: SLF001
 
 
+class GeneratorStates:
+    """States of random generators at one instant.
+
+    Args:
+        generators: torch's, NumPy's and Python's.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._states = [(each, _generator_state(each)) for each in generators]
+
+    def again(self) -> GeneratorStates:
+        """The same generators' states now."""
+        return GeneratorStates(each for each, _ in self._states)
+
+    def restore(self) -> None:
+        """Put the states back."""
+        for generator, state in self._states:
+            _set_generator_state(generator, state)
+
+
 class Rollback:
     """All that a forward may change, at one instant: random state, buffers, modes.
 
@@ -153,7 +173,7 @@ class Rollback:
         self._watch = watch
         self._buffers, self._modes = watch.snapshot(), watch.modes()
         self._random = _rng.capture()
-        self._generators = [(each, _generator_state(each)) for each in watch.generators()]
+        self._generators = GeneratorStates(watch.generators())
 
     def discover(self) -> AbstractContextManager[None]:
         """A context for a forward: other modules that run in it are rolled back too, from then on."""
@@ -179,8 +199,7 @@ class Rollback:
             if module.training != is_training:
                 module.training = is_training
         _rng.restore(self._random)
-        for generator, state in self._generators:
-            _set_generator_state(generator, state)
+        self._generators.restore()
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from memkit import _rng
-from memkit._recovery.snapshot import BufferSnapshot, StateWatch, cloned
+from memkit._recovery.snapshot import BufferSnapshot, GeneratorStates, StateWatch, cloned
 
 
 class Replay:
     """One forward that will run again: enter the object itself around the first run, `again` around a repetition.
 
-    The repetition starts from the buffers and from NumPy's and Python's random state that the first run started from
+    The repetition starts from the buffers, NumPy's and Python's random state and the generators that the first run started from
     (torch's own state is `torch.utils.checkpoint`'s business), and leaves no trace: the buffers are swapped for copies
     while it runs, not overwritten, so that tensors saved for backward stay valid.
 
@@ -26,10 +26,11 @@ class Replay:
         self._watch = watch
         self._buffers: BufferSnapshot
         self._random: _rng.HostRandomState
+        self._generators: GeneratorStates
 
     def __enter__(self) -> None:
         self._buffers = self._watch.snapshot()
-        self._random = _rng.capture_host()
+        self._random, self._generators = _rng.capture_host(), GeneratorStates(self._watch.generators())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -51,11 +52,14 @@ class Replay:
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
+        generators_now = self._generators.again()
         _rng.restore_host(self._random)
+        self._generators.restore()
         try:
             yield
         finally:
             _rng.restore_host(random_now)
+            generators_now.restore()
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
 

@@ -1,9 +1,12 @@
 """Each block's treatment: bit-equal gradients, FLOPs, saved bytes, and peaks that a dry run foretells to the byte."""
 
+import contextlib
 import copy
 import os
 import pickle
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -445,3 +448,32 @@ def ddp_worker(rank, folder):
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path):
     mp.spawn(ddp_worker, (str(tmp_path),), nprocs=2)
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, and of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.noise = torch.Generator().manual_seed(1)
+        self.others = [np.random.default_rng(2), random.Random(3)]
+
+    def forward(self, x):
+        scale = self.others[0].normal() + self.others[1].random()
+        return torch.tanh(self.linear(x * torch.randn(x.shape, generator=self.noise) * scale))
+
+
+@pytest.mark.parametrize("treatment", ["full", "selective"])
+def test_generators_that_a_block_holds_are_replayed(treatment):
+    found = []
+    for choice in (None, {"[01]": treatment}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Noisy(), Noisy(), nn.Linear(4, 1))
+        checkpointing = Checkpointing(model, choice) if choice else contextlib.nullcontext()
+        with checkpointing:
+            for _ in range(2):
+                model(torch.ones(3, 4)).sum().backward()
+        states = [each.noise.get_state() for each in model[:2]] + [model[0].others[1].getstate()]
+        found.append(([each.grad for each in model.parameters()], states))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
