@@ -14,7 +14,7 @@ from memkit._recovery.snapshot import BufferSnapshot, GeneratorStates, StateWatc
 class Replay:
     """One forward that will run again: enter the object itself around the first run, `again` around a repetition.
 
-    The repetition starts from the buffers, from NumPy's and Python's random state and from the states of the module's own
+    The repetition starts from the buffers, NumPy's and Python's random state and the states of the module's own
     generators that the first run started from (torch's own state is `torch.utils.checkpoint`'s business), and leaves no
     trace: the buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay
     valid.
