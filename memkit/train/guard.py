@@ -20,7 +20,7 @@ from memkit._recovery.attempt import Done, attempt
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import Allocations, ChunkedStep, chunked_steps
+from memkit.train.transaction import ChunkedStep, chunked_steps
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of a copy that nobody has asked for
@@ -50,22 +50,17 @@ class StepGuard:
         self._num_steps = 0
         self._is_told = False
         self._chunked: list[ChunkedStep] = []
-        self._last: tuple[torch.Tensor, int] | None = None  # the last parameter of a step that goes as it is
-        self._known = [Allocations() for _ in self._optimizers]
         self._temporary_bytes: dict[torch.device, int] = {}
 
     @property
     def has_stepped(self) -> bool:
         """Whether the last step in chunks was done to its end, although it may have been interrupted."""
-        if self._last is not None:
-            parameter, version = self._last
-            return parameter._version != version  # noqa: SLF001 - autograd's own count of in-place changes
         begun = [each for each in self._chunked if each.num_stepped]
         return bool(begun) and all(each.is_done for each in begun)
 
     def forget(self) -> None:
         """Before a step, forget how the last one ended."""
-        self._chunked, self._last = [], None
+        self._chunked = []
 
     def run(self, step: Callable[[], bool]) -> bool:
         """Run ``step``, which steps the optimisers; return what it returns.
@@ -74,7 +69,7 @@ class StepGuard:
             MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
         """
         if self._unknown is None:
-            return step() if self._allocates_nothing() else self._run_in_chunks(step)
+            return self._run_in_chunks(step)
         with contextlib.ExitStack() as stack:
             before = self._copy() if self._num_steps < _NUM_GUARDED_STEPS or not self._has_room() else None
             run = functools.partial(self._counted, step) if self._num_steps == _NUM_GUARDED_STEPS - 1 else step
@@ -94,17 +89,8 @@ class StepGuard:
             fix="leave more memory free" + ("." if before else "; go on from the last checkpoint."),
         ) from outcome.error
 
-    def _allocates_nothing(self) -> bool:
-        """Whether the step cannot run out of memory, so that it goes as it is."""
-        if len(self._optimizers) > 1 or not self._known[0].is_free(Allocations.key(self._optimizers[0])):
-            return False
-        parameters = [each for group in self._optimizers[0].param_groups for each in group["params"]]
-        last = next((each for each in reversed(parameters) if each.grad is not None), None)
-        self._last = None if last is None else (last, last._version)  # noqa: SLF001 - as above
-        return last is not None
-
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
-        with chunked_steps(self._optimizers, only_once=True, known=self._known) as self._chunked:
+        with chunked_steps(self._optimizers, only_once=True) as self._chunked:
             try:
                 return _in_two_tries(step)
             except Exception:

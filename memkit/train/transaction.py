@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import optim
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt, insist
@@ -41,9 +40,6 @@ from memkit.train.ranks import local_part
 _NUM_CHUNKS = 32
 _SMALLEST_CHUNK_BYTES = 2**20
 _SMALLEST_SLICE = 1024  # elements
-_NO_MATTER = {"params", "lr", "initial_lr"}  # to what a step allocates
-_UNWATCHED = contextlib.nullcontext()
-_PLAIN = (int, float, bool, str, tuple, type(None))
 
 
 @contextlib.contextmanager
@@ -92,18 +88,9 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def chunked_steps(
-    optimizers: Sequence[Optimizer], *, only_once: bool = False, known: Sequence[Allocations] = ()
-) -> Iterator[list[ChunkedStep]]:
-    """Do what `atomic_steps` does; with ``only_once`` a second step in the block goes on where the first one ended.
-
-    Args:
-        optimizers: Each `steps_parameterwise`.
-        only_once: See above.
-        known: For each optimizer, what earlier blocks have learnt.
-    """
-    alone = known or [Allocations()] * len(optimizers)
-    steps = [ChunkedStep(each, its, only_once=only_once) for each, its in zip(optimizers, alone, strict=True)]
+def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -> Iterator[list[ChunkedStep]]:
+    """Do what `atomic_steps` does; with ``only_once`` a second step in the block goes on where the first one ended."""
+    steps = [ChunkedStep(each, only_once=only_once) for each in optimizers]
     try:
         with contextlib.ExitStack() as stack:
             for each in steps:
@@ -114,75 +101,6 @@ def chunked_steps(
             each.close()  # again, where an interrupt came in the middle of it
 
 
-class Allocations:
-    """Whether an optimizer's step allocates anything: one that does not cannot run out of memory, and needs no copies.
-
-    That depends on the settings and on what kinds of tensors there are, which `key` tells.
-    """
-
-    def __init__(self) -> None:
-        self._free: object = None
-        self._seen: set[object] = set()
-
-    def is_free(self, key: object) -> bool:
-        """Whether a step with this key is known to allocate nothing."""
-        return key is not None and key == self._free
-
-    @contextlib.contextmanager
-    def watched(self, optimizer: Optimizer, key: object) -> Iterator[contextlib.AbstractContextManager[object]]:
-        """In the block, which does a whole step, see whether it allocates; once for each key.
-
-        Gives a context for those parts of the block that count.
-        """
-        if key is None or key in self._seen:
-            yield contextlib.nullcontext()
-            return
-        watch, num_states = _Watch(), _num_states(optimizer)  # type: ignore[no-untyped-call]  # torch's own
-        yield watch
-        if _num_states(optimizer) == num_states:  # else it has made its state; the next step has it already
-            self._seen.add(key)
-            if not watch.has_allocated and _has_one_dtype(optimizer):
-                self._free = key
-
-    @staticmethod
-    def key(optimizer: Optimizer) -> object:
-        """What the allocations of a step depend on; None where gradients are sparse, or in another dtype."""
-        key = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None and (gradient.dtype != parameter.dtype or gradient.is_sparse):
-                    return None
-            settings = [(name, value) for name, value in group.items() if name not in _NO_MATTER]
-            key.append(tuple((name, value if isinstance(value, _PLAIN) else id(value)) for name, value in settings))
-        return tuple(key)
-
-
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Notices operators that return new tensors."""
-
-    has_allocated = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        returns = func._schema.returns  # noqa: SLF001 - no public form
-        self.has_allocated |= any(each.alias_info is None and "Tensor" in str(each.type) for each in returns)
-        return func(*args, **(kwargs or {}))
-
-
-def _num_states(optimizer: Optimizer) -> int:
-    return sum(len(state) for state in optimizer.state.values())
-
-
-def _has_one_dtype(optimizer: Optimizer) -> bool:
-    """Whether each parameter and its state have the same dtype: others are converted inside operators."""
-    return all(
-        value.dtype == parameter.dtype
-        for parameter, state in optimizer.state.items()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    )
-
-
 class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
     """Stands in the place of an optimizer's ``step`` for a block, for whoever calls it there.
 
@@ -190,15 +108,13 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
 
     Args:
         optimizer: One that `steps_parameterwise`.
-        known: What is known of its allocations.
         only_once: A further call in the block goes on where the first one has ended.
     """
 
-    def __init__(self, optimizer: Optimizer, known: Allocations, *, only_once: bool) -> None:
-        self._optimizer, self._known, self._only_once = optimizer, known, only_once
+    def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
+        self._optimizer, self._only_once = optimizer, only_once
         self._work: list[_Work] | None = None
         self._chunk_bytes = 0
-        self._watch: contextlib.AbstractContextManager[object] = _UNWATCHED
         self._is_open = False
         self._own: Any = None
         self._stand_in: types.MethodType | None = None
@@ -245,15 +161,13 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        key = Allocations.key(optimizer)
         if self._work is None or not self._only_once:
-            self._work = self._plan(is_free=self._known.is_free(key))
+            self._work = self._plan()
         groups = optimizer.param_groups
         # Who steps several optimizers together lets signals wait for all of them.
         with contextlib.nullcontext() if self._only_once else deferred_signals():
             try:
-                with self._known.watched(optimizer, key) as self._watch:
-                    self._go_on(self._work)
+                self._go_on(self._work)
             except Exception:
                 raise
             except BaseException:  # an interrupt that no signal brought
@@ -265,10 +179,8 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
                 optimizer.param_groups = groups
         return result
 
-    def _plan(self, *, is_free: bool) -> list[_Work]:
+    def _plan(self) -> list[_Work]:
         groups = self._optimizer.param_groups
-        if is_free:
-            return [_Work({}, [each for group in groups for each in group["params"] if each.grad is not None])]
         total_bytes = sum(_num_bytes(parameter) for group in groups for parameter in group["params"])
         self._chunk_bytes = max(_SMALLEST_CHUNK_BYTES, total_bytes // _NUM_CHUNKS)
         return [_Work(group, chunk) for group in groups for chunk in self._chunks(group)]
@@ -294,17 +206,14 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
             chunk = work[number]
             if chunk.is_done:
                 number += 1
-            elif not chunk.group:  # all of them; it allocates nothing
-                type(self._optimizer).step.__wrapped__(self._optimizer)  # type: ignore[attr-defined]  # as step_group
-                chunk.is_done = True
             elif self._has_slices(chunk):
                 self._step_slices(chunk)
             else:
-                outcome = attempt(_step_or_undo, self._optimizer, chunk, self._watch)
+                outcome = attempt(_step_or_undo, self._optimizer, chunk)
                 if not isinstance(outcome, Done) and len(chunk.parameters) > 1:
                     work[number : number + 1] = chunk.halves()
                 elif not isinstance(outcome, Done) and not isinstance(
-                    outcome := attempt(_step_or_undo, self._optimizer, chunk, self._watch), Done
+                    outcome := attempt(_step_or_undo, self._optimizer, chunk), Done
                 ):
                     self._refuse(outcome.error)
 
@@ -332,7 +241,7 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
                 chunk.start, num_failures = part.stop, 0
                 continue
             part = chunk.part = _Slice(self._optimizer, parameter, dim, chunk.start, min(length, size - chunk.start))
-            outcome = attempt(part.step, group, self._watch)
+            outcome = attempt(part.step, group)
             if isinstance(outcome, Done):
                 continue
             num_failures = num_failures + 1 if length == smallest else 0
@@ -389,7 +298,7 @@ class _Slice:
             self._stand_in.grad_dtype = gradient.dtype
         self._stand_in.grad = gradient.narrow(dim, start, length)
 
-    def step(self, group: Group, watch: contextlib.AbstractContextManager[object]) -> None:
+    def step(self, group: Group) -> None:
         """Step it, or leave it as it is."""
         shape, dim, start, length = self._whole
         self._own = {
@@ -399,7 +308,7 @@ class _Slice:
         work = _Work(group, [self._stand_in])
         try:
             self._optimizer.state[self._stand_in] = self._own
-            _step_or_undo(self._optimizer, work, watch)
+            _step_or_undo(self._optimizer, work)
         finally:
             self.is_done = work.is_done
             self._optimizer.state.pop(self._stand_in, None)
@@ -435,15 +344,12 @@ class _Undo:
 
 
 @torch.no_grad()
-def _step_or_undo(
-    optimizer: Optimizer, work: _Work, watch: contextlib.AbstractContextManager[object] = _UNWATCHED
-) -> None:
+def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
     """Step parameters together; any error leaves them as they were, unless they are done by then."""
     with lent_state(optimizer, work.parameters):
         undo = _Undo(optimizer, work.group, work.parameters)
         try:
-            with watch:
-                step_group(optimizer, work.group, work.parameters)
+            step_group(optimizer, work.group, work.parameters)
             work.is_done = True
         except BaseException:
             if not work.is_done:
