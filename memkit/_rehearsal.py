@@ -51,7 +51,9 @@ _EXACT_OPERATORS = frozenset(
 _CONTAINERS = (list, dict, set, collections.deque)
 # Machinery of every module; a forward does not change it.
 _MODULE_STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
-_MODULE_MACHINERY = frozenset(vars(nn.Module())) - _MODULE_STATE
+_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - _MODULE_STATE) | {
+    "forward"
+}  # one that was put in its class's place
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
 
 
@@ -109,7 +111,7 @@ class Rehearsal:
     def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
         self._room_bytes = room_bytes
         self.left_bytes: int | None = None
-        self._attributes = _Attributes(roots)
+        self._attributes = Attributes(roots)
         self._random = _rng.capture()
         self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
         self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
@@ -450,7 +452,7 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int]
 # ---------------------------------------------------------------------------------------------------------- attributes
 
 
-class _Attributes:
+class Attributes:
     """Attributes of modules and of the user's objects, as they are now."""
 
     def __init__(self, roots: Sequence[object]) -> None:
@@ -496,6 +498,25 @@ class _Attributes:
             for name, value in attributes.items():
                 if now.get(name, now) is not value:
                     now[name] = value
+
+    def differ(self) -> bool:
+        """Whether any is not as it was."""
+        if any(not _is_same(container, copy) for container, copy in self._containers):
+            return True
+        for owner, attributes in self._owners:
+            now, skipped = vars(owner), _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
+            if any(now.get(name, now) is not value for name, value in attributes.items()):
+                return True
+            if any(name not in attributes and name not in skipped for name in now):
+                return True
+        return False
+
+    def plain_tensors(self) -> list[Tensor]:
+        """Tensors in attributes and containers that are no parameters and no buffers."""
+        values = [each for owner, attributes in self._owners for each in attributes.values()]
+        for _, copy in self._containers:
+            values += copy.values() if isinstance(copy, dict) else copy
+        return [each for each in values if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
 
     def changed(self, written: set[int]) -> list[str]:
         """Name what has changed, or lies in a storage that was written to, in modules."""

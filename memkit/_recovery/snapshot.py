@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from memkit import _rng
 from memkit._errors import StateError
 from memkit._recovery.attempt import insist
+from memkit._rehearsal import Attributes
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may make its own
@@ -39,9 +40,11 @@ class StateWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self._owners = dict.fromkeys(module.modules())
         # torch.compile compiles anew, and warns, when it finds a hook on all modules.
         self._is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in self._owners)  # noqa: SLF001 - torch.compile's own marks
+        self.changes_attributes = not self._is_compiled  # until a forward was seen to leave them alone
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
@@ -162,6 +165,43 @@ class GeneratorStates:
             _set_generator_state(generator, state)
 
 
+class AttributeStates:
+    """Attributes of modules at one instant, and what is in their lists, dictionaries, and tensors that do not train."""
+
+    def __init__(self, watch: StateWatch) -> None:
+        self._attributes = Attributes([watch.module])
+        buffers = {id(each) for each in watch.module.buffers()}
+        frozen = [each for each in watch.module.parameters() if not each.requires_grad]
+        self._tensors = [
+            (each, each._version, cloned(each) if each.nbytes <= _SMALL_BYTES else None)  # noqa: SLF001 - autograd's own count
+            for each in (*self._attributes.plain_tensors(), *frozen)
+            if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
+        ]
+
+    def differ(self) -> bool:
+        """Whether any is not as it was."""
+        return self._attributes.differ() or any(each._version != version for each, version, _ in self._tensors)  # noqa: SLF001
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put all back.
+
+        Raises:
+            StateError: A large tensor changed.
+        """
+        self._attributes.restore()
+        for each, version, kept in self._tensors:
+            if kept is not None:
+                each.data.copy_(kept)
+            elif each._version != version:  # noqa: SLF001 - as above
+                raise StateError(
+                    "rolling back a failed attempt",
+                    got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
+                    expected="tensors that forward changes to be buffers, or to be changed outside of forward",
+                    fix="register it with register_buffer, or update it after the step.",
+                )
+
+
 class Rollback:
     """All that a forward may change, at one instant: random state, buffers, modes.
 
@@ -174,6 +214,7 @@ class Rollback:
         self._buffers, self._modes = watch.snapshot(), watch.modes()
         self._random = _rng.capture()
         self._generators = GeneratorStates(watch.generators())
+        self._attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
         """A context for a forward: other modules that run in it are rolled back too, from then on."""
@@ -182,6 +223,8 @@ class Rollback:
     def learn(self) -> None:
         """Forget copies of buffers that the forward since then has left alone."""
         insist(lambda: self._watch.learn(self._buffers), "comparing buffers")
+        if self._attributes is not None and not self._attributes.differ():
+            self._watch.changes_attributes, self._attributes = False, None
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
@@ -200,6 +243,8 @@ class Rollback:
                 module.training = is_training
         _rng.restore(self._random)
         self._generators.restore()
+        if self._attributes is not None:
+            self._attributes.restore()
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:

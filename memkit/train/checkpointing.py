@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 from collections import Counter
@@ -81,6 +82,17 @@ class Checkpointing(Closing):
     def recomputed(self) -> tuple[str, ...]:
         """Names of the blocks that run again in backward, in whole or in part."""
         return tuple(name for name, treatment in self.treatments.items() if treatment != "offload")
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """In the block, let every block run as it is."""
+        for each in self._installed.values():
+            each.is_suspended = True
+        try:
+            yield
+        finally:
+            for each in self._installed.values():
+                each.is_suspended = False
 
     def close(self) -> None:
         """Give every block its own forward back."""

@@ -22,8 +22,9 @@ Name = Literal["recompute", "offload"]
 class Remedies:
     """Makes a micro-batch that ran out of memory take less, by remedies that change no bit of its gradient.
 
-    The model's repeated blocks run again in backward; then what an accelerator's forward saves waits in host memory.
-    Both stay on, since the next batch is as large. Where they do not suffice and the batch may be split, they are taken
+    The model's repeated blocks run again in backward, if a look at a few rows shows that this keeps the gradient (one
+    that changes attributes would see them changed); then what an accelerator's forward saves waits in host memory. Both
+    stay on, since the next batch is as large. Where they do not suffice and the batch may be split, they are taken
     back: parts that fit need neither. On the CPU only the disk is left for what forward saves, which takes longer than
     a split: it comes last. Each is said once.
 
@@ -42,12 +43,31 @@ class Remedies:
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
         self._told: set[str] = set()
-        self._is_last = False
+        self._is_last = self._is_proven = False
+        self._message = "", ""
 
     @property
     def recomputed(self) -> tuple[str, ...]:
         """Names of the blocks that run again in backward."""
         return self._checkpointing.recomputed if self._checkpointing else ()
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether blocks run again, and nobody has looked whether that keeps the gradient."""
+        return self._checkpointing is not None and not self._is_proven
+
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, let blocks run once."""
+        return contextlib.nullcontext() if self._checkpointing is None else self._checkpointing.suspended()
+
+    def settle(self, *, is_equal: bool) -> None:
+        """Note whether blocks that run again keep the gradient; let them be where they do not."""
+        if is_equal:
+            self._is_proven = True
+            self.tell("recompute", *self._message)
+        else:
+            self._can = [each for each in self._can if each != "recompute"]
+            self._close_checkpointing()
 
     def around(self) -> contextlib.AbstractContextManager[object]:
         """A context for forward."""
@@ -66,14 +86,15 @@ class Remedies:
             is_on = {"recompute": self._checkpointing, "offload": self._offload}
             self._left = [each for each in self._can if is_on[each] is None]
         if isinstance(failure, Failed):
-            self._can.remove("recompute")
-            self._close_checkpointing()
+            self.settle(is_equal=False)
             return True
         while self._left:
             name = self._left.pop(0)
             done = self._recompute() if name == "recompute" else self._move_out()
             if done:
-                self.tell(name, f"out of memory with {what} ({failure.description})", done)
+                self._message = f"out of memory with {what} ({failure.description})", done
+                if name != "recompute":
+                    self.tell(name, *self._message)
                 return True
         return False
 
@@ -121,19 +142,27 @@ class Remedies:
 
 
 def make_remedies(
-    model: nn.Module, *, call: str, is_sharded: bool = False, checkpoint: object = None, offload: Collection[str] = ()
+    model: nn.Module,
+    *,
+    call: str,
+    may_look: bool,
+    is_sharded: bool = False,
+    checkpoint: object = None,
+    offload: Collection[str] = (),
 ) -> Remedies:
     """Choose what can be done: not what is on already, not inside compiled graphs, nor where ranks exchange parameters.
 
     Args:
         model: The model.
         call: What the user called, for messages.
+        may_look: Whether a look may tell that blocks keep the gradient when they run again.
         is_sharded: Its parameters are sharded over ranks, which all do the same.
         checkpoint: The user's choice of blocks; None for none.
         offload: What the user moves elsewhere.
     """
     is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in model.modules())  # noqa: SLF001 - torch.compile's own marks
-    has: list[Name] = ["recompute"] if checkpoint is not None or is_compiled or is_sharded else []
+    can_recompute = may_look and checkpoint is None and not is_compiled and not is_sharded
+    has: list[Name] = [] if can_recompute else ["recompute"]
     if "activations" in offload or is_compiled or is_sharded:
         has.append("offload")
     return Remedies(model, call=call, has=has)

@@ -8,16 +8,15 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from memkit import _rng
-from memkit._recovery.snapshot import BufferSnapshot, GeneratorStates, StateWatch, cloned
+from memkit._recovery.snapshot import AttributeStates, BufferSnapshot, GeneratorStates, StateWatch, cloned
 
 
 class Replay:
     """One forward that will run again: enter the object itself around the first run, `again` around a repetition.
 
-    The repetition starts from the buffers, NumPy's and Python's random state and the states of the module's own
-    generators that the first run started from (torch's own state is `torch.utils.checkpoint`'s business), and leaves no
-    trace: the buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay
-    valid.
+    The repetition starts from what the first run started from: buffers, attributes, the module's own generators, and
+    the random state of NumPy and Python (torch's own is `torch.utils.checkpoint`'s business). It leaves no trace: the
+    buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay valid.
 
     Args:
         watch: The watch of the module whose forward it is.
@@ -28,16 +27,20 @@ class Replay:
         self._buffers: BufferSnapshot
         self._random: _rng.HostRandomState
         self._generators: GeneratorStates
+        self._attributes: AttributeStates | None
 
     def __enter__(self) -> None:
         self._buffers = self._watch.snapshot()
         self._random, self._generators = _rng.capture_host(), GeneratorStates(self._watch.generators())
+        self._attributes = AttributeStates(self._watch) if self._watch.changes_attributes else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self._watch.learn(self._buffers)
+            if self._attributes is not None and not self._attributes.differ():
+                self._watch.changes_attributes, self._attributes = False, None
 
     @property
     def again(self) -> AbstractContextManager[None]:
@@ -54,6 +57,9 @@ class Replay:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
         generators_now = self._generators.again()
+        attributes_now = None if self._attributes is None else AttributeStates(self._watch)
+        if self._attributes is not None:
+            self._attributes.restore()
         _rng.restore_host(self._random)
         self._generators.restore()
         try:
@@ -61,6 +67,8 @@ class Replay:
         finally:
             _rng.restore_host(random_now)
             generators_now.restore()
+            if attributes_now is not None:
+                attributes_now.restore()
             for owner, name, buffer in buffers_now:
                 setattr(owner, name, buffer)
 

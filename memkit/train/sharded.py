@@ -76,6 +76,7 @@ class ShardedWindow(Window):
         self._is_shortened = False  # to fewer parts than planned, as a rank has not enough rows
         self._failure: OutOfMemory | Failed | None = None
         lockstep.begin_batch()
+        kwargs["watch"].changes_attributes = False  # FSDP changes its own, and puts them back itself
         super().__init__(*args, **kwargs)
 
     def next_attempt(self) -> Attempt | None:

@@ -226,6 +226,7 @@ class Examination:
         is_uneven: Losses were divided by something that the parts' rows do not follow: real parts are looked at.
         has_autocast: Whether the caller's step runs under autocast, which is off for a look in full precision.
         scale: Factor that keeps gradients in float16 from vanishing.
+        around_whole: A context for runs of the whole, to compare two ways to compute it: the cause is then not sought.
     """
 
     def __init__(
@@ -240,7 +241,9 @@ class Examination:
         is_uneven: bool = False,
         has_autocast: bool = False,
         scale: float | Tensor = 1.0,
+        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
+        self._around_whole = around_whole
         self._model, self._parameters = model, list(parameters)
         self._ways, self._adds_up = ways, adds_up
         # Rounding in half precision hides all but large differences.
@@ -374,6 +377,11 @@ class Examination:
         error, is_equal = yield from self._weigh(whole, together)
         if is_equal:
             return SplitVerdict(exact=True, error=error)
+        if self._around_whole is not None:
+            return SplitVerdict(exact=False, error=error)
+        return (yield from self._judge_unequal(parts, whole, separate, error))
+
+    def _judge_unequal(self, parts: Parts, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         if (yield from self._is_noise(whole)):
             # Numbers that are drawn for one row after the other are the whole's where the parts go on drawing.
             for which in ("host", "all"):
@@ -389,12 +397,13 @@ class Examination:
         # What a forward makes is more than it holds: half of it is a cautious share of what is free.
         return Rehearsal(self._roots, room_bytes=host_memory().available_bytes)
 
-    def _run(self, part: Any, size: int, span: Span | None, **how: Any) -> Attempts:
+    def _run(self, part: Any, size: int, span: Span | None, *, is_whole: bool = False, **how: Any) -> Attempts:
         """Run the user's code once; return its gradient, None where it failed."""
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
-            with self._rehearsal.run(span, **how), without_buffer_sync(self._model):
+            in_whole = self._around_whole() if is_whole and self._around_whole else contextlib.nullcontext()
+            with self._rehearsal.run(span, **how), without_buffer_sync(self._model), in_whole:
                 if not how.get("goes_on"):
                     self._prepare()
                 yield
@@ -406,7 +415,7 @@ class Examination:
     def _run_whole(self, **how: Any) -> Attempts:
         size = self._where.size
         span = None if how.get("other_noise") else Span(0, size, size)
-        return (yield from self._run(self._where.whole, size, span, **how))
+        return (yield from self._run(self._where.whole, size, span, is_whole=True, **how))
 
     def _span(self, start: int, size: int, number: int) -> Span:
         return Span(start, start + size, self._where.size) if self._where.has_rows else Span(number=number)

@@ -30,7 +30,7 @@ from memkit.train.models import may_recover_alone
 from memkit.train.remedies import make_remedies
 from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import Examination
+from memkit.train.split_check import Examination, SplitVerdict
 from memkit.train.split_loss_checks import (
     CALL,
     CALL_LOSS,
@@ -42,7 +42,7 @@ from memkit.train.split_loss_checks import (
     warn_of_float16,
 )
 from memkit.train.split_watch import Probe, SplitWatch
-from memkit.train.split_ways import ways_to_cut
+from memkit.train.split_ways import Way, once, ways_to_cut
 from memkit.train.window import Window
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
@@ -116,7 +116,7 @@ class SplitLoss(Uncopied):
         check_ranks(self._own)
         num_ranks = torch.distributed.get_world_size(self._replicas[0].process_group) if self._replicas else 1
         recovers = on_oom != "raise" and may_recover_alone(self._own, num_ranks, is_sharded=False, call=CALL)
-        self._remedies = make_remedies(self._own, call=CALL) if recovers else None
+        self._remedies = make_remedies(self._own, call=CALL, may_look=probe is not False) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
         self._split_watch, self._divisors = (
@@ -202,6 +202,8 @@ class SplitLoss(Uncopied):
         if is_looked_at:
             is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
         while (attempt := window.next_attempt()) is not None:
+            if self._remedies is not None and self._remedies.is_unproven:
+                self._prove_blocks(window, total.parameters, loss_fn, scale)
             if window.is_cut_anew:
                 is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
                 if window.stays_whole:
@@ -284,39 +286,17 @@ class SplitLoss(Uncopied):
         if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
             watch.settle_known(window)
             return True
-        examination = Examination(
-            self._own,
-            parameters,
-            [loss_fn],
-            ways_to_cut(
-                window.batch,
-                num_parts=len(sizes),
-                sizes=sizes,
-                split_fn=self._split_fn,
-                is_first=watch.is_new and not is_again,
-                is_tight=window.forced is not None,
-                has_branches=watch.has_branches,
-                is_widened=torch.is_autocast_enabled(device_type),
-            ),
-            adds_up=self._reduction == "sum",
-            is_uneven=is_uneven,
-            with_hooks=False,  # they run once, on the batch's gradient
-            has_autocast=torch.is_autocast_enabled(device_type),
-            scale=scale,
+        ways = ways_to_cut(
+            window.batch,
+            num_parts=len(sizes),
+            sizes=sizes,
+            split_fn=self._split_fn,
+            is_first=watch.is_new and not is_again,
+            is_tight=window.forced is not None,
+            has_branches=watch.has_branches,
+            is_widened=torch.is_autocast_enabled(device_type),
         )
-        self.is_checking = True
-        try:
-            for attempt in examination.attempts():
-                autocast = (
-                    torch.autocast(device_type, enabled=False)
-                    if attempt.in_full_precision
-                    else contextlib.nullcontext()
-                )
-                with attempt as micro, autocast:
-                    attempt.backward(self._evaluate(micro, loss_fn)[0])
-        finally:
-            self.is_checking = False
-        verdict = examination.verdict
+        verdict = self._examine(ways, parameters, loss_fn, scale, is_uneven=is_uneven)
         if self._reduction == "sum" and verdict.loss == "weights" and not window.forced:
             raise ConfigError(
                 f"{CALL}(reduction='sum')",
@@ -325,6 +305,50 @@ class SplitLoss(Uncopied):
                 fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
             )
         return watch.settle(verdict, window, is_last=is_last)
+
+    def _prove_blocks(
+        self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn, scale: float | torch.Tensor
+    ) -> None:
+        """Look at a few rows, with blocks that run once and with blocks that run again."""
+        assert self._remedies is not None  # noqa: S101 - they took it
+        sizes = window.all_sizes
+        ways = ways_to_cut(window.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
+        ways = [once(each) for each in ways]
+        verdict = self._examine(ways, parameters, loss_fn, scale, around_whole=self._remedies.suspended)
+        self._remedies.settle(is_equal=verdict.exact is True)
+
+    def _examine(
+        self,
+        ways: Sequence[Way],
+        parameters: list[nn.Parameter],
+        loss_fn: LossFn,
+        scale: float | torch.Tensor,
+        *,
+        is_uneven: bool = False,
+        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> SplitVerdict:
+        device_type = parameters[0].device.type
+        examination = Examination(
+            self._own,
+            parameters,
+            [loss_fn],
+            ways,
+            adds_up=self._reduction == "sum",
+            is_uneven=is_uneven,
+            with_hooks=False,  # they run once, on the batch's gradient
+            has_autocast=torch.is_autocast_enabled(device_type),
+            scale=scale,
+            around_whole=around_whole,
+        )
+        self.is_checking = True
+        try:
+            for attempt in examination.attempts():
+                is_off = torch.autocast(device_type, enabled=False)
+                with attempt as micro, is_off if attempt.in_full_precision else contextlib.nullcontext():
+                    attempt.backward(self._evaluate(micro, loss_fn)[0])
+        finally:
+            self.is_checking = False
+        return examination.verdict
 
 
 class _Total:

@@ -132,6 +132,16 @@ def ways_to_cut(
     return [*ways, few, two, fewer, two_rows, two_rows]
 
 
+def once(way: Way) -> Way:
+    """The rows of a way, in one piece."""
+
+    def make() -> Parts | None:
+        parts = way.make()
+        return parts and replace(parts, parts=((parts.whole, parts.size),))
+
+    return replace(way, make=make, is_real=False, is_sorted=False, is_further=False)
+
+
 def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
     size = count_elements(batch)
     parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)

@@ -67,6 +67,7 @@ class TreatedForward:
         self._forward = block.__dict__.get("forward")  # somebody may have put one on the instance already
         self._watch = StateWatch(block)
         self._elsewhere = elsewhere
+        self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, treated where gradients are wanted.
@@ -75,7 +76,7 @@ class TreatedForward:
             StateError: The block would run again in backward, and has changed its input in place.
         """
         forward = self._forward or type(self._block).forward.__get__(self._block)
-        if not torch.is_grad_enabled():
+        if self.is_suspended or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.treatment == "offload":
             if torch.compiler.is_compiling():  # a graph has no hooks inside: the block runs between graphs, as written

@@ -49,7 +49,7 @@ from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import Probe, SplitWatch
-from memkit.train.split_ways import ways_to_cut
+from memkit.train.split_ways import Way, once, ways_to_cut
 from memkit.train.window import Attempt, Window, refuse_unstepped
 
 _VERSION = 1
@@ -162,7 +162,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             if recovers:
                 is_sharded = self._accumulator.shards is not None
                 self._remedies = make_remedies(
-                    model, call=CALL, is_sharded=is_sharded, checkpoint=checkpoint, offload=offload
+                    model,
+                    call=CALL,
+                    may_look=probe is not False,
+                    is_sharded=is_sharded,
+                    checkpoint=checkpoint,
+                    offload=offload,
                 )
                 cleanup.callback(self._remedies.close)
             is_alone = self._accumulator.num_ranks == 1 or not exchanges_statistics(model)
@@ -393,6 +398,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             if is_looked_at:
                 is_looked_at = yield from self._check_split(window, loss_fn)
             while (attempt := window.next_attempt()) is not None:
+                if self._remedies is not None and self._remedies.is_unproven:
+                    yield from self._prove_blocks(window, loss_fn)
                 if window.is_cut_anew:
                     is_looked_at = yield from self._check_split(window, loss_fn)
                     if window.stays_whole:
@@ -439,33 +446,55 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             reason = "the parameters are sharded over ranks"
             verdict = SplitVerdict(None, modules=scan_modules(self.model), reason=reason)
             return watch.settle(verdict, window, is_last=is_last)
+        ways = ways_to_cut(
+            window.batch,
+            num_parts=len(sizes),
+            sizes=sizes,
+            split_fn=self._split_fn,
+            is_first=watch.is_new and not is_again,
+            is_tight=window.forced is not None or self._foresight.is_on,
+            has_branches=watch.has_branches,
+            may_run_out=loss_fn is not None,
+            is_widened=self._precision.is_mixed,
+        )
+        verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)
+        try:
+            return watch.settle(verdict, window, is_last=is_last)
+        except ConfigError:
+            self._accumulator.give_up()  # else the other ranks would wait at their step
+            raise
+
+    def _prove_blocks(self, window: Window, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
+        """Yield attempts at a few rows, with blocks that run once and with blocks that run again."""
+        sizes, remedies = window.all_sizes, self._remedies
+        assert remedies is not None  # noqa: S101 - they took it
+        ways = ways_to_cut(window.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
+        verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
+        remedies.settle(is_equal=verdict.exact is True)
+
+    def _examine(
+        self,
+        ways: Sequence[Way],
+        loss_fn: LossFn | None,
+        *,
+        is_uneven: bool = False,
+        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> Generator[CheckAttempt, None, SplitVerdict]:
         examination = Examination(
             self.model,
             list_parameters(self._optimizers),
             [] if loss_fn is None else [loss_fn],
-            ways_to_cut(
-                window.batch,
-                num_parts=len(sizes),
-                sizes=sizes,
-                split_fn=self._split_fn,
-                is_first=watch.is_new and not is_again,
-                is_tight=window.forced is not None or self._foresight.is_on,
-                has_branches=watch.has_branches,
-                may_run_out=loss_fn is not None,
-                is_widened=self._precision.is_mixed,
-            ),
+            ways,
             is_uneven=is_uneven,
             has_autocast=self._precision.is_mixed,
             scale=self._precision.scaler.get_scale() if self._precision.scaler else 1.0,
+            around_whole=around_whole,
         )
         try:
             for attempt in examination.attempts():
                 self._attempt = attempt
                 yield attempt
-            return watch.settle(examination.verdict, window, is_last=is_last)
-        except ConfigError:
-            self._accumulator.give_up()  # else the other ranks would wait at their step
-            raise
+            return examination.verdict
         finally:
             self._attempt = None
 
@@ -508,5 +537,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         if count is None:
             count = size
             self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
+        elif size == batch_size and loss.reduction == "mean":
+            # The batch is whole: hooks in its graph see the gradient that they see without memkit. The count is read
+            # in any case.
+            count = float(count)
+            self._accumulator.expect(count)
         self._accumulator.backward(loss.value, count, reduction=loss.reduction, all_or_nothing=all_or_nothing)
         return loss.detached(count)

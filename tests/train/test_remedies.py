@@ -1,5 +1,6 @@
 """After an out-of-memory what keeps the result comes first; what would change it, only where the user has said so."""
 
+import copy
 import json
 import os
 import subprocess
@@ -194,6 +195,78 @@ def test_blocks_that_cannot_run_again_are_let_be(plain):
     model, result, blocks, _ = step(Fails(most=4), model)
     assert (result.sizes, result.num_ooms, blocks) == ((4, 4), 2, ())
     same(model, plain, rtol=1e-12, atol=1e-14)
+
+
+class Counted(Block):
+    """Warms up: each forward counts, and the gradient depends on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_calls, self.seen = 0, []
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.seen.append(float(x.detach().mean()))
+        return super().forward(x) * (1 + 0.1 * self.num_calls + 0.1 * len(self.seen))
+
+
+def counted():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Counted(), Counted(), nn.Linear(8, 1)).double()
+
+
+class FailsOnce:
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, model, x):
+        self.num_calls += 1
+        loss = loss_fn(model, x)
+        if self.num_calls == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+
+def test_what_a_failed_forward_has_changed_in_attributes_is_put_back():
+    """The retry starts where the failed one began, and blocks that run again in backward do not count that."""
+    model, result, blocks, _ = step(FailsOnce(), counted())
+    twin = counted()
+    loss_fn(twin, X.double()).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert (result.sizes, blocks) == ((8,), ("1", "2"))
+    assert model[1].num_calls == twin[1].num_calls == 1
+    assert len(model[1].seen) == 1
+    same(model, twin, rtol=0, atol=0)
+
+
+def test_a_frozen_teacher_that_a_forward_moves_is_put_back():
+    class Teacher(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    teacher = Teacher(8, 1).double().requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8), teacher).double()
+    weight = teacher.weight.clone()
+    step(FailsOnce(), model, batch=X[:, 0])
+    torch.testing.assert_close(teacher.weight, weight * 0.5, rtol=0, atol=0)
+
+
+def test_hooks_see_the_gradient_of_a_whole_batch_as_they_do_without_memkit():
+    seen = []
+
+    def loss_fn(model, x):
+        hidden = model[0](x)
+        hidden.register_hook(lambda gradient: seen.append(gradient.clone()))
+        return mk.Loss(mean=model[1](hidden).pow(2).mean(), count=torch.tensor(240))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)).double()
+    twin = copy.deepcopy(model)
+    step(loss_fn, model)
+    loss_fn(twin, X.double()).mean.backward()
+    torch.testing.assert_close(*seen, rtol=0, atol=0)
 
 
 def test_what_the_user_has_chosen_stays(plain):

@@ -303,7 +303,7 @@ def test_another_repetition_is_refused():
         calls = 0
 
         def forward(self, x):
-            self.calls += 1
+            type(self).calls += 1  # no attribute of the module, which would be as in the first run
             x = super().forward(x).tanh()
             return (torch.addmm(self.bias, x, self.weight) if self.calls > 1 else x @ self.weight).tanh()
 

@@ -95,6 +95,22 @@ def test_a_fault_anywhere_changes_nothing_but_the_sizes(model_name, optimizer_na
     assert len(references) > 1 or model_name == "transformer"  # some changed the sizes; blocks ran again instead
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@pytest.mark.parametrize("model_name", MODELS)
+def test_a_fault_at_every_operator(model_name, optimizer_name):
+    """Of all three steps: forward, backward, clipping, the optimizer, and the bookkeeping between."""
+    references = {}
+    num_operators = recovered(model_name, optimizer_name)[2].num_operators
+    for place in range(1, num_operators + 1):
+        state, sizes, fault, _ = recovered(model_name, optimizer_name, place)
+        assert fault.num_failures == 1
+        if str(sizes) not in references:
+            references[str(sizes)] = undisturbed(model_name, optimizer_name, sizes)
+        torch.testing.assert_close(state, references[str(sizes)], rtol=0, atol=0, msg=f"fault at operator {place}")
+    assert num_operators > 200
+
+
 @pytest.mark.parametrize("model_name", MODELS)
 def test_two_faults_in_one_run(model_name):
     num_operators = recovered(model_name, "adamw")[2].num_operators
