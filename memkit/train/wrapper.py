@@ -537,10 +537,14 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         if count is None:
             count = size
             self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
-        elif size == batch_size and loss.reduction == "mean":
-            # The batch is whole: hooks in its graph see the gradient that they see without memkit. The count is read
-            # in any case.
+        elif size == batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
+            # The batch is whole: hooks in its graph see the gradient that they see without memkit. No count is read
+            # here that would not be read anyway.
             count = float(count)
             self._accumulator.expect(count)
         self._accumulator.backward(loss.value, count, reduction=loss.reduction, all_or_nothing=all_or_nothing)
         return loss.detached(count)
+
+
+def _is_on_accelerator(count: float | torch.Tensor) -> bool:
+    return isinstance(count, torch.Tensor) and count.device.type != "cpu"
