@@ -236,7 +236,10 @@ class Rollback:
             self.restore()
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back; in place, and again from the start where memory runs out on the way."""
+        insist(self._restore, "undoing a failed attempt")
+
+    def _restore(self) -> None:
         self._buffers.restore()
         for module, is_training in self._modes:
             if module.training != is_training:

@@ -61,6 +61,11 @@ class SplitWatch:
         """Whether batches are checked at all."""
         return self._probe is not False
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the step is simulated, which has no gradients to compare."""
+        return any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
+
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
     ) -> bool:
@@ -73,8 +78,8 @@ class SplitWatch:
             is_uneven: Whether losses were visibly divided by something that the parts' weights do not follow.
             is_again: Whether it was asked before for this batch.
         """
-        if not self.is_on or any(isinstance(each, FakeTensor) for each in self._modules[0].parameters()):
-            return False  # a simulated step has no gradients to compare
+        if not self.is_on or self.is_simulated:
+            return False
         self._num_split += not is_again
         modes = tuple([module.training for module in self._modules])
         self._key = (_identity(loss_fn), modes, _structure(batch), len(set(sizes)) > 1, is_uneven)

