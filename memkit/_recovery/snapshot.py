@@ -30,7 +30,7 @@ _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they e
 
 
 class StateWatch:
-    """Knows what a forward may change: buffers, modes, and generators that modules hold.
+    """Knows what a forward may change: buffers, attributes, modes, and generators that modules hold.
 
     Large buffers that a forward leaves alone are not copied: a BatchNorm's statistics and a spectral norm's vectors
     change, a large mask or table of positions does not.
@@ -203,7 +203,10 @@ class AttributeStates:
 
 
 class Rollback:
-    """All that a forward may change, at one instant: random state, buffers, modes.
+    """All that a forward may change, at one instant: random state, buffers, attributes, modes.
+
+    Memory cost: a copy of the buffers, except large ones that were left alone before. As long as forwards are not known
+    to leave attributes and frozen parameters alone, a copy of those tensors among them that have at most 1 MiB.
 
     Args:
         watch: The watch of the model.

@@ -54,7 +54,8 @@ class SplitLoss(Uncopied):
     Forward and backward of the batch run here, in micro-batches; what is returned is the batch's loss with its gradient
     ready. ``loss.backward()`` only hands the gradient over, through the parameters' own graph nodes: accumulation, loss
     scaling, hooks and DistributedDataParallel see one usual backward. When a micro-batch runs out of memory it is
-    rolled back (gradients, buffers, random state), cut, and run again.
+    rolled back (gradients, buffers, attributes, random state) and runs again, with blocks that run again in backward,
+    or cut where that keeps the gradient.
 
     Where you own the step, use `MemoryEfficientTrainingWrapper`; this is for trainers that own it.
 
@@ -146,7 +147,7 @@ class SplitLoss(Uncopied):
             0-dim loss of the batch; without gradients (``torch.no_grad()``) the plain loss of the whole batch, in one.
 
         Raises:
-            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             ConfigError: The scale is no factor; or, from the probe: the loss compares rows with each other, parts would
                 train something else.
             InputError: The loss is not a scalar with a graph, or trains a parameter that is not the model's, a tensor

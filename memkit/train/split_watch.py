@@ -205,6 +205,7 @@ class SplitWatch:
             )
             self._say(text, text)
         self._known.add(self._key)
+        self._verdicts.setdefault(self._key, verdict)  # also where memory kept it from being checked: nothing is proven
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"

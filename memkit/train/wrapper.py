@@ -62,11 +62,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     """Makes the step of a loop that you own fit, with the gradient of the whole batch.
 
     A batch is split into micro-batches whose gradients add up exactly. When one runs out of memory it is rolled back
-    (gradients, buffers, random state), cut, and run again inside the same step: the effective batch, its weighting and
-    the number of steps stay. The size that fits is remembered per input shape, and grows back after clean steps.
+    (gradients, buffers, attributes, random state) and runs again inside the same step, with blocks that run again in
+    backward, or cut where that keeps the gradient (see ``on_oom``): the effective batch, its weighting and the number
+    of steps stay. The size that fits is remembered per input shape, and grows back after clean steps.
 
     Memory cost: a copy of the model's buffers (not of large ones that stay as they are); while a micro-batch size is
-    unproven, one more set of gradients. Time cost: see ``docs/wrapper.md``.
+    unproven, one more set of gradients, and copies of small frozen parameters and of small tensors in attributes.
+    Time cost: see ``docs/wrapper.md``.
 
     Args:
         model: Any module, also compiled, wrapped by DistributedDataParallel, or sharded by ``fully_shard``.
@@ -207,7 +209,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             What the step did. Nothing in it has waited for the device.
 
         Raises:
-            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
+            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             InputTypeError: ``loss_fn`` is no function.
             StateError: `close` was called.
         """
@@ -240,7 +242,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """Yield attempts at the micro-batches of a batch, for a loop that is kept.
 
         ``for attempt in trainer.microbatches(batch): with attempt as micro: ...``. After an out-of-memory the block
-        runs again with smaller parts. Local variables of your loop stay alive in the meantime; keep big ones inside
+        runs again (see ``on_oom``). Local variables of your loop stay alive in the meantime; keep big ones inside
         functions. Call `step` after the loop. Where the split is checked (see ``probe``), the block also runs on a few
         rows whose results are dropped: ``attempt.is_check`` tells.
 

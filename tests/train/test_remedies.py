@@ -166,6 +166,20 @@ def test_where_memory_allows_no_look_a_split_is_not_proven():
     assert any("could not check that splitting" in each for each in told)
 
 
+def test_what_could_not_be_checked_before_is_not_proven_when_memory_forces_a_split():
+    """Rows one by one, as the user wants them; no look at two fits, which is told. Then two come at a time."""
+    model = nn.Linear(8, 1).double()
+    fails, rows = Fails(most=1), X[:, 0].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=8) as trainer:
+        with pytest.warns(mk.MemkitWarning, match="could not check that splitting"):
+            trainer.train_step(rows, fails)
+        for _ in range(2):
+            assert trainer.train_step(rows, fails).sizes == (1,) * 8
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="could not be checked"):
+            trainer.train_step(torch.cat([rows, rows]), fails)
+
+
 def test_a_look_that_memory_did_not_allow_comes_again_in_a_loop_that_is_kept():
     model = make()
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
