@@ -156,7 +156,7 @@ def train(kind: str, dropout: float, places: Sequence[Place] = ()) -> tuple[list
                     with faults.at("backward"):
                         trainer.backward(loss)
                 faults.step = step
-            sizes.append(trainer._window.sizes)  # noqa: SLF001 - train_step returns them, but has no phases
+            sizes.append(trainer._batch_run.sizes)  # noqa: SLF001 - train_step returns them, but has no phases
             with faults.at("clipping"):
                 trainer.step()
             faults.step = step + 1
@@ -172,9 +172,10 @@ def train_without_fault(kind: str, dropout: float, sizes: list[Any]) -> list[tor
     with GradientAccumulator(optimizer, max_grad_norm=0.5, model=model) as accumulator:
         for step, (batch, parts) in enumerate(zip(batches(kind), sizes, strict=True)):
             accumulator.expect(len(batch[0]))
+            accumulator.steps = len(parts)
             for micro in zip(*(tensor.split(parts) for tensor in batch), strict=True):
                 accumulator.backward(loss_of(kind, model, step, micro), count=len(micro[0]))
-            accumulator.finish()
+                accumulator.step()
         accumulator.flush()
     return local_parameters(model)
 

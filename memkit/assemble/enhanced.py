@@ -14,6 +14,7 @@ from torch import nn
 
 from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
+from memkit._recovery.sizes import SizeMemory
 from memkit._settings import Checker
 from memkit._units import parse_bytes
 from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, images_and_condition, stateful_parts
@@ -23,7 +24,6 @@ from memkit.train.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, Sta
 from memkit.train.models import device_of, eval_mode
 from memkit.train.order import repeat_epoch
 from memkit.train.reducers import Reducer
-from memkit.train.sizes import SizeMemory
 from memkit.train.stopping import StopSignal
 from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, validate
 

@@ -222,18 +222,6 @@ def refuse(name: str, value: object, expected: str, *, call: str = "GradientAccu
     raise ConfigError(f"{call}({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")
 
 
-def check_group(optimizers: Sequence[Optimizer], *, is_torn: bool) -> None:
-    """Check that a group does not hold half of a backward, and that backward does not step its optimisers."""
-    check_steps_later(optimizers)
-    if is_torn:
-        raise StateError(
-            "GradientAccumulator",
-            got="a group that holds half of a backward: an error stopped it in the middle",
-            expected="whole gradients",
-            fix="call accumulator.discard() and run the group's micro-batches again.",
-        )
-
-
 def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) -> None:
     """Check that a state is an accumulator's over so many parameters."""
     gradients = state["gradients"] if state.get("version") == version else []

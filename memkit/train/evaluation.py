@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt
-from memkit.train.sizes import SizeMemory
+from memkit._recovery.sizes import SizeMemory
 from memkit.train.split import count_rows, shape_key, split_batch
 
 

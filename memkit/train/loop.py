@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, final
 
 from memkit._errors import ConfigError, InputError, warn_user
 from memkit._settings import Checker
+from memkit.train.drive import LossFn
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.position import Position
@@ -19,7 +20,7 @@ from memkit.train.settings import StepResult
 from memkit.train.stopping import StopSignal
 from memkit.train.timeline import Timeline, memory_figures, memory_line
 from memkit.train.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
-from memkit.train.wrapper import LossFn, MemoryEfficientTrainingWrapper
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _LOGGER = logging.getLogger("memkit")
 _END = object()
@@ -147,7 +148,8 @@ class MemoryEfficientTrainLoop:
                 expected="something to validate on",
                 fix="pass val_loader=...",
             )
-        num_ranks = trainer._accumulator.num_ranks  # noqa: SLF001 - of the same room
+        ranks = trainer._sum.ranks  # noqa: SLF001 - of the same room
+        num_ranks = 1 if ranks is None else ranks.num_ranks
         if monitor is not None and num_ranks > 1:
             warn_user(
                 f"{_CALL}(monitor=...) on {num_ranks} ranks: each judges by its own validation, so one may stop, or "

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from memkit._errors import ConfigError, warn_user
-from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.models import device_of
 from memkit.train.offload import make_offload, offload_activations
@@ -34,8 +34,6 @@ class Remedies:
         has: What is on already, or cannot be.
     """
 
-    failures = (ChangedInputError, CheckpointError)  # by blocks that cannot run again
-
     def __init__(self, model: nn.Module, *, call: str, has: Collection[Name] = ()) -> None:
         self._model, self._call = model, call
         self._can: list[Name] = [each for each in ("recompute", "offload") if each not in has]
@@ -45,6 +43,11 @@ class Remedies:
         self._told: set[str] = set()
         self._is_last = self._is_proven = False
         self._message = "", ""
+
+    @property
+    def failures(self) -> Kinds:
+        """Errors of blocks that cannot run again, where some do."""
+        return (ChangedInputError, CheckpointError) if self._checkpointing is not None else ()
 
     @property
     def recomputed(self) -> tuple[str, ...]:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from memkit._captured import named_tensors
-from memkit._errors import ConfigError, InputError
+from memkit._errors import InputError
 from memkit._loss import Loss, detached, read_loss
 from memkit._protocols import Uncopied
 from memkit._recovery.attempt import insist
-from memkit._recovery.snapshot import StateWatch
+from memkit._recovery.batch import Attempt
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
-from memkit.train.checks import (
-    check_callable,
-    check_choice,
-    check_loss,
-    check_steps,
-    read_count,
-    refuse,
-)
-from memkit.train.divisors import DivisorWatch, Note, divisors
-from memkit.train.models import may_recover_alone
+from memkit.train.checks import check_callable, check_choice, check_loss, check_steps, read_count, refuse
+from memkit.train.divisors import divisors
+from memkit.train.drive import Computation, Driver, LossFn
+from memkit.train.models import device_of, may_recover_alone
 from memkit.train.remedies import make_remedies
-from memkit.train.sizes import SizeMemory
 from memkit.train.split import SplitFn, list_tensors
-from memkit.train.split_check import Examination, SplitVerdict
+from memkit.train.split_check import CheckAttempt
 from memkit.train.split_loss_checks import (
     CALL,
     CALL_LOSS,
@@ -42,10 +35,6 @@ from memkit.train.split_loss_checks import (
     warn_of_float16,
 )
 from memkit.train.split_watch import Probe, SplitWatch
-from memkit.train.split_ways import Way, once, ways_to_cut
-from memkit.train.window import Window
-
-LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
 class SplitLoss(Uncopied):
@@ -120,11 +109,25 @@ class SplitLoss(Uncopied):
         self._remedies = make_remedies(self._own, call=CALL, may_look=probe is not False) if recovers else None
         self._num_microbatches, self._reduction = num_microbatches, reduction
         self._split_fn = split_fn
-        self._split_watch, self._divisors = (
-            SplitWatch(self._own, probe, call=CALL, may_change=on_oom == "inexact"),
-            DivisorWatch(),
+        self._split_watch = SplitWatch(
+            self._own, probe, call=CALL, may_change=on_oom == "inexact", adds_up=reduction == "sum"
         )
-        self._watch, self._memory = StateWatch(self._own), SizeMemory()
+        self._scale: float | torch.Tensor = 1.0
+        computation = Computation(
+            parameters=lambda: list_trained(self._own),
+            is_mixed=lambda: torch.is_autocast_enabled(self._device_type),
+            scale=lambda: self._scale,
+            adds_up=reduction == "sum",
+            with_hooks=False,  # they run once, on the batch's gradient
+        )
+        self._driver = Driver(
+            self._own,
+            computation,
+            split_watch=self._split_watch,
+            remedies=self._remedies,
+            split_fn=split_fn,
+            call=CALL,
+        )
         self.sizes: tuple[int, ...] = ()
         self.outputs: tuple[Any, ...] = ()
         self.num_ooms = 0
@@ -157,8 +160,8 @@ class SplitLoss(Uncopied):
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
         check_callable("loss_fn", loss_fn, call=f"{CALL}(model)")
-        self._is_scaled, scale = scale is not None, 1.0 if scale is None else scale
-        if not isinstance(scale, torch.Tensor) and not scale > 0:
+        self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
+        if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
             refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
@@ -168,75 +171,56 @@ class SplitLoss(Uncopied):
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
         for replica in self._replicas:
             replica._pre_forward(None)  # type: ignore[no-untyped-call]  # noqa: SLF001
-        total = self._run(batch, loss_fn, scale)
-        loss = insist(functools.partial(total.as_loss, scale), "handing a loss over")
+        total = self._run(batch, loss_fn)
+        loss = insist(functools.partial(total.as_loss, self._scale), "handing a loss over")
         for replica in self._replicas:
             loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]  # noqa: SLF001
         return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is known of sizes that fit."""
-        return self._memory.state_dict()
+        return self._driver.sizes.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`."""
-        self._memory.load_state_dict(state)
+        self._driver.sizes.load_state_dict(state)
 
-    def _run(self, batch: Any, loss_fn: LossFn, scale: float | torch.Tensor) -> _Total:
+    @property
+    def _device_type(self) -> str:
+        return device_of(self._own).type
+
+    def _run(self, batch: Any, loss_fn: LossFn) -> _Total:
         total = _Total(list_trained(self._own))
         self.outputs = ()  # before this batch's peak
         # Whose gradient would be lost; asked before a loss function can make leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
         is_checked = False  # once for each batch: the loss function may be another than before, or what it trains
-        window = Window(
-            batch,
-            self._num_microbatches,
-            accumulator=total,
-            watch=self._watch,
-            sizes=self._memory,
-            remedies=self._remedies,
-            split_fn=self._split_fn,
-            call=CALL,
-        )
-        is_looked_at = window.was_cut
-        if is_looked_at:
-            is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
-        while (attempt := window.next_attempt()) is not None:
-            if self._remedies is not None and self._remedies.is_unproven:
-                self._prove_blocks(window, total.parameters, loss_fn, scale)
-            if window.is_cut_anew:
-                is_looked_at = self._check_split(window, total.parameters, loss_fn, scale)
-                if window.stays_whole:
-                    continue  # it stays whole, by another remedy
-                window.go_on_smaller()
-            with attempt as micro:
-                share = attempt.size / max(1, attempt.batch_size)
-                attempt.loss, attempt.note = self._add(
-                    total, micro, loss_fn, scale, share, leaves=None if is_checked else leaves
-                )
-                attempt.is_added = is_checked = True
-            window.settle(attempt)
-        self.sizes, self.outputs = window.sizes, tuple(loss.outputs for loss in window.losses())
-        self.num_ooms += window.num_ooms
-        is_uneven = self._split_watch.is_on and self._reduction == "mean" and self._divisors.is_uneven(window.notes())
-        self._split_watch.report_deferred()
-        if window.was_cut and (is_uneven or not is_looked_at):
-            self._check_split(
-                window, total.parameters, loss_fn, scale, is_uneven=is_uneven, is_again=is_looked_at, is_last=True
-            )
+        run = self._driver.open(batch, self._num_microbatches, total)
+        try:
+            for attempt in self._driver.attempts(run, loss_fn):
+                if isinstance(attempt, CheckAttempt):
+                    self._look(attempt, loss_fn)
+                    continue
+                with attempt as micro:
+                    self._add(total, attempt, micro, loss_fn, leaves=None if is_checked else leaves)
+                    attempt.is_added = is_checked = True
+        finally:
+            self.is_checking, self._driver.current = False, None
+        self.sizes, self.outputs = run.sizes, tuple(loss.outputs for loss in run.losses())
+        self.num_ooms += run.num_ooms
         return total
 
+    def _look(self, attempt: CheckAttempt, loss_fn: LossFn) -> None:
+        is_off = torch.autocast(self._device_type, enabled=False)
+        self.is_checking = True
+        with attempt as micro, is_off if attempt.in_full_precision else contextlib.nullcontext():
+            attempt.backward(self._evaluate(micro, loss_fn)[0])
+        self.is_checking = False
+
     def _add(
-        self,
-        total: _Total,
-        micro: Any,
-        loss_fn: LossFn,
-        scale: float | torch.Tensor,
-        share: float,
-        *,
-        leaves: dict[int, str] | None,
-    ) -> tuple[Loss, Note]:
+        self, total: _Total, attempt: Attempt, micro: Any, loss_fn: LossFn, *, leaves: dict[int, str] | None
+    ) -> None:
         # A function of its own: when it fails, its frame takes every tensor with it.
         loss, count = self._evaluate(micro, loss_fn)
         check_loss(loss.value, call=CALL_LOSS)
@@ -253,9 +237,11 @@ class SplitLoss(Uncopied):
                 expected="the weight of the part, which its rows do not tell",
                 fix="return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
-        note = (share if count is None else count), divisors(loss.value) if self._split_watch.is_on else ()
-        total.add(loss, share if self._reduction == "mean" else 1.0, count, scale)
-        return loss.detached(note[0]), note
+        share = attempt.size / max(1, attempt.batch_size)
+        if self._split_watch.is_on:
+            attempt.terms = divisors(loss.value)
+        total.add(loss, share if self._reduction == "mean" else 1.0, count, self._scale)
+        attempt.loss = loss.detached(share if count is None else count)
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> tuple[Loss, float | None]:
         result = loss_fn(self._own, micro)
@@ -270,89 +256,6 @@ class SplitLoss(Uncopied):
         if loss.count is None:
             return loss, None
         return loss, float(read_count(loss.count, stay_on_device=False, call=f"count of {CALL}"))
-
-    def _check_split(
-        self,
-        window: Window,
-        parameters: list[nn.Parameter],
-        loss_fn: LossFn,
-        scale: float | torch.Tensor,
-        *,
-        is_uneven: bool = False,
-        is_again: bool = False,
-        is_last: bool = False,
-    ) -> bool:
-        """Look at a few rows; False where memory did not suffice for that."""
-        watch, sizes, device_type = self._split_watch, window.all_sizes, parameters[0].device.type
-        if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
-            watch.settle_known(window)
-            return True
-        ways = ways_to_cut(
-            window.batch,
-            num_parts=len(sizes),
-            sizes=sizes,
-            split_fn=self._split_fn,
-            is_first=watch.is_new and not is_again,
-            is_tight=window.forced is not None,
-            has_branches=watch.has_branches,
-            is_widened=torch.is_autocast_enabled(device_type),
-        )
-        verdict = self._examine(ways, parameters, loss_fn, scale, is_uneven=is_uneven)
-        if self._reduction == "sum" and verdict.loss == "weights" and not window.forced:
-            raise ConfigError(
-                f"{CALL}(reduction='sum')",
-                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
-                expected="a sum over rows, divided by what does not depend on the part",
-                fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
-            )
-        return watch.settle(verdict, window, is_last=is_last)
-
-    def _prove_blocks(
-        self, window: Window, parameters: list[nn.Parameter], loss_fn: LossFn, scale: float | torch.Tensor
-    ) -> None:
-        """Look at a few rows, with blocks that run once and with blocks that run again."""
-        assert self._remedies is not None  # noqa: S101 - they took it
-        if self._split_watch.is_simulated:
-            self._remedies.settle(is_equal=True)
-            return
-        sizes = window.all_sizes
-        ways = ways_to_cut(window.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
-        ways = [once(each) for each in ways]
-        verdict = self._examine(ways, parameters, loss_fn, scale, around_whole=self._remedies.suspended)
-        self._remedies.settle(is_equal=verdict.exact is True)
-
-    def _examine(
-        self,
-        ways: Sequence[Way],
-        parameters: list[nn.Parameter],
-        loss_fn: LossFn,
-        scale: float | torch.Tensor,
-        *,
-        is_uneven: bool = False,
-        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
-    ) -> SplitVerdict:
-        device_type = parameters[0].device.type
-        examination = Examination(
-            self._own,
-            parameters,
-            [loss_fn],
-            ways,
-            adds_up=self._reduction == "sum",
-            is_uneven=is_uneven,
-            with_hooks=False,  # they run once, on the batch's gradient
-            has_autocast=torch.is_autocast_enabled(device_type),
-            scale=scale,
-            around_whole=around_whole,
-        )
-        self.is_checking = True
-        try:
-            for attempt in examination.attempts():
-                is_off = torch.autocast(device_type, enabled=False)
-                with attempt as micro, is_off if attempt.in_full_precision else contextlib.nullcontext():
-                    attempt.backward(self._evaluate(micro, loss_fn)[0])
-        finally:
-            self.is_checking = False
-        return examination.verdict
 
 
 class _Total:

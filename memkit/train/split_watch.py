@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._recovery.attempt import Failed, OutOfMemory
+from memkit._recovery.batch import BatchRun, Forced
 from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict, take_workspace
-from memkit.train.window import Forced, Window
 
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
@@ -35,13 +35,16 @@ class SplitWatch:
         probe: Whether to check; ``"require"`` refuses where that was not possible.
         call: The user's call, for messages.
         may_change: Whether a batch that memory forces apart may get another gradient, with a warning.
+        adds_up: Losses of parts are added up, where they do not say what they weigh.
 
     Attributes:
         has_branches: Whether Python was seen to branch on values of tensors.
     """
 
-    def __init__(self, model: nn.Module, probe: Probe, *, call: str, may_change: bool = False) -> None:
-        self._modules, self._may_change = list(model.modules()), may_change
+    def __init__(
+        self, model: nn.Module, probe: Probe, *, call: str, may_change: bool = False, adds_up: bool = False
+    ) -> None:
+        self._modules, self._may_change, self._adds_up = list(model.modules()), may_change, adds_up
         self._verdicts: dict[object, SplitVerdict] = {}
         self._probe, self._call = probe, call
         self._known: set[object] = set()
@@ -98,38 +101,45 @@ class SplitWatch:
         if deferred is not None:
             self.report(deferred)
 
-    def settle(self, verdict: SplitVerdict, window: Window, *, is_last: bool) -> bool:
+    def settle(self, verdict: SplitVerdict, run: BatchRun, *, is_last: bool) -> bool:
         """Act on what came out: keep a batch whole that memory forces apart, if it must be and can be; else say it.
 
         Args:
             verdict: What came out.
-            window: The batch.
+            run: The batch.
             is_last: Whether the parts have run, so that there is no later look.
 
         Returns:
             False where memory did not suffice for a look: there is to be another one when the parts have run.
         """
-        is_open = verdict.is_out_of_memory and window.forced is not None and not is_last
+        if self._adds_up and verdict.loss == "weights" and not run.forced:
+            raise ConfigError(
+                f"{self._call}(reduction='sum')",
+                got=f"losses of parts that do not add up to the batch's (the gradient is off by {verdict.error:.2g})",
+                expected="a sum over rows, divided by what does not depend on the part",
+                fix="return mk.Loss(mean=loss, count=n) where it is a mean over n items.",
+            )
+        is_open = verdict.is_out_of_memory and run.forced is not None and not is_last
         if not verdict.is_out_of_memory:
             self._verdicts[self._key] = verdict
-        if window.is_cut_anew and not verdict.exact and window.undo_cut():
+        if run.is_cut_anew and not verdict.exact and run.undo_cut():
             return not is_open
         if not is_open:
-            is_early = not is_last and not window.num_ooms
-            self.report(verdict, num_ooms=window.num_ooms, is_early=is_early, forced=window.forced)
+            is_early = not is_last and not run.num_ooms
+            self.report(verdict, num_ooms=run.num_ooms, is_early=is_early, forced=run.forced)
         return not is_open
 
-    def settle_known(self, window: Window) -> None:
+    def settle_known(self, run: BatchRun) -> None:
         """The same where no look is due: such a batch was looked at before.
 
         Raises:
             MemkitOutOfMemoryError: As `report`.
         """
         known = self._verdicts.get(self._key)
-        if known is None or known.exact or not window.forced or not self.is_on:
+        if known is None or known.exact or not run.forced or not self.is_on:
             return
-        if not (window.is_cut_anew and window.undo_cut()):
-            self._check_forced(known, window.forced.failure)
+        if not (run.is_cut_anew and run.undo_cut()):
+            self._check_forced(known, run.forced.failure)
 
     def _check_forced(self, verdict: SplitVerdict, failure: OutOfMemory | Failed | None) -> None:
         if verdict.exact or self._may_change:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,49 +13,42 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit import _device
-from memkit._errors import (
-    ConfigError,
-    FileFormatError,
-    InputError,
-    MemkitError,
-    MemkitOutOfMemoryError,
-    MemkitWarning,
-    StateError,
-)
+from memkit._errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
 from memkit._loss import Loss, read_loss
 from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._recovery.snapshot import Rollback, StateWatch
-from memkit.train.accumulate import GradientAccumulator
+from memkit._recovery.batch import Alone, Attempt, BatchRun
+from memkit._recovery.sizes import SizeMemory
+from memkit._recovery.snapshot import Rollback
 from memkit.train.checkpointing import Checkpointing, Choice
-from memkit.train.checks import check_callable, check_loss, check_open, check_owner, check_reduction, list_optimizers
-from memkit.train.divisors import DivisorWatch, Note, divisors
+from memkit.train.checks import (
+    check_callable,
+    check_loss,
+    check_open,
+    check_owner,
+    check_reduction,
+    list_optimizers,
+    read_count,
+)
+from memkit.train.divisors import divisors
+from memkit.train.drive import Computation, Driver, LossFn, telling_ranks
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
+from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
-from memkit.train.models import (
-    count_compilations,
-    device_of,
-    eval_mode,
-    exchanges_statistics,
-    has_lazy_parameters,
-)
+from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
 from memkit.train.remedies import Remedies, make_remedies
 from memkit.train.settings import CALL, StepResult, check_settings
-from memkit.train.sharded import choose_window
-from memkit.train.sizes import SizeMemory
+from memkit.train.sharded import choose_peers
 from memkit.train.split import SplitFn
-from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
+from memkit.train.split_check import CheckAttempt
 from memkit.train.split_watch import Probe, SplitWatch
-from memkit.train.split_ways import Way, once, ways_to_cut
-from memkit.train.window import Attempt, Window, refuse_unstepped
 
 _VERSION = 1
 Reduction = Literal["mean", "sum"]
 OnOom = Literal["exact", "inexact", "raise"]
-LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
 class MemoryEfficientTrainingWrapper(Uncopied, Closing):
@@ -132,12 +125,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._optimizers = list_optimizers(optimizer)
         check_owner(model, self._optimizers, call="MemoryEfficientTrainingWrapper")
         self._accumulation_steps = accumulation_steps
-        self._scheduler, self._average, self._split_fn = scheduler, average, split_fn
+        self._split_fn, self._scheduler, self._average = split_fn, scheduler, average
         self._split_watch = SplitWatch(model, probe, call=CALL, may_change=on_oom == "inexact")
-        self._divisors, self._was_uneven = DivisorWatch(), False
-        self._sizes, self._evaluation_sizes = SizeMemory(), SizeMemory()
-        self._window: Window | None = None
-        self._attempt: Attempt | CheckAttempt | None = None
+        self._evaluation_sizes = SizeMemory()
+        self._batch_run: BatchRun | None = None
         self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
             self._precision = Precision(model, precision, self._device)
@@ -147,22 +138,19 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
             sum_dtype = torch.float32 if self._precision.name == "bf16-true" else None
-            self._accumulator = GradientAccumulator(
+            self._sum = GradientSum(
                 optimizer,
                 max_grad_norm=max_grad_norm,
                 scaler=self._precision.scaler,
                 model=model,
-                accumulate_dtype=sum_dtype,
+                sum_dtype=sum_dtype,
                 guard_steps=on_oom != "raise" or "optimizer" in offload,
-                check_weights=False,  # the split check sees more
             )
-            cleanup.callback(self._accumulator.close)
-            recovers, self._make_window = choose_window(
-                model, self._accumulator, split_fn, cleanup, recovers=on_oom != "raise"
-            )
+            cleanup.callback(self._sum.close)
+            recovers, peers = choose_peers(model, self._sum, split_fn, cleanup, recovers=on_oom != "raise")
             self._remedies: Remedies | None = None
+            is_sharded = self._sum.shards is not None
             if recovers:
-                is_sharded = self._accumulator.shards is not None
                 self._remedies = make_remedies(
                     model,
                     call=CALL,
@@ -172,14 +160,34 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                     offload=offload,
                 )
                 cleanup.callback(self._remedies.close)
-            is_alone = self._accumulator.num_ranks == 1 or not exchanges_statistics(model)
-            foreseeable = split_fn is None and self._accumulator.shards is None and is_alone
+            is_alone = self._sum.ranks is None or not exchanges_statistics(model)
             self._foresight = Foresight(
-                memory, model, self._optimizers, self._device, sum_dtype=sum_dtype, foreseeable=foreseeable
+                memory,
+                model,
+                self._optimizers,
+                self._device,
+                sum_dtype=sum_dtype,
+                foreseeable=split_fn is None and not is_sharded and is_alone,
             )
-            self._watch = StateWatch(model)
+            scaler = self._precision.scaler
+            computation = Computation(
+                parameters=lambda: list_parameters(self._optimizers),
+                is_mixed=lambda: self._precision.is_mixed,
+                scale=(lambda: 1.0) if scaler is None else scaler.get_scale,
+                is_tight=self._foresight.is_on,
+                unchecked="the parameters are sharded over ranks" if is_sharded else "",
+            )
+            self._driver = Driver(
+                model,
+                computation,
+                split_watch=self._split_watch,
+                remedies=self._remedies,
+                split_fn=split_fn,
+                peers=peers,
+                watches_attributes=isinstance(peers, Alone),  # FSDP changes its own, and puts them back itself
+            )
             # When it is stepped, a batch is done, and not undone any more.
-            self._following: list[Callable[[], object]] = [functools.partial(setattr, self, "_window", None)]
+            self._following: list[Callable[[], object]] = [functools.partial(setattr, self, "_batch_run", None)]
             self._following += [] if scheduler is None else [scheduler.step]
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
@@ -188,7 +196,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     @property
     def num_steps(self) -> int:
         """Optimiser steps that really happened."""
-        return self._accumulator.num_steps
+        return self._sum.num_steps
 
     @property
     def checkpointed_blocks(self) -> tuple[str, ...]:
@@ -215,26 +223,27 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         check_open(self._is_closed, call="trainer.train_step")
         check_callable("loss_fn", loss_fn, call="trainer.train_step")
-        num_graphs, is_grad_enabled = count_compilations(), torch.is_grad_enabled()
+        num_graphs = count_compilations()
+        is_grad_enabled = torch.is_grad_enabled()
         try:
-            window = self._open_window(batch, self._foreseen_num_parts(batch, loss_fn))
+            run = self._open(batch, self._foreseen_num_parts(batch, loss_fn))
             with self._foresight.phase("microbatches"):
-                for attempt in self._attempts(window, loss_fn):
+                for attempt in self._attempts(run, loss_fn):
                     with attempt as micro:
                         self._run(micro, loss_fn)
-            stepped = self.step()
+            stepped = self._step()
         except BaseException as error:
-            torch.set_grad_enabled(is_grad_enabled)
+            torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can come while a context is entered
             self._abandon(error)
             raise
         return StepResult(
-            losses=window.losses(),
-            grad_norm=self._accumulator.grad_norm,
+            losses=run.losses(),
+            grad_norm=self._sum.grad_norm,
             stepped=stepped,
-            num_microbatches=len(window.sizes),
-            num_ooms=window.num_ooms,
+            num_microbatches=len(run.done),
+            num_ooms=run.num_ooms,
             peak_bytes=_device.peak_bytes(self._device),
-            sizes=window.sizes,
+            sizes=run.sizes,
             num_compilations=count_compilations() - num_graphs,
         )
 
@@ -254,11 +263,16 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `step` was not called after the batch before, or `close` was called.
         """
         check_open(self._is_closed, call="trainer.microbatches")
-        yield from self._attempts(self._open_window(batch, self._accumulation_steps), None)
+        run = self._open(batch, self._accumulation_steps)
+        try:
+            yield from self._attempts(run, None)
+        except BaseException as error:  # an out-of-memory for good, an interrupt, or the loop was left
+            self._abandon(error)
+            raise
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """A context for forward and loss, as ``precision`` and ``offload`` say."""
-        is_off = isinstance(self._attempt, CheckAttempt) and self._attempt.in_full_precision
+        is_off = isinstance(self._driver.current, CheckAttempt) and self._driver.current.in_full_precision
         autocast = contextlib.nullcontext() if is_off else self._precision.autocast()
         return autocast if self._offload is None else self._offload.around(autocast)
 
@@ -281,7 +295,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._backward(Loss(mean=loss, count=count) if reduction == "mean" else Loss(sum=loss, count=count))
 
     def _backward(self, loss: Loss) -> None:
-        attempt = self._attempt
+        attempt = self._driver.current
         if isinstance(attempt, CheckAttempt):
             self._check_weight(loss)
             attempt.backward(loss)
@@ -293,12 +307,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 expected="one call inside `with attempt as micro:` of trainer.microbatches(batch)",
                 fix="loop over trainer.microbatches(batch), or use trainer.train_step; add losses up before backward.",
             )
-        is_part = attempt.size != attempt.batch_size
-        terms = divisors(loss.value) if is_part and self._split_watch.is_on else ()
-        attempt.loss = self._add(
-            loss, size=attempt.size, batch_size=attempt.batch_size, all_or_nothing=attempt.is_trial
-        )
-        attempt.note = attempt.loss.weight, terms
+        if attempt.size != attempt.batch_size and self._split_watch.is_on:
+            attempt.terms = divisors(loss.value)
+        self._add(loss, attempt)
         attempt.is_added = True
 
     def step(self) -> bool:
@@ -309,16 +320,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         is_grad_enabled = torch.is_grad_enabled()
         try:
-            if self._window is not None:
-                self._window.check_complete()
-            with self._foresight.phase("optimizer"):
-                return self._accumulator.finish(self._following)
+            return self._step()
         except BaseException as error:
-            torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can come while a context is entered
+            torch.set_grad_enabled(is_grad_enabled)
             self._abandon(error)
             raise
-        finally:
-            self._window = None
 
     def flush(self) -> bool:
         """Under DDP take part in the steps of ranks that have more batches; all ranks call it at the end of their data.
@@ -326,18 +332,18 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         Returns:
             True when an optimiser really stepped. Ranks with shards, and a single process, have nothing to do here.
         """
-        return any(list(self._accumulator.last_steps(self._following)))
+        return self._sum.end_all(self._following)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
         """Evaluate in the block: eval mode, no gradients; afterwards all modes are as before. Gives an `Evaluation`."""
-        can_split = self._remedies is not None and self._split_fn is None and self._accumulator.shards is None
+        can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
         with eval_mode(self.model), torch.no_grad(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""
-        if isinstance(self._attempt, CheckAttempt):
+        if isinstance(self._driver.current, CheckAttempt):
             raise StateError(
                 "trainer.state_dict()",
                 got="a call during the split check, whose runs leave no trace",
@@ -347,9 +353,9 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         scaler = self._precision.scaler
         return {
             "version": _VERSION,
-            "accumulator": self._accumulator.state_dict(),
+            "accumulator": self._sum.state_dict(),
             "scaler": scaler.state_dict() if scaler else None,
-            "sizes": self._sizes.state_dict(),
+            "sizes": self._driver.sizes.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -365,8 +371,8 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 expected=f"version {_VERSION}",
                 fix="load the state with the memkit that saved it.",
             )
-        self._accumulator.load_state_dict(state["accumulator"])
-        self._sizes.load_state_dict(state["sizes"])
+        self._sum.load_state_dict(state["accumulator"])
+        self._driver.sizes.load_state_dict(state["sizes"])
         if self._precision.scaler and state["scaler"]:
             self._precision.scaler.load_state_dict(state["scaler"])
         elif self._precision.scaler or state["scaler"]:
@@ -379,133 +385,35 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._is_closed = True
         self._cleanup.close()
 
-    def _open_window(self, batch: Any, num_parts: int) -> Window:
-        if self._window is not None:
-            refuse_unstepped()
-        return self._make_window(
-            batch,
-            num_parts,
-            accumulator=self._accumulator,
-            watch=self._watch,
-            sizes=self._sizes,
-            remedies=self._remedies,
-            split_fn=self._split_fn,
-        )
+    def _open(self, batch: Any, num_parts: int) -> BatchRun:
+        if self._batch_run is not None:
+            raise StateError(
+                "trainer.microbatches(batch)",
+                got="a batch that was not stepped yet",
+                expected="one step() after the micro-batches of each batch",
+                fix="call trainer.step() after the loop over micro-batches.",
+            )
+        return self._driver.open(batch, num_parts, self._sum)
 
-    def _attempts(self, window: Window, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
-        try:
-            self._window = window
-            # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
-            is_looked_at = window.was_cut and not has_lazy_parameters(self.model)
-            if is_looked_at:
-                is_looked_at = yield from self._check_split(window, loss_fn)
-            while (attempt := window.next_attempt()) is not None:
-                if self._remedies is not None and self._remedies.is_unproven:
-                    yield from self._prove_blocks(window, loss_fn)
-                if window.is_cut_anew:
-                    is_looked_at = yield from self._check_split(window, loss_fn)
-                    if window.stays_whole:
-                        continue  # it stays whole, by another remedy
-                    window.go_on_smaller()
-                self._attempt = attempt
-                yield attempt
-                self._attempt = None
-                window.settle(attempt)
-                # The last run of a loop that is kept is a real one: what its variables hold then is of the batch.
-                is_last_to_come = loss_fn is None and len(window.all_sizes) > 1
-                if window.was_cut and window.num_left == is_last_to_come and not window.is_cut_anew:
-                    self._split_watch.report_deferred()
-                    self._note_divisors(window.notes())
-                    if self._was_uneven or not is_looked_at:
-                        yield from self._check_split(window, loss_fn, is_again=is_looked_at, is_last=True)
-        except BaseException as error:
-            if isinstance(error, MemkitOutOfMemoryError):
-                self._accumulator.give_up()  # else the other ranks would wait at their step
-            self._abandon(error)  # or an interrupt, or the loop was left
-            raise
+    def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
+        self._batch_run = run
+        with telling_ranks(self._sum.give_up):
+            yield from self._driver.attempts(run, loss_fn)
+
+    def _step(self) -> bool:
+        if self._batch_run is not None:
+            self._batch_run.check_complete()
+        with self._foresight.phase("optimizer"):
+            stepped, _ = self._sum.end(self._following)
+        self._batch_run = None
+        return stepped
 
     def _abandon(self, error: BaseException) -> None:
         """Drop the batch that is under way: its step is lost, and the next one starts clean."""
-        window, self._attempt, self._window = self._window, None, None
-        self._accumulator.discard()
-        if window is not None and (isinstance(error, MemkitError) or not isinstance(error, Exception)):
-            window.undo()  # after the user's own error all stays as it is, to be looked at
-
-    def _check_split(
-        self, window: Window, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False
-    ) -> Generator[CheckAttempt, None, bool]:
-        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out.
-
-        Returns:
-            False where memory did not suffice for a look: there is to be another one when the parts have run.
-        """
-        watch, is_uneven, sizes = self._split_watch, self._was_uneven, window.all_sizes
-        if not watch.is_due(window.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
-            watch.settle_known(window)
-            return True
-        self._was_uneven = False
-        if self._accumulator.shards is not None:
-            reason = "the parameters are sharded over ranks"
-            verdict = SplitVerdict(None, modules=scan_modules(self.model), reason=reason)
-            return watch.settle(verdict, window, is_last=is_last)
-        ways = ways_to_cut(
-            window.batch,
-            num_parts=len(sizes),
-            sizes=sizes,
-            split_fn=self._split_fn,
-            is_first=watch.is_new and not is_again,
-            is_tight=window.forced is not None or self._foresight.is_on,
-            has_branches=watch.has_branches,
-            may_run_out=loss_fn is not None,
-            is_widened=self._precision.is_mixed,
-        )
-        verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)
-        try:
-            return watch.settle(verdict, window, is_last=is_last)
-        except ConfigError:
-            self._accumulator.give_up()  # else the other ranks would wait at their step
-            raise
-
-    def _prove_blocks(self, window: Window, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
-        """Yield attempts at a few rows, with blocks that run once and with blocks that run again."""
-        sizes, remedies = window.all_sizes, self._remedies
-        assert remedies is not None  # noqa: S101 - they took it
-        if self._split_watch.is_simulated:
-            remedies.settle(is_equal=True)
-            return
-        ways = ways_to_cut(window.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
-        verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
-        remedies.settle(is_equal=verdict.exact is True)
-
-    def _examine(
-        self,
-        ways: Sequence[Way],
-        loss_fn: LossFn | None,
-        *,
-        is_uneven: bool = False,
-        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
-    ) -> Generator[CheckAttempt, None, SplitVerdict]:
-        examination = Examination(
-            self.model,
-            list_parameters(self._optimizers),
-            [] if loss_fn is None else [loss_fn],
-            ways,
-            is_uneven=is_uneven,
-            has_autocast=self._precision.is_mixed,
-            scale=self._precision.scaler.get_scale() if self._precision.scaler else 1.0,
-            around_whole=around_whole,
-        )
-        try:
-            for attempt in examination.attempts():
-                self._attempt = attempt
-                yield attempt
-            return examination.verdict
-        finally:
-            self._attempt = None
-
-    def _note_divisors(self, notes: Sequence[Note]) -> None:
-        """Note whether the losses of a batch's parts were divided by something that their weights do not follow."""
-        self._was_uneven = self._split_watch.is_on and (self._divisors.is_uneven(notes) or self._was_uneven)
+        run, self._batch_run, self._driver.current = self._batch_run, None, None
+        self._sum.discard()
+        if run is not None and (isinstance(error, MemkitError) or not isinstance(error, Exception)):
+            run.undo()  # after the user's own error all stays as it is, to be looked at
 
     def _foreseen_num_parts(self, batch: Any, loss_fn: LossFn) -> int:
         if not self._foresight.is_on:
@@ -514,7 +422,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
         """Run forward and backward, and leave no trace."""
-        with Rollback(self._watch).undone():
+        with Rollback(self._driver.state_watch).undone():
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
@@ -535,20 +443,25 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 fix="pass count=..., or return mk.Loss(mean=loss, count=n) from loss_fn.",
             )
 
-    def _add(self, loss: Loss, *, size: int, batch_size: int, all_or_nothing: bool = False) -> Loss:
-        """Add the gradient of a micro-batch of `size` out of `batch_size`, which weighs its rows or its count."""
+    def _add(self, loss: Loss, attempt: Attempt) -> None:
+        """Add the gradient of a micro-batch, which weighs its rows or its count."""
         self._check_weight(loss)
-        count = loss.count
+        check_loss(loss.value)
+        count, gradients = loss.count, self._sum
+        weight: float | torch.Tensor = float(attempt.size)
         if count is None:
-            count = size
-            self._accumulator.expect(batch_size)  # all micro-batches together weigh the batch's rows
-        elif size == batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
+            count = attempt.size
+            gradients.expect(attempt.batch_size)  # all micro-batches together weigh the batch's rows
+        elif attempt.size == attempt.batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
             # The batch is whole: hooks in its graph see the gradient that they see without memkit. No count is read
             # here that would not be read anyway.
-            count = float(count)
-            self._accumulator.expect(count)
-        self._accumulator.backward(loss.value, count, reduction=loss.reduction, all_or_nothing=all_or_nothing)
-        return loss.detached(count)
+            count = weight = read_count(count, stay_on_device=False)
+            gradients.expect(float(weight))
+        else:
+            weight = read_count(count, stay_on_device=loss.reduction == "sum" and gradients.predivisor is not None)
+        expected = float(weight) if gradients.predivisor is None else 0.0
+        gradients.add(loss.value, weight, reduction=loss.reduction, expected=expected, all_or_nothing=attempt.is_trial)
+        attempt.loss = loss.detached(count)
 
 
 def _is_on_accelerator(count: float | torch.Tensor) -> bool:

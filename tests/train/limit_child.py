@@ -99,7 +99,7 @@ def undisturbed(name, sizes):
         accumulator.expect(ROWS)
         for part in batch.split(parts):
             accumulator.backward(loss_fn(model, part), count=len(part))
-        accumulator.finish()
+        accumulator.flush()
     return model.state_dict()
 
 

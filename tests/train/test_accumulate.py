@@ -87,7 +87,7 @@ def full_batch_gradient(loss_fn):
 def stepped_gradient(accumulator, model, microbatches):
     """Run one group and return the gradient that the optimiser was given."""
     seen = []
-    handle = accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
     for arguments, keywords in microbatches:
         accumulator.backward(*arguments, **keywords)
         accumulator.step()
@@ -253,7 +253,7 @@ def test_half_precision_sums_do_not_overflow():
     assert naive.grad.isinf().all()
     assert weight.grad.isfinite().all()
     seen = []
-    accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
+    accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(weight.grad.clone()))
     accumulator.step()
     torch.testing.assert_close(seen[0], torch.full_like(weight, 3), rtol=2**-10, atol=0)
 
@@ -286,7 +286,7 @@ def test_the_norm_of_bfloat16_gradients_is_measured_in_float32(num_parts):
     for part in torch.randn(8, 64).bfloat16().chunk(num_parts):
         accumulator.backward(model(part).float().pow(2).sum(), count=8, reduction="sum")
     accumulator.expect(8)
-    factor = accumulator._predivisor / (8 * num_parts)
+    factor = accumulator._sum.predivisor / (8 * num_parts)
     norm = torch.cat([each.grad.double().flatten() for each in model.parameters()]).norm() * factor
     accumulator.step()
     torch.testing.assert_close(accumulator.grad_norm.double(), norm, rtol=1e-6, atol=0)  # in bfloat16: 4e-3
@@ -379,8 +379,8 @@ class TestSideBySide:
             acc_d = mk.GradientAccumulator(torch.optim.SGD(disc.parameters(), lr=0.1), steps=3)
             acc_g = mk.GradientAccumulator(torch.optim.SGD(gen.parameters(), lr=0.1), steps=3)
             seen = {}
-            acc_d._optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=gradient(disc)))
-            acc_g._optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=gradient(gen)))
+            acc_d._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=gradient(disc)))
+            acc_g._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=gradient(gen)))
 
             def d_part(i):
                 fake = gen(noise[2 * i : 2 * i + 2]).detach()
@@ -689,7 +689,7 @@ class TestMisuse:
     def test_a_zero_grad_left_in_the_loop_is_found(self):
         model, accumulator = self.make(steps=2)
         accumulator.backward(model(torch.ones(1, 2)).sum())
-        accumulator._optimizers[0].zero_grad()
+        accumulator._sum.optimizers[0].zero_grad()
         with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
             accumulator.backward(model(torch.ones(1, 2)).sum())
 
@@ -697,7 +697,7 @@ class TestMisuse:
         """Else the step would step nothing, and say no more than False."""
         model, accumulator = self.make()
         accumulator.backward(model(torch.ones(1, 2)).sum())
-        accumulator._optimizers[0].zero_grad()
+        accumulator._sum.optimizers[0].zero_grad()
         with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
             accumulator.step()
 

@@ -157,7 +157,7 @@ def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(nam
         accumulator.expect(num_rows)
         for part in x.split(result.sizes):
             accumulator.backward(loss_fn(twin, part), count=len(part))
-        accumulator.finish()
+        accumulator.flush()
     for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)  # the two small runs left no trace: dropout, statistics, gradients
 

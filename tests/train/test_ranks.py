@@ -256,7 +256,7 @@ def sharded_loss(model, heads):
 def test_shards_in_bfloat16_take_a_late_parameter_and_go_on_after_a_dropped_group():
     model, accumulator = shard_heads(steps=4)
     seen = []
-    accumulator._optimizers[0].register_step_pre_hook(lambda *_: seen.append(model["b"].weight.grad.full_tensor()))
+    accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(model["b"].weight.grad.full_tensor()))
     for heads in ("a", "a", "a"):
         accumulator.backward(sharded_loss(model, heads), count=4)
     accumulator.discard()
@@ -280,4 +280,4 @@ def test_shards_without_a_gradient_do_not_go_on_in_silence():
 def test_one_process_needs_no_ranks():
     model = nn.Linear(2, 2)
     accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), model=model)
-    assert accumulator._ranks is None
+    assert accumulator._sum.ranks is None

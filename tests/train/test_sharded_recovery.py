@@ -108,8 +108,8 @@ def train(rank, faults, accumulation_steps=2):
                     trainer.backward(loss_fn(model, micro))
                 num_operators[step, number] = fault.num_operators
                 number += 1
-            sizes.append(trainer._window.sizes)
-            num_ooms.append(trainer._window.num_ooms)
+            sizes.append(trainer._batch_run.sizes)
+            num_ooms.append(trainer._batch_run.num_ooms)
             with Fault(faults.get((step, "step"), 0)) as fault:
                 assert trainer.step()
             num_operators[step, "step"] = fault.num_operators
@@ -123,7 +123,7 @@ def undisturbed(rank, sizes):
     for batch, parts in zip(batches(rank), sizes, strict=True):
         for micro in batch.split(parts):
             accumulator.backward(loss_fn(model, micro), count=len(micro))
-        accumulator.finish()
+        accumulator.flush()
     return state_of(model, optimizer)
 
 
@@ -219,10 +219,10 @@ def check_manners(rank):
             trainer.train_step(batch, loss_fn)
         with Collectives() as plain:
             accumulator = mk.GradientAccumulator(optimizer)
-            accumulator.agree_on_weight(2)
+            accumulator._sum.agree_on_weight(2)
             for micro in batch.split(2):
                 accumulator.backward(loss_fn(model, micro), count=2)
-            accumulator.finish()
+            accumulator.flush()
         assert len(with_memkit.names) == len(plain.names)  # one to agree, but none on the first weight
         result = trainer.train_step(batch[: 8 if rank else 2], loss_fn)
         assert result.sizes == ((4, 4) if rank else (1, 1))
@@ -355,8 +355,8 @@ def limited_worker(rank, folder):
                     with attempt as micro:
                         trainer.backward(reconstruction(model, micro))
                 limit(None)
-                sizes.append(trainer._window.sizes)
-                num_ooms += trainer._window.num_ooms
+                sizes.append(trainer._batch_run.sizes)
+                num_ooms += trainer._batch_run.num_ooms
                 trainer.step()
         return state_of(model, optimizer), sizes, num_ooms
 
@@ -368,7 +368,7 @@ def limited_worker(rank, folder):
     for batch, parts in zip(data, sizes, strict=True):
         for micro in batch.split(parts):
             accumulator.backward(reconstruction(model, micro), count=len(micro))
-        accumulator.finish()
+        accumulator.flush()
     row = {"num_ooms": num_ooms, "sizes": sizes, "is_same": is_same(state, state_of(model, optimizer))}
     Path(folder, f"{rank}.json").write_text(json.dumps(row))
     leave()

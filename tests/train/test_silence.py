@@ -53,7 +53,7 @@ class TestValidations:
     def test_a_monitor_on_several_ranks_is_warned_of(self):
         model = nn.Linear(3, 1)
         trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.0))
-        trainer._accumulator._ranks = type("Ranks", (), {"num_ranks": 2})()
+        trainer._sum.ranks = type("Ranks", (), {"num_ranks": 2})()
         with pytest.warns(mk.MemkitWarning, match="on 2 ranks: each judges by its own validation"):
             mk.MemoryEfficientTrainLoop(
                 trainer, [DATA], lambda *_: None, val_loader=[DATA], monitor=mk.ValidationMonitor()

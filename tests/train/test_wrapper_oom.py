@@ -58,7 +58,7 @@ def undisturbed(model_name, optimizer_name, sizes):
             accumulator.expect(ROWS)
             for micro in zip(x.split(parts), y.split(parts), strict=True):
                 accumulator.backward(loss_fn(model, micro), count=len(micro[0]))
-            accumulator.finish()
+            accumulator.flush()
     return final_state(model, optimizer)
 
 
@@ -176,4 +176,4 @@ def test_the_size_that_fits_is_remembered_and_grows_back():
     resumed = mk.MemoryEfficientTrainingWrapper(model, optimizer)
     resumed.load_state_dict(trainer.state_dict())
     capacity = 5
-    assert resumed._sizes.state_dict() == trainer._sizes.state_dict()
+    assert resumed._driver.sizes.state_dict() == trainer._driver.sizes.state_dict()

@@ -155,7 +155,7 @@ def check_a_bfloat16_model():
     with mk.GradientAccumulator(optimizer, 2, model=model, accumulate_dtype=torch.float32) as accumulator:
         for rows in data[0].bfloat16().split(4)[: 1 if dist.get_rank() else 2]:
             accumulator.backward(model(rows).pow(2).mean(), count=len(rows))
-        assert accumulator.finish()
+        assert accumulator.flush()
     expected = make()[0].double()
     rows = data[0].bfloat16().double()
     expected(torch.cat([rows[:8], rows[:4]])).pow(2).mean().backward()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memkit.train.sizes import SizeMemory
+from memkit._recovery.sizes import SizeMemory
 
 
 def run(sizes, batch, capacity, steps, *, at_least=1):

@@ -1,0 +1,245 @@
+"""Takes batches through a step: cut, looked at, tried part by part, and recovered from out-of-memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memkit._errors import MemkitError
+from memkit._loss import Loss
+from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
+from memkit._recovery.plan import Part
+from memkit._recovery.sizes import SizeMemory
+from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit.train.divisors import DivisorWatch
+from memkit.train.models import has_lazy_parameters
+from memkit.train.remedies import Remedies
+from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, shape_key
+from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
+from memkit.train.split_watch import SplitWatch
+from memkit.train.split_ways import Way, once, ways_to_cut
+
+LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """How gradients are computed, as far as a look must know.
+
+    Attributes:
+        parameters: Those that train.
+        is_mixed: Whether forwards run under autocast.
+        scale: Factor that keeps gradients in float16 from vanishing.
+        adds_up: Losses of parts add up to the batch's.
+        with_hooks: Hooks on parameters see the gradient of each part.
+        is_tight: Memory is known to be short.
+        unchecked: Why a split cannot be looked at; empty where it can.
+    """
+
+    parameters: Callable[[], Sequence[nn.Parameter]]
+    is_mixed: Callable[[], bool]
+    scale: Callable[[], float | torch.Tensor] = lambda: 1.0
+    adds_up: bool = False
+    with_hooks: bool = True
+    is_tight: bool = False
+    unchecked: str = ""
+
+
+class Driver:
+    """Takes batches of one model through their micro-batches.
+
+    Args:
+        model: The model.
+        computation: How gradients are computed.
+        split_watch: Decides which batches are looked at.
+        remedies: What is done about an out-of-memory; None lets it through.
+        split_fn: Splits a packed batch; None splits rows.
+        peers: Who decides what is tried next.
+        watches_attributes: Whether modules' attributes are put back.
+        call: What the user called, for messages.
+
+    Attributes:
+        sizes: What is known of sizes.
+        state_watch: What a forward may change.
+        current: The attempt that the caller runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        computation: Computation,
+        *,
+        split_watch: SplitWatch,
+        remedies: Remedies | None,
+        split_fn: SplitFn | None,
+        peers: Peers | None = None,
+        watches_attributes: bool = True,
+        call: str = "MemoryEfficientTrainingWrapper",
+    ) -> None:
+        self._model, self._computation = model, computation
+        self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
+        self._divisors, self._was_uneven = DivisorWatch(), False
+        self.state_watch, self.sizes = StateWatch(model), SizeMemory()
+        self.state_watch.changes_attributes &= watches_attributes
+        self.current: Attempt | CheckAttempt | None = None
+        unit = "elements" if split_fn else "rows"
+        self._means = Means(self.sizes, remedies, self._snapshot, peers or Alone(), unit, call)
+
+    def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
+        """Cut a batch into at least so many micro-batches.
+
+        Args:
+            batch: The batch of one optimizer step.
+            num_parts: Micro-batches that are asked for; more where it is known that these do not fit.
+            sums: Where the gradients go.
+
+        Raises:
+            InputError: The batch has no common rows, and may have to be cut.
+        """
+        recovers = self._remedies is not None
+        size = measure_batch(batch, self._split_fn, may_cut=recovers or num_parts > 1)
+        if not recovers:
+            return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut)
+        key = "packed" if self._split_fn else shape_key(batch)
+        marks = [(each, each._version) for each in list_tensors(batch) if not each.is_inference()]  # noqa: SLF001 - no public form
+
+        def is_intact() -> bool:
+            return all(tensor._version == version for tensor, version in marks)  # noqa: SLF001 - as above
+
+        return BatchRun(
+            batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, is_intact=is_intact
+        )
+
+    def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
+        """Yield attempts, to be run by the caller, until the batch is through.
+
+        Args:
+            run: The batch.
+            loss_fn: What the caller computes; None where the user keeps the loop.
+
+        Raises:
+            MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
+            ConfigError: The loss mixes the rows.
+        """
+        # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
+        is_looked_at = run.was_cut and not has_lazy_parameters(self._model)
+        if is_looked_at:
+            is_looked_at = yield from self._look_at_split(run, loss_fn)
+        while (attempt := run.next_attempt()) is not None:
+            if self._remedies is not None and self._remedies.is_unproven:
+                yield from self._look_at_blocks(run, loss_fn)
+            if run.is_cut_anew:
+                is_looked_at = yield from self._look_at_split(run, loss_fn)
+                if not run.go_on_smaller():
+                    continue  # it stays whole, by another remedy
+            self.current = attempt
+            yield attempt
+            self.current = None
+            run.settle(attempt)
+            if run.was_cut and not run.is_cut_anew and self._has_seen_enough(run, loss_fn):
+                self._split_watch.report_deferred()
+                self._note_divisors(run)
+                if self._was_uneven or not is_looked_at:
+                    yield from self._look_at_split(run, loss_fn, is_again=is_looked_at, is_last=True)
+
+    def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
+        """Whether all parts are through; in a loop that is kept all but one, so that its last run is a real one."""
+        return len(run.plan.todo) == (loss_fn is None and len(run.plan.sizes) > 1)
+
+    def _look_at_split(
+        self, run: BatchRun, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False
+    ) -> Generator[CheckAttempt, None, bool]:
+        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out.
+
+        Returns:
+            False where memory did not suffice for a look: there is to be another one when the parts have run.
+        """
+        watch, how, is_uneven, sizes = self._split_watch, self._computation, self._was_uneven, run.plan.sizes
+        if not watch.is_due(run.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
+            watch.settle_known(run)
+            return True
+        self._was_uneven = False
+        if how.unchecked:
+            verdict = SplitVerdict(None, modules=scan_modules(self._model), reason=how.unchecked)
+            return watch.settle(verdict, run, is_last=is_last)
+        ways = ways_to_cut(
+            run.batch,
+            num_parts=len(sizes),
+            sizes=sizes,
+            split_fn=self._split_fn,
+            is_first=watch.is_new and not is_again,
+            is_tight=run.forced is not None or how.is_tight,
+            has_branches=watch.has_branches,
+            may_run_out=loss_fn is not None,
+            is_widened=how.is_mixed(),
+        )
+        verdict = yield from self._examine(ways, loss_fn, is_uneven=is_uneven)
+        return watch.settle(verdict, run, is_last=is_last)
+
+    def _look_at_blocks(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
+        """Yield attempts at a few rows, with blocks that run once and with blocks that run again."""
+        sizes, remedies = run.plan.sizes, self._remedies
+        assert remedies is not None  # noqa: S101 - they took it
+        if self._split_watch.is_simulated:
+            remedies.settle(is_equal=True)
+            return
+        ways = ways_to_cut(run.batch, num_parts=len(sizes), sizes=sizes, split_fn=self._split_fn, is_tight=True)
+        verdict = yield from self._examine([once(each) for each in ways], loss_fn, around_whole=remedies.suspended)
+        remedies.settle(is_equal=verdict.exact is True)
+
+    def _examine(
+        self,
+        ways: Sequence[Way],
+        loss_fn: LossFn | None,
+        *,
+        is_uneven: bool = False,
+        around_whole: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> Generator[CheckAttempt, None, SplitVerdict]:
+        how = self._computation
+        examination = Examination(
+            self._model,
+            how.parameters(),
+            [] if loss_fn is None else [loss_fn],
+            ways,
+            adds_up=how.adds_up,
+            is_uneven=is_uneven,
+            with_hooks=how.with_hooks,
+            has_autocast=how.is_mixed(),
+            scale=how.scale(),
+            around_whole=around_whole,
+        )
+        try:
+            for attempt in examination.attempts():
+                self.current = attempt
+                yield attempt
+            return examination.verdict
+        finally:
+            self.current = None
+
+    def _note_divisors(self, run: BatchRun) -> None:
+        """Note whether the losses of a batch's parts were divided by something that their weights do not follow."""
+        if self._split_watch.is_on and not self._computation.adds_up:
+            notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
+            self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven
+
+    def _cut(self, part: Part, num_parts: int) -> list[Part]:
+        pieces = cut_batch(part.data, num_parts, size=part.size, split_fn=self._split_fn)
+        return [Part(data, size) for data, size in pieces]
+
+    def _snapshot(self) -> Rollback:
+        return Rollback(self.state_watch)
+
+
+@contextlib.contextmanager
+def telling_ranks(give_up: Callable[[], None]) -> Iterator[None]:
+    """In the block, tell other ranks, who would wait at their step, of an error that ends the step of this one."""
+    try:
+        yield
+    except MemkitError:
+        give_up()
+        raise

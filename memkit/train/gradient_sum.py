@@ -1,0 +1,360 @@
+"""The weighted sum of micro-batches' gradients, and the optimizer step that ends it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit._errors import StateError
+from memkit._protocols import GradScaler
+from memkit._recovery.attempt import insist
+from memkit._recovery.signals import deferred_signals
+from memkit.train.checks import (
+    check_choice,
+    check_norm,
+    check_open,
+    check_state,
+    check_steps_later,
+    check_total,
+    check_weightless,
+    list_optimizers,
+    refuse,
+    refuse_lost_gradients,
+    refuse_missing_gradients,
+    warn_of_foreign_gradients,
+    warn_of_idle_step,
+)
+from memkit.train.gradients import (
+    add_gradients,
+    clear_gradients,
+    forget_unscaling,
+    has_accumulate_hooks,
+    has_gradient,
+    has_reentrant_checkpoint,
+    list_parameters,
+    multiply_gradients,
+    narrow_gradients,
+    run_backward,
+    set_gradient,
+    step_optimizers,
+    widen_gradients,
+)
+from memkit.train.guard import StepGuard
+from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ranks, widen_for_step
+
+_VERSION = 1
+Weight = float | torch.Tensor
+Actions = Iterable[Callable[[], object]]
+
+
+class GradientSum:
+    """Adds up weighted gradients in ``.grad``, and steps with their mean; what accumulator and wrapper stand on.
+
+    Args:
+        optimizer: One optimizer, or several that step together.
+        max_grad_norm: Clip the gradient's total norm to this.
+        scaler: A loss scaler.
+        model: The model as wrapped for several ranks.
+        objective: Whether the step is with the weighted mean, or with the sum.
+        gradients_of: Whether a backward adds to these parameters only, or to every leaf of its graph.
+        sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
+        guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole.
+        on_step: Called before a step with gradients that weigh something.
+
+    Attributes:
+        optimizers: As a list.
+        ranks: Processes that share the gradient; None where there is one.
+        predivisor: The sum is kept divided by this, so that it is about as large as the mean: half precision would
+            overflow. A power of two, which rounds nothing, from the first weight that comes; or what `expect` was told.
+        num_microbatches: Micro-batches in the sum.
+        num_steps: Optimizer steps that really happened.
+        is_torn: An error stopped a backward in the middle; the sum can only be discarded.
+        grad_norm: Total gradient norm before clipping at the last step; None without clipping.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        max_grad_norm: float | None = None,
+        scaler: GradScaler | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        objective: Literal["mean", "sum"] = "mean",
+        gradients_of: Literal["optimizer", "all"] = "optimizer",
+        sum_dtype: torch.dtype | None = None,
+        guard_steps: bool = False,
+        on_step: Callable[[], object] | None = None,
+    ) -> None:
+        self.optimizers = list_optimizers(optimizer)
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._parameters = list_parameters(self.optimizers)
+        check_choice("objective", objective, ("mean", "sum"))
+        check_choice("gradients_of", gradients_of, ("optimizer", "all"))
+        check_choice("accumulate_dtype", sum_dtype, (None, torch.float32))
+        check_norm(max_grad_norm)
+        if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
+            refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
+        self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
+        self._guard = StepGuard(self.optimizers) if guard_steps else None
+        self.ranks: Ranks | None = find_ranks(model, self._parameters)
+        # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
+        may_stop = gradients_of == "optimizer" and self.shards is None
+        self._only_own: bool | None = None if may_stop else False
+        self.predivisor: float | None = None
+        self._count: Weight = 0.0
+        self._has_gradients = False
+        self.is_torn = self._is_closed = self._has_leftovers = False
+        self.num_microbatches = 0
+        self.num_steps = 0
+        self.grad_norm: torch.Tensor | None = None
+        self._on_step = on_step
+
+    @property
+    def shards(self) -> Shards | None:
+        """The ranks where the parameters are sharded over them."""
+        return self.ranks if isinstance(self.ranks, Shards) else None
+
+    def add(
+        self,
+        loss: torch.Tensor,
+        weight: Weight,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        expected: float = 0.0,
+        retain_graph: bool = False,
+        all_or_nothing: bool = False,
+    ) -> None:
+        """Add one micro-batch's gradient.
+
+        Args:
+            loss: 0-dim, with its graph.
+            weight: What the micro-batch weighs.
+            reduction: Whether ``loss`` is the mean or the sum over its weight.
+            expected: What the first micro-batch may take for the sum's weight, where no other was told before.
+            retain_graph: As in `torch.Tensor.backward`.
+            all_or_nothing: Compute the whole gradient before any of it is added, where that is possible.
+        """
+        self._open()
+        if self.predivisor is None:
+            self.predivisor = self._power_of_two(expected)
+        factor = 0.0 if isinstance(weight, float) and weight == 0 else 1.0
+        if reduction == "mean":
+            factor = float(weight)
+        if (factor and self._parameters) or self.shards:  # the other shards wait for this rank's backward
+            factor /= self.predivisor or 1.0
+            self._backward(loss, factor, retain_graph=retain_graph, all_or_nothing=all_or_nothing)
+        self._count = self._count + weight
+        self.num_microbatches += 1
+        self.is_torn = False  # only now: between the gradient and its weight an interrupt would mix
+
+    def expect(self, count: float) -> None:
+        """Say, between two sums, what the next one will weigh if that is known: its step need not normalize then."""
+        if self.num_microbatches == 0 and count > 0 and self.shards is None:
+            self.predivisor = float(count)
+
+    def agree_on_weight(self, count: float) -> None:
+        """Say, between two sums, what the next one will weigh; all shards must call it, with any finite weights."""
+        self.predivisor = self._power_of_two(count) or 1.0
+
+    def end(self, then: Actions = (), *, is_last: bool = False) -> tuple[bool, bool]:
+        """Step with the mean, and start anew; all ranks must call it together.
+
+        Args:
+            then: What belongs to the step (a schedule, a running average), called in order where an optimizer really
+                stepped. Ctrl-C waits for its end.
+            is_last: This rank has no more data.
+
+        Returns:
+            Whether an optimizer really stepped, and whether no rank has more data.
+        """
+        self._check()
+        num_steps = self.num_steps
+        try:
+            everybody_is_here = self._end(then, is_last=is_last)
+        finally:
+            self.discard()
+            if self._scaler:
+                forget_unscaling(self._scaler, self.optimizers)
+        return self.num_steps > num_steps, everybody_is_here
+
+    def end_all(self, then: Actions = ()) -> bool:
+        """End what is under way, if anything; then take part in the steps of replicas that have more data.
+
+        Returns:
+            Whether an optimizer really stepped.
+        """
+        has_stepped, goes_on = False, isinstance(self.ranks, Replicas) or self.num_microbatches > 0
+        while goes_on:
+            stepped, everybody_is_here = self.end(then, is_last=True)
+            has_stepped = has_stepped or stepped
+            goes_on = not everybody_is_here and isinstance(self.ranks, Replicas)
+        return has_stepped
+
+    def discard(self) -> None:
+        """Drop the sum."""
+        self._count, self.num_microbatches, self._has_gradients, self.is_torn = 0.0, 0, False, False
+        clear_gradients(self._parameters, self._sum_dtype)
+        self._has_leftovers = False
+
+    def give_up(self) -> None:
+        """Tell the other replicas, who wait at their step, that this rank will not come to it."""
+        if isinstance(self.ranks, Replicas):
+            self.ranks.give_up(self._parameters)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types and the gradients so far: save them before the next step."""
+        return {
+            "version": _VERSION,
+            "predivisor": self.predivisor,
+            "count": float(self._count),
+            "num_microbatches": self.num_microbatches,
+            "num_steps": self.num_steps,
+            "gradients": [p.grad for p in self._parameters] if self._has_gradients else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; the next `add` goes on with the same sum, bit for bit.
+
+        Raises:
+            FileFormatError: Another version, or gradients of another set of parameters.
+        """
+        check_state(state, version=_VERSION, num_parameters=len(self._parameters))
+        self.discard()
+        self.predivisor = state["predivisor"]
+        self._count = state["count"]
+        self.num_microbatches = state["num_microbatches"]
+        self.num_steps = state["num_steps"]
+        self._has_gradients = state["gradients"] is not None
+        for parameter, gradient in zip(self._parameters, state["gradients"] or (), strict=self._has_gradients):
+            dtype = None if self._sum_dtype else parameter.grad_dtype  # None keeps the state's
+            moved = None if gradient is None else gradient.to(parameter.device, dtype, copy=True)
+            set_gradient(parameter, moved)
+
+    def close(self) -> None:
+        """Leave model and parameters as they were found: DDP synchronizes in backward, gradients have their dtype."""
+        if isinstance(self.ranks, Replicas):
+            self.ranks.close()
+        narrow_gradients(self._parameters, self._sum_dtype)
+        self._is_closed = True
+
+    def _backward(self, loss: torch.Tensor, weight: float, *, retain_graph: bool, all_or_nothing: bool) -> None:
+        if not weight:
+            check_weightless(loss)
+        if self._only_own is None:
+            self._only_own = not has_reentrant_checkpoint(loss)
+        scaled = self._scaler.scale(loss) if self._scaler else loss
+        root = torch.full_like(scaled, weight)
+        if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
+            gradients = torch.autograd.grad(
+                scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
+            )
+            self.is_torn = True
+            add_gradients(self._parameters, gradients)
+        else:
+            self.is_torn = True
+            run_backward(scaled, root, self._parameters if self._only_own else (), retain_graph=retain_graph)
+        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
+
+    def _open(self) -> None:
+        """Before the first backward see that no foreign gradient is there; before a later one, that ours are."""
+        self._check()
+        if self.num_microbatches == 0:
+            check_steps_later(self.optimizers)
+            self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
+            if any(parameter.grad is not None for parameter in self._parameters):
+                if not self._has_leftovers:
+                    warn_of_foreign_gradients()
+                clear_gradients(self._parameters, self._sum_dtype)
+            self._has_leftovers = True  # until they are cleared: an interrupt may come before
+        else:  # a parameter's first gradient has its own dtype: no sum yet, and fully_shard gives it in no other
+            widen_gradients(self._parameters, self._sum_dtype)
+
+    def _check(self) -> None:
+        """Refuse to go on after `close`, with half of a backward, or with gradients that somebody has zeroed."""
+        check_open(self._is_closed, call="GradientAccumulator")
+        if self.is_torn:
+            raise StateError(
+                "GradientAccumulator",
+                got="a group that holds half of a backward: an error stopped it in the middle",
+                expected="whole gradients",
+                fix="call accumulator.discard() and run the group's micro-batches again.",
+            )
+        if self._has_gradients and all(parameter.grad is None for parameter in self._parameters):
+            refuse_lost_gradients(self.num_microbatches)
+
+    def _end(self, then: Actions, *, is_last: bool) -> bool:
+        total, present = float(self._count), list[bool]()
+        if self.num_microbatches > 1 or self._scaler or isinstance(self.ranks, Replicas):
+            widen_for_step(self._parameters, self._sum_dtype, self.ranks)
+        if self.ranks is not None:
+            total, present, is_last = self.ranks.agree(self._parameters, total, is_last=is_last)
+        check_total(total)
+        if total > 0:
+            if self._on_step is not None:
+                self._on_step()
+            if self.shards and not any(present):
+                refuse_missing_gradients()
+            self._normalize(total)
+            if isinstance(self.ranks, Replicas):
+                self.ranks.sum_gradients(self._parameters, present)
+                self.ranks.broadcast_buffers()
+            self._step_optimizers(then)
+        return is_last
+
+    def _normalize(self, total: float) -> None:
+        """Turn the sum into the mean (or the sum of the micro-batches' losses)."""
+        factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
+        if isinstance(self.ranks, Shards):
+            factor *= self.ranks.num_ranks  # each backward has averaged over the ranks
+        if factor != 1.0:
+            insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")
+
+    def _step_optimizers(self, then: Actions) -> None:
+        active = [each for each in self.optimizers if has_gradient(each)]
+        step = functools.partial(step_optimizers, active, self._scaler)
+        if not active:
+            warn_of_idle_step()
+        if self._scaler:
+            for optimizer in active:
+                insist(functools.partial(self._scaler.unscale_, optimizer), "unscaling the gradients")
+        if self._max_grad_norm is not None:
+            self.grad_norm = clip_gradients(self._parameters, self._max_grad_norm, self.shards)
+        narrow_gradients(self._parameters, self._sum_dtype)
+        count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
+        todo: deque[Callable[[], object]] = deque((count_step, *then))
+        guard = self._guard
+        if guard is not None:
+            guard.forget()
+        with deferred_signals():
+            stepped = False
+            try:
+                try:
+                    stepped = step() if guard is None else guard.run(step)
+                finally:
+                    if stepped or (guard is not None and guard.has_stepped):
+                        _do_all(todo)
+            finally:  # again, where an interrupt came on the way: what is done is not done again
+                if stepped or (guard is not None and guard.has_stepped):
+                    _do_all(todo)
+
+    def _power_of_two(self, count: Weight) -> float | None:
+        expected = float(count)
+        if isinstance(self.ranks, Shards):  # the ranks' sums are mixed in each backward, so they must agree
+            expected = self.ranks.max([expected])[0]
+        return 2.0 ** math.ceil(math.log2(expected)) if expected > 0 else None
+
+
+def _do_all(actions: deque[Callable[[], object]]) -> None:
+    """Call them in order; each is taken out before, so that none is called twice."""
+    while actions:
+        actions.popleft()()
