@@ -109,7 +109,7 @@ def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory] | None
 
 def peak_bytes(device: torch.device) -> int | None:
     """Read the largest allocated bytes of a device since the last reset; None where it keeps no such count."""
-    return allocator_counters(device).peak_bytes
+    return None if device.type in _WITHOUT_PEAK else allocator_counters(device).peak_bytes
 
 
 def reset_peak(device: torch.device) -> None:

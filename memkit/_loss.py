@@ -115,10 +115,24 @@ class Loss:
 
     def detached(self, count: float | Tensor) -> Loss:
         """Return the same without its graph, 0-dim, with the weight that it has in its batch."""
-        value, outputs = self.value.detach().reshape(()), None if self.outputs is None else detached(self.outputs)
-        if self.mean is None:
-            return Loss(sum=value, count=count, outputs=outputs)
-        return Loss(mean=value, count=count, outputs=outputs)
+        value, outputs = self.value.detach(), None if self.outputs is None else detached(self.outputs)
+        value = value.reshape(()) if value.dim() else value
+        return _unchecked(None, value, count, outputs) if self.mean is None else _unchecked(value, None, count, outputs)
+
+
+def _unchecked(mean: Tensor | None, sum_: Tensor | None, count: float | Tensor | None, outputs: Any) -> Loss:
+    """Make a loss of what was checked before."""
+    loss = object.__new__(Loss)
+    _set_mean(loss, mean)
+    _set_sum(loss, sum_)
+    _set_count(loss, count)
+    _set_outputs(loss, outputs)
+    return loss
+
+
+_set_mean, _set_sum, _set_count, _set_outputs = [
+    vars(Loss)[name].__set__ for name in ("mean", "sum", "count", "outputs")
+]
 
 
 def read_loss(result: object, *, call: str) -> Loss:
@@ -135,7 +149,7 @@ def read_loss(result: object, *, call: str) -> Loss:
     if isinstance(result, Loss):
         return result
     if isinstance(result, Tensor):
-        return Loss(mean=result)
+        return _unchecked(result, None, None, None) if result.numel() == 1 else Loss(mean=result)
     if isinstance(result, tuple | list):
         entries = (
             ", ".join("Tensor" if isinstance(each, Tensor) else type(each).__name__ for each in result) or "no entries"

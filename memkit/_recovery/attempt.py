@@ -79,16 +79,22 @@ class Caught(contextlib.AbstractContextManager["Caught"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is None:
-            return False
-        if is_out_of_memory(error):
-            self.failure = OutOfMemory(error)
-        elif isinstance(error, self._others):
-            self.failure = Failed(error)
-        else:
-            return False
-        drop_frames(error)
-        return True
+        if error is not None:
+            self.failure = _judge(error, self._others)
+        return self.failure is not None
+
+
+def _judge(error: BaseException, others: Kinds) -> OutOfMemory | Failed | None:
+    """What an error is that was caught, without its frames; None where it is to pass through."""
+    failure: OutOfMemory | Failed
+    if is_out_of_memory(error):
+        failure = OutOfMemory(error)
+    elif isinstance(error, others):
+        failure = Failed(error)
+    else:
+        return None
+    drop_frames(error)
+    return failure
 
 
 def attempt(
@@ -105,13 +111,16 @@ def attempt(
     Returns:
         What it returned, or why it failed. Other errors pass through.
     """
-    with Caught(others) as caught:
+    try:
         return Done(run(*args))
-    assert caught.failure is not None  # noqa: S101 - else the block returned, or raised
+    except BaseException as error:
+        failure = _judge(error, others)
+        if failure is None:
+            raise
     release_cached_memory()
     if undo is not None:
         insist(undo, "undoing what ran out of memory")
-    return caught.failure
+    return failure
 
 
 def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[Result] | Failed:
@@ -144,17 +153,17 @@ def insist(run: Callable[[], Result], call: str) -> Result:
     Raises:
         MemkitOutOfMemoryError: It ran out of memory twice.
     """
-    for _ in range(2):
-        with Caught() as caught:
-            return run()
-        release_cached_memory()
-    assert caught.failure is not None  # noqa: S101 - else it returned, or raised
+    outcome = attempt(run)
+    if not isinstance(outcome, Done):
+        outcome = attempt(run)
+    if isinstance(outcome, Done):
+        return outcome.result
     raise MemkitOutOfMemoryError(
         call,
-        got=f"out of memory, twice: {caught.failure.description}",
+        got=f"out of memory, twice: {outcome.description}",
         expected="memory for its temporary results",
         fix="leave more memory free: a smaller micro-batch, checkpointing, a lower precision.",
-    ) from caught.failure.error
+    ) from outcome.error
 
 
 def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterable[SupportsIndex]) -> Result:

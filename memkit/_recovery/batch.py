@@ -53,8 +53,8 @@ class Remedies(Protocol):
     def failures(self) -> Kinds:
         """Errors that a remedy may cause, and that it is then taken back for."""
 
-    def around(self) -> AbstractContextManager[object]:
-        """A context for forward."""
+    def around(self) -> AbstractContextManager[object] | None:
+        """A context for forward, where there is one."""
 
     def improve(self, failure: Failure, what: str, *, is_last: bool = False) -> bool:
         """Take the next remedy; False where none is left."""
@@ -143,15 +143,15 @@ class Attempt:
 
     def __enter__(self) -> Any:
         self._was_entered = True
-        if self._remedies is not None:
+        remedy = None if self._remedies is None else self._remedies.around()
+        if self._watching is not None or self.rollback is not None or remedy is not None:
             self._around = contextlib.ExitStack()
             if self._watching is not None:
                 self._around.enter_context(self._watching)
             if self.rollback is not None:
                 self._around.enter_context(self.rollback.discover())
-            self._around.enter_context(self._remedies.around())
-        elif self._watching is not None:
-            self._watching.__enter__()
+            if remedy is not None:
+                self._around.enter_context(remedy)
         return self.part
 
     def __exit__(
@@ -159,8 +159,6 @@ class Attempt:
     ) -> bool:
         if self._around is not None:
             self._around.close()
-        elif self._watching is not None:
-            self._watching.__exit__(kind, error, trace)
         if error is None:
             return False
         if self._remedies is not None:
@@ -223,6 +221,9 @@ class BatchRun:
         is_cut_anew: Parts were made smaller, and nobody has looked yet whether they may be.
         num_ooms: Out-of-memory errors survived.
         is_complete: All micro-batches are through.
+        was_cut: The micro-batches are not the batch as it came.
+        done: The attempts that are through.
+        rollback: Puts back what the forwards of the batch have changed; None where that is not noted.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class BatchRun:
         self.batch, self.size, self.key, self.means, self.sums = batch, size, key, means, sums
         self._whole, self._cut, self._is_intact = Part(batch, size), cut, is_intact
         self.num_ooms = 0
-        self.is_complete = self.is_cut_anew = False
+        self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
         self._before_cut: tuple[Attempt, Plan, Entry | None] | None = None
@@ -257,12 +258,6 @@ class BatchRun:
     def sizes(self) -> tuple[int, ...]:
         """Sizes of the micro-batches that are through, in order."""
         return tuple([each.size for each in self.done])
-
-    @property
-    def was_cut(self) -> bool:
-        """Whether the micro-batches are not the batch as it came."""
-        plan = self.plan
-        return len(plan.todo) + len(plan.done) != 1 or plan.sizes != (self.size,)
 
     def losses(self) -> tuple[Loss, ...]:
         """Losses of the micro-batches that are through, in order."""
@@ -299,7 +294,8 @@ class BatchRun:
         failed, plan, entry = self._before_cut
         if failed.failure is None or not self.improve(failed, failed.failure, is_last=True):
             return False
-        self.plan, self.is_cut_anew, self.forced = plan, False, None
+        self._take(plan)
+        self.is_cut_anew, self.forced = False, None
         self.means.sizes.put_entry(self.key, entry)
         return True
 
@@ -336,7 +332,7 @@ class BatchRun:
 
     def cut_whole(self, num_parts: int) -> None:
         """Plan the whole batch in so many parts."""
-        self.plan = Plan(tuple(self._cut(self._whole, num_parts)))
+        self._take(Plan(tuple(self._cut(self._whole, num_parts))))
 
     def finish_part(self, attempt: Attempt) -> None:
         """Note that an attempt is through."""
@@ -382,9 +378,13 @@ class BatchRun:
         limit = min(self.means.sizes.largest(self.key) or 0, failed.size - 1)
         smaller = self.plan.shrink(limit, self._cut)
         if smaller is not None:
-            self.plan, self.is_cut_anew, self.forced = smaller, True, Forced(failure)
+            self._take(smaller)
+            self.is_cut_anew, self.forced = True, Forced(failure)
         elif not self.improve(failed, failure, is_last=True):
             self._refuse(failed, failure)
+
+    def _take(self, plan: Plan) -> None:
+        self.plan, self.was_cut = plan, plan.sizes != (self.size,)
 
     def _refuse(self, failed: Attempt, failure: Failure) -> NoReturn:
         raise MemkitOutOfMemoryError(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """A part of a batch.
 
     Attributes:
@@ -20,8 +18,7 @@ class Part:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The parts of a batch in order; those that are through, and those to do."""
 
     todo: tuple[Part, ...]
@@ -34,7 +31,7 @@ class Plan:
 
     def advance(self) -> Plan:
         """The plan after the next part is through."""
-        return replace(self, todo=self.todo[1:], done=(*self.done, self.todo[0]))
+        return Plan(self.todo[1:], (*self.done, self.todo[0]))
 
     def restart(self) -> Plan:
         """The plan with all parts to do."""
@@ -56,4 +53,4 @@ class Plan:
             if max((each.size for each in pieces), default=part.size) >= part.size:
                 return None
             todo += pieces
-        return replace(self, todo=tuple(todo))
+        return Plan(tuple(todo), self.done)

@@ -14,13 +14,18 @@ _WAITING = (signal.SIGINT, signal.SIGTERM)
 _get, _set = inspect.unwrap(signal.getsignal), inspect.unwrap(signal.signal)
 
 
+def are_plain() -> bool:
+    """Say whether SIGINT raises KeyboardInterrupt and SIGTERM ends the process, as from the start."""
+    return _get(signal.SIGINT) is signal.default_int_handler and _get(signal.SIGTERM) == signal.SIG_DFL
+
+
 class deferred_signals(contextlib.AbstractContextManager[None]):  # noqa: N801 - a context like contextlib's own
     """In the block, SIGINT and SIGTERM wait for its end; then they come again, and their own handlers may raise.
 
     Python runs handlers between two lines of the main thread, so that a handler that raises, or saves a state, would
     meet an optimizer's step half done. In other threads no handler runs, and there is nothing to do.
 
-    Time cost: 2 microseconds.
+    Time cost: four system calls.
     """
 
     def __init__(self) -> None:

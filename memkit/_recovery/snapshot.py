@@ -48,6 +48,7 @@ class StateWatch:
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
+        self.numpy = _rng.NumpyState()
 
     def modes(self) -> list[tuple[nn.Module, bool]]:
         """Return the mode of each module."""
@@ -215,7 +216,7 @@ class Rollback:
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
         self._buffers, self._modes = watch.snapshot(), watch.modes()
-        self._random = _rng.capture()
+        self._random = _rng.capture(watch.numpy)
         self._generators = GeneratorStates(watch.generators())
         self._attributes = AttributeStates(watch) if watch.changes_attributes else None
 

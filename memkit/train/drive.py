@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit._errors import MemkitError
 from memkit._loss import Loss
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
@@ -19,7 +18,7 @@ from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
-from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, shape_key
+from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, survey
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
@@ -101,12 +100,15 @@ class Driver:
         Raises:
             InputError: The batch has no common rows, and may have to be cut.
         """
-        recovers = self._remedies is not None
-        size = measure_batch(batch, self._split_fn, may_cut=recovers or num_parts > 1)
-        if not recovers:
+        if self._remedies is None:
+            size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
             return BatchRun(batch, size, num_parts, means=self._means, sums=sums, cut=self._cut)
-        key = "packed" if self._split_fn else shape_key(batch)
-        marks = [(each, each._version) for each in list_tensors(batch) if not each.is_inference()]  # noqa: SLF001 - no public form
+        if self._split_fn is None:
+            size, key, tensors = survey(batch)
+        else:
+            size, key = measure_batch(batch, self._split_fn, may_cut=True), "packed"
+            tensors = list_tensors(batch)
+        marks = [(each, each._version) for each in tensors if not each.is_inference()]  # noqa: SLF001 - no public form
 
         def is_intact() -> bool:
             return all(tensor._version == version for tensor, version in marks)  # noqa: SLF001 - as above
@@ -233,13 +235,3 @@ class Driver:
 
     def _snapshot(self) -> Rollback:
         return Rollback(self.state_watch)
-
-
-@contextlib.contextmanager
-def telling_ranks(give_up: Callable[[], None]) -> Iterator[None]:
-    """In the block, tell other ranks, who would wait at their step, of an error that ends the step of this one."""
-    try:
-        yield
-    except MemkitError:
-        give_up()
-        raise

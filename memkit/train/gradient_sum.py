@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from memkit._errors import StateError
 from memkit._protocols import GradScaler
 from memkit._recovery.attempt import insist
-from memkit._recovery.signals import deferred_signals
+from memkit._recovery.signals import are_plain, deferred_signals
 from memkit.train.checks import (
     check_choice,
     check_norm,
@@ -51,7 +52,7 @@ from memkit.train.ranks import Ranks, Replicas, Shards, clip_gradients, find_ran
 
 _VERSION = 1
 Weight = float | torch.Tensor
-Actions = Iterable[Callable[[], object]]
+Actions = Sequence[Callable[[], object]]
 
 
 class GradientSum:
@@ -253,7 +254,7 @@ class GradientSum:
         if self._only_own is None:
             self._only_own = not has_reentrant_checkpoint(loss)
         scaled = self._scaler.scale(loss) if self._scaler else loss
-        root = torch.full_like(scaled, weight)
+        root = torch.ones_like(scaled) if weight == 1.0 else torch.full_like(scaled, weight)
         if all_or_nothing and self._only_own and not has_accumulate_hooks(self._parameters):
             gradients = torch.autograd.grad(
                 scaled, self._parameters, root, retain_graph=retain_graph, allow_unused=True
@@ -269,9 +270,10 @@ class GradientSum:
         """Before the first backward see that no foreign gradient is there; before a later one, that ours are."""
         self._check()
         if self.num_microbatches == 0:
-            check_steps_later(self.optimizers)
-            self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
-            if any(parameter.grad is not None for parameter in self._parameters):
+            parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
+            if parameters and parameters[0]._post_accumulate_grad_hooks:  # noqa: SLF001 - no public form
+                check_steps_later(self.optimizers)
+            if not all([parameter.grad is None for parameter in parameters]):  # noqa: C419 - a generator takes longer
                 if not self._has_leftovers:
                     warn_of_foreign_gradients()
                 clear_gradients(self._parameters, self._sum_dtype)
@@ -321,7 +323,6 @@ class GradientSum:
 
     def _step_optimizers(self, then: Actions) -> None:
         active = [each for each in self.optimizers if has_gradient(each)]
-        step = functools.partial(step_optimizers, active, self._scaler)
         if not active:
             warn_of_idle_step()
         if self._scaler:
@@ -332,20 +333,25 @@ class GradientSum:
         narrow_gradients(self._parameters, self._sum_dtype)
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
         todo: deque[Callable[[], object]] = deque((count_step, *then))
-        guard = self._guard
+        # KeyboardInterrupt finds a step that can be gone on with to its end, but no schedule and no average.
+        is_finished = are_plain() and not then and (self._guard is None or self._guard.goes_on)
+        with contextlib.nullcontext() if is_finished else deferred_signals():
+            self._step_and(todo, functools.partial(step_optimizers, active, self._scaler))
+
+    def _step_and(self, todo: deque[Callable[[], object]], step: Callable[[], bool]) -> None:
+        """Step, and do what belongs to it."""
+        stepped, guard = False, self._guard
         if guard is not None:
             guard.forget()
-        with deferred_signals():
-            stepped = False
+        try:
             try:
-                try:
-                    stepped = step() if guard is None else guard.run(step)
-                finally:
-                    if stepped or (guard is not None and guard.has_stepped):
-                        _do_all(todo)
-            finally:  # again, where an interrupt came on the way: what is done is not done again
+                stepped = step() if guard is None else guard.run(step)
+            finally:
                 if stepped or (guard is not None and guard.has_stepped):
                     _do_all(todo)
+        finally:  # again, where an interrupt came on the way: what is done is not done again
+            if stepped or (guard is not None and guard.has_stepped):
+                _do_all(todo)
 
     def _power_of_two(self, count: Weight) -> float | None:
         expected = float(count)

@@ -20,7 +20,7 @@ from memkit._recovery.attempt import Done, attempt
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import ChunkedStep, chunked_steps
+from memkit.train.transaction import ChunkedStep
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of a copy that nobody has asked for
@@ -49,8 +49,13 @@ class StepGuard:
         self._unknown = next((type(each).__name__ for each in self._optimizers if not steps_parameterwise(each)), None)
         self._num_steps = 0
         self._is_told = False
-        self._chunked: list[ChunkedStep] = []
+        self._chunked = [] if self._unknown else [ChunkedStep(each, only_once=True) for each in self._optimizers]
         self._temporary_bytes: dict[torch.device, int] = {}
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a step that an interrupt cuts off is gone on with to its end."""
+        return self._unknown is None
 
     @property
     def has_stepped(self) -> bool:
@@ -60,7 +65,8 @@ class StepGuard:
 
     def forget(self) -> None:
         """Before a step, forget how the last one ended."""
-        self._chunked = []
+        for each in self._chunked:
+            each.forget()
 
     def run(self, step: Callable[[], bool]) -> bool:
         """Run ``step``, which steps the optimisers; return what it returns.
@@ -90,7 +96,9 @@ class StepGuard:
         ) from outcome.error
 
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
-        with chunked_steps(self._optimizers, only_once=True) as self._chunked:
+        try:
+            for each in self._chunked:
+                each.open()
             try:
                 return _in_two_tries(step)
             except Exception:
@@ -99,6 +107,9 @@ class StepGuard:
                 if any(each.num_stepped for each in self._chunked):
                     step()
                 raise
+        finally:
+            for each in self._chunked:
+                each.close()
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and note how far it rises above both of its ends."""

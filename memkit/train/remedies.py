@@ -72,9 +72,9 @@ class Remedies:
             self._can = [each for each in self._can if each != "recompute"]
             self._close_checkpointing()
 
-    def around(self) -> contextlib.AbstractContextManager[object]:
-        """A context for forward."""
-        return contextlib.nullcontext() if self._offload is None else self._offload.within(self._model)
+    def around(self) -> contextlib.AbstractContextManager[object] | None:
+        """A context for forward, where there is one."""
+        return None if self._offload is None else self._offload.within(self._model)
 
     def improve(self, failure: OutOfMemory | Failed, what: str, *, is_last: bool = False) -> bool:
         """Take the next remedy; False where none is left.

@@ -42,7 +42,17 @@ def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     Raises:
         InputError: The tensors disagree, there is none, or there is an object that cannot be looked into.
     """
-    sizes: set[int] = {leaf.shape[0] for leaf in _leaves(batch, fix) if _has_rows(leaf)}
+    return _count(_leaves(batch, fix), fix)
+
+
+def survey(batch: Any) -> tuple[int, str, list[torch.Tensor]]:
+    """Return the rows of a batch that may have to be cut, what `shape_key` says, and its tensors, in one go."""
+    leaves = _leaves(batch, _SPLIT_FN)
+    return _count(leaves, _SPLIT_FN), _key(leaves), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _count(leaves: list[Any], fix: str) -> int:
+    sizes: set[int] = {leaf.shape[0] for leaf in leaves if isinstance(leaf, _ARRAYS) and leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
     raise InputError(
@@ -93,7 +103,11 @@ def join_rows(parts: Sequence[Any]) -> Any:
 
 def shape_key(batch: Any) -> str:
     """Describe the shapes of a batch without its rows: batches with one key take memory in proportion to their rows."""
-    return ";".join(f"{tuple(leaf.shape[1:])}{leaf.dtype}" for leaf in _leaves(batch) if _has_rows(leaf))
+    return _key(_leaves(batch))
+
+
+def _key(leaves: list[Any]) -> str:
+    return ";".join([f"{tuple(leaf.shape[1:])}{leaf.dtype}" for leaf in leaves if _has_rows(leaf)])
 
 
 def count_elements(batch: Any) -> int:
@@ -196,8 +210,10 @@ def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
     _collect(batch, leaves)
     for leaf in leaves:
         is_tensor = isinstance(leaf, torch.Tensor)
-        is_plain = not is_tensor or (leaf.layout is torch.strided and not leaf.is_nested)
-        if not is_plain or not (is_tensor or isinstance(leaf, _LEAVES)):
+        if is_tensor and leaf.layout is torch.strided and not leaf.is_nested:
+            continue
+        is_plain = not is_tensor
+        if not (is_plain and isinstance(leaf, _LEAVES)):
             raise InputError(
                 "splitting a batch",
                 got=f"a {type(leaf).__name__} in it" + ("" if is_plain else " that is sparse or nested"),

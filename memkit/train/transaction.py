@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
 import torch
 from torch import optim
@@ -35,6 +35,7 @@ from memkit.train.parameterwise import (
     writes_gradients,
 )
 from memkit.train.ranks import local_part
+from memkit.train.resume import Journal, Progress, go_on
 
 # A chunk costs copies of all that it has, and up to four temporary results: less than a tenth of the whole.
 _NUM_CHUNKS = 32
@@ -83,64 +84,62 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
                 fix="use one of these, or step without it; if it steps each parameter by itself, call "
                 f"memkit.register_parameterwise({type(each).__name__}).",
             )
-    with chunked_steps(optimizers):
-        yield
-
-
-@contextlib.contextmanager
-def chunked_steps(optimizers: Sequence[Optimizer], *, only_once: bool = False) -> Iterator[list[ChunkedStep]]:
-    """Do what `atomic_steps` does; with ``only_once`` a second step in the block goes on where the first one ended."""
-    steps = [ChunkedStep(each, only_once=only_once) for each in optimizers]
+    steps = [ChunkedStep(each, only_once=False) for each in optimizers]
     try:
-        with contextlib.ExitStack() as stack:
-            for each in steps:
-                stack.enter_context(each)
-            yield steps
+        for step in steps:
+            step.open()
+        yield
     finally:
-        for each in steps:
-            each.close()  # again, where an interrupt came in the middle of it
+        for step in steps:
+            step.close()
 
 
-class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
-    """Stands in the place of an optimizer's ``step`` for a block, for whoever calls it there.
+class ChunkedStep:
+    """Stands in the place of an optimizer's ``step`` between `open` and `close`, for whoever calls it there.
 
     Ctrl-C in the middle of a step waits for its end, so that no parameter is old beside a new one.
 
     Args:
         optimizer: One that `steps_parameterwise`.
-        only_once: A further call in the block goes on where the first one has ended.
+        only_once: A further call goes on where the first one has ended, and steps are in one piece until memory runs
+            out in one of them.
     """
 
     def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
         self._optimizer, self._only_once = optimizer, only_once
         self._work: list[_Work] | None = None
+        self._journal: Journal | None = None
+        self._num_before = 0  # parameters that were stepped in one piece
         self._chunk_bytes = 0
-        self._is_open = False
+        self._is_open = self._is_short = False
         self._own: Any = None
         self._stand_in: types.MethodType | None = None
 
     @property
     def num_stepped(self) -> int:
         """How many parameters are stepped."""
-        return sum(len(each.parameters) for each in self._work or () if each.is_done)
+        return self._num_before + sum(len(each.parameters) for each in self._work or () if each.is_done)
 
     @property
     def is_done(self) -> bool:
         """Whether all are."""
         return self._work is not None and all(each.is_done for each in self._work)
 
-    def __enter__(self) -> Self:
-        optimizer = self._optimizer
-        self._own = vars(optimizer).get("step")  # a schedule's, which notes the call
-        # torch's own call of hooks and profiler around it; marks and signature are those of the step in its place.
-        hooked = functools.update_wrapper(Optimizer.profile_hook_step(self._run), optimizer.step)
-        self._stand_in = types.MethodType(hooked, optimizer)
-        self._is_open = True
-        optimizer.step = self._stand_in  # type: ignore[method-assign]  # until the end of the block
-        return self
+    def forget(self) -> None:
+        """Forget how the last step ended."""
+        self._work, self._num_before = None, 0
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def open(self) -> None:
+        """Stand in the place of the optimizer's own step."""
+        optimizer = self._optimizer
+        own = vars(optimizer).get("step")  # a schedule's, which notes the call
+        if self._stand_in is None or own is not self._own:
+            self._own = own
+            # torch's own call of hooks and profiler around it; marks and signature are those of the step in its place.
+            hooked = functools.update_wrapper(Optimizer.profile_hook_step(self._run), optimizer.step)
+            self._stand_in = types.MethodType(hooked, optimizer)
+        self._is_open = True
+        optimizer.step = self._stand_in  # type: ignore[method-assign]  # until `close`
 
     def close(self) -> None:
         """Put the optimizer's own step back in its place."""
@@ -155,41 +154,78 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """What ``optimizer.step(closure)`` does in the block, beneath its hooks."""
         if not self._is_open:
-            return type(optimizer).step.__wrapped__(optimizer, closure)  # type: ignore[attr-defined]  # as step_group
+            return _own_step(optimizer, closure)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as a schedule's own step notes it
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if self._work is None or not self._only_once:
-            self._work = self._plan()
-        groups = optimizer.param_groups
-        # Who steps several optimizers together lets signals wait for all of them.
-        with contextlib.nullcontext() if self._only_once else deferred_signals():
-            try:
-                self._go_on(self._work)
-            except Exception:
-                raise
-            except BaseException:  # an interrupt that no signal brought
-                optimizer.param_groups = groups
-                if self.num_stepped:
-                    self._go_on(self._work)
-                raise
-            finally:
-                optimizer.param_groups = groups
+        if not self._only_once:
+            self.forget()
+            with deferred_signals():
+                self._step(optimizer)
+        else:  # who steps several optimizers together lets signals wait for all of them
+            self._step(optimizer)
         return result
 
-    def _plan(self) -> list[_Work]:
+    def _step(self, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        try:
+            if self._work is None:
+                self._work = self._begin(optimizer)
+            self._go_on(self._work)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt that no signal brought
+            optimizer.param_groups = groups
+            if self.num_stepped or (self._work and self._work[0].progress):
+                self._go_on(self._work or [])
+            raise
+        finally:
+            optimizer.param_groups = groups
+
+    def _begin(self, optimizer: Optimizer) -> list[_Work]:
+        """Step in one piece, where that can be gone on with if it is cut off; return what is left to do."""
+        journal = self._journal
+        if not self._only_once or self._is_short:
+            return self._plan()
+        if journal is None or not journal.describes(optimizer):
+            journal = self._journal = Journal.of(optimizer)
+        if journal is None or not journal.begin():
+            return self._plan()
+        try:
+            outcome = attempt(_own_step, optimizer)
+        except BaseException:
+            self._work = self._rest(journal)
+            raise
+        if not isinstance(outcome, Done):
+            self._is_short = True  # from now on in chunks, whose old values are kept
+            return self._rest(journal)
+        self._num_before = len(journal.parameters)
+        return []
+
+    def _rest(self, journal: Journal) -> list[_Work]:
+        """What is left of a step that was cut off."""
+        journal.cut_off()
+        self._num_before = max(0, journal.num_begun - 1)
+        done = {id(parameter) for _, parameter in journal.parameters[: journal.num_begun]}
+        work = self._plan(done)
+        if journal.num_begun:
+            group, parameter = journal.parameters[journal.num_begun - 1]
+            work.insert(0, _Work(group, [parameter], progress=journal.progress))
+        return work
+
+    def _plan(self, without: Collection[int] = ()) -> list[_Work]:
         groups = self._optimizer.param_groups
         total_bytes = sum(_num_bytes(parameter) for group in groups for parameter in group["params"])
         self._chunk_bytes = max(_SMALLEST_CHUNK_BYTES, total_bytes // _NUM_CHUNKS)
-        return [_Work(group, chunk) for group in groups for chunk in self._chunks(group)]
+        return [_Work(group, chunk) for group in groups for chunk in self._chunks(group, without)]
 
-    def _chunks(self, group: Group) -> Iterator[list[torch.Tensor]]:
+    def _chunks(self, group: Group, without: Collection[int]) -> Iterator[list[torch.Tensor]]:
         """Yield a group's parameters that have gradients, as many at a time as a chunk holds."""
         chunk, num_bytes = list[torch.Tensor](), 0
         for parameter in group["params"]:
-            if parameter.grad is None:
+            if parameter.grad is None or id(parameter) in without:
                 continue
             if chunk and num_bytes + _num_bytes(parameter) > self._chunk_bytes:
                 yield chunk
@@ -215,7 +251,10 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
                 elif not isinstance(outcome, Done) and not isinstance(
                     outcome := attempt(_step_or_undo, self._optimizer, chunk), Done
                 ):
-                    self._refuse(outcome.error)
+                    if chunk.progress and _may_be_sliced(self._optimizer, chunk.group, chunk.parameters[0]):
+                        self._step_slices(chunk)
+                    else:
+                        self._refuse(outcome.error, "; one more is half stepped" if chunk.progress else "")
 
     def _has_slices(self, chunk: _Work) -> bool:
         """Whether it is one parameter that is larger than a chunk, and may be stepped slice by slice."""
@@ -240,15 +279,19 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
             if part is not None and part.is_done and part.stop > chunk.start:
                 chunk.start, num_failures = part.stop, 0
                 continue
-            part = chunk.part = _Slice(self._optimizer, parameter, dim, chunk.start, min(length, size - chunk.start))
+            is_torn = part is not None and bool(part.progress) and part.stop > chunk.start
+            stop = min(chunk.start + length, part.stop if is_torn and part is not None else size)
+            progress = part.progress if is_torn and part is not None else dict(chunk.progress)
+            part = chunk.part = _Slice(self._optimizer, parameter, dim, (chunk.start, stop), progress)
             outcome = attempt(part.step, group)
             if isinstance(outcome, Done):
                 continue
             num_failures = num_failures + 1 if length == smallest else 0
             if num_failures > 1:
-                if not chunk.start:
+                if not chunk.start and not chunk.progress:
                     put_state(self._optimizer, parameter, before)
-                torn = f"; one more is stepped in {chunk.start} of its {size} rows" if chunk.start else ""
+                is_begun = chunk.start or chunk.progress
+                torn = f"; one more is stepped in {chunk.start} of its {size} rows" if is_begun else ""
                 self._refuse(outcome.error, torn)
             length = max(smallest, length // 2)
         assert chunk.part is not None  # noqa: S101 - the last one
@@ -269,11 +312,16 @@ class ChunkedStep(contextlib.AbstractContextManager["ChunkedStep"]):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """Parameters of a group that are stepped together, and how far that has come."""
+    """Parameters of a group that are stepped together, and how far that has come.
+
+    Attributes:
+        progress: In-place operators that are applied to the one parameter, where its step was cut off.
+    """
 
     group: Group
     parameters: list[torch.Tensor]
     is_done: bool = False
+    progress: Progress = field(default_factory=dict)
     start: int = 0  # where a parameter goes in slices: what is done, and the last one
     part: _Slice | None = None
 
@@ -285,9 +333,12 @@ class _Work:
 class _Slice:
     """A stand-in for a part of a parameter: views of the parameter, its gradient and its state."""
 
-    def __init__(self, optimizer: Optimizer, parameter: torch.Tensor, dim: int, start: int, length: int) -> None:
-        self.stop = start + length
-        self.is_done = False
+    def __init__(
+        self, optimizer: Optimizer, parameter: torch.Tensor, dim: int, rows: tuple[int, int], progress: Progress
+    ) -> None:
+        start, self.stop = rows
+        length = self.stop - start
+        self.is_done, self.progress = False, progress
         self._optimizer, self._state = optimizer, optimizer.state[parameter]
         self._whole = (parameter.shape, dim, start, length)
         self._own: dict[str, torch.Tensor] = {}
@@ -305,11 +356,14 @@ class _Slice:
             name: value.narrow(dim, start, length) if value.shape == shape else value.clone()
             for name, value in self._state.items()
         }
-        work = _Work(group, [self._stand_in])
+        work = _Work(group, [self._stand_in], progress=self.progress)
+        counters = {name: self.progress.get(name, 0) for name, value in self._own.items() if value.dim() == 0}
         try:
             self._optimizer.state[self._stand_in] = self._own
             _step_or_undo(self._optimizer, work)
         finally:
+            if self.progress:
+                self.progress |= counters  # each try has copies of the whole's
             self.is_done = work.is_done
             self._optimizer.state.pop(self._stand_in, None)
 
@@ -345,7 +399,11 @@ class _Undo:
 
 @torch.no_grad()
 def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
-    """Step parameters together; any error leaves them as they were, unless they are done by then."""
+    """Step parameters together; any error leaves them as they were, or as far as is noted; unless they are done."""
+    if work.progress:
+        go_on(optimizer, work.group, work.parameters[0], work.progress)
+        work.is_done = True
+        return
     with lent_state(optimizer, work.parameters):
         undo = _Undo(optimizer, work.group, work.parameters)
         try:
@@ -355,6 +413,10 @@ def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
             if not work.is_done:
                 insist(undo.restore, "undoing a part of optimizer.step()")
             raise
+
+
+def _own_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    return type(optimizer).step.__wrapped__(optimizer, closure)  # type: ignore[attr-defined]  # beneath the hooks
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:

@@ -30,7 +30,7 @@ from memkit.train.checks import (
     read_count,
 )
 from memkit.train.divisors import divisors
-from memkit.train.drive import Computation, Driver, LossFn, telling_ranks
+from memkit.train.drive import Computation, Driver, LossFn
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
@@ -129,6 +129,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._split_watch = SplitWatch(model, probe, call=CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._batch_run: BatchRun | None = None
+        self._num_steps_before = 0  # that batch
         self._is_closed = False
         with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
             self._precision = Precision(model, precision, self._device)
@@ -186,9 +187,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 peers=peers,
                 watches_attributes=isinstance(peers, Alone),  # FSDP changes its own, and puts them back itself
             )
-            # When it is stepped, a batch is done, and not undone any more.
-            self._following: list[Callable[[], object]] = [functools.partial(setattr, self, "_batch_run", None)]
-            self._following += [] if scheduler is None else [scheduler.step]
+            self._following: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
             self._offload = make_offload(offload, model, self._optimizers, cleanup)
             self._cleanup = cleanup.pop_all()
@@ -396,9 +395,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         return self._driver.open(batch, num_parts, self._sum)
 
     def _attempts(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[Attempt | CheckAttempt]:
-        self._batch_run = run
-        with telling_ranks(self._sum.give_up):
+        self._batch_run, self._num_steps_before = run, self.num_steps
+        try:
             yield from self._driver.attempts(run, loss_fn)
+        except MemkitError:
+            self._sum.give_up()  # else the other ranks would wait at their step
+            raise
 
     def _step(self) -> bool:
         if self._batch_run is not None:
@@ -412,8 +414,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """Drop the batch that is under way: its step is lost, and the next one starts clean."""
         run, self._batch_run, self._driver.current = self._batch_run, None, None
         self._sum.discard()
-        if run is not None and (isinstance(error, MemkitError) or not isinstance(error, Exception)):
-            run.undo()  # after the user's own error all stays as it is, to be looked at
+        is_users = isinstance(error, Exception) and not isinstance(error, MemkitError)
+        # After the user's own error all stays as it is, to be looked at; a batch that was stepped with is done.
+        if run is not None and not is_users and self.num_steps == self._num_steps_before:
+            run.undo()
 
     def _foreseen_num_parts(self, batch: Any, loss_fn: LossFn) -> int:
         if not self._foresight.is_on:

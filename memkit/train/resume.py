@@ -1,0 +1,169 @@
+"""Go on with an optimizer's step that was cut off: which of its in-place operators were applied is known.
+
+Where an optimizer steps one tensor after the other, each operator that writes to a parameter or its state raises that
+tensor's version by one. So the versions before and after tell how far a step has come, without copies of anything. To
+go on, the same step runs again, and what was applied is left out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
+
+Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied
+
+# Adadelta computes what it writes to the parameter from state that it has changed by then.
+_RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta}
+_UNFIT = (
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+)  # several tensors at once; operators that raise no version
+
+
+class Journal:
+    """The parameters that an optimizer steps one by one, and how far the step under way has come.
+
+    It holds no state alive: another one may be loaded.
+
+    Args:
+        entries: The parameters with a gradient, with their groups and states, in the order of the step.
+        others: The optimizer's parameters without a gradient.
+
+    Attributes:
+        parameters: Those with a gradient, with their groups.
+        num_begun: How many were begun when the step was cut off.
+        progress: How far the last of these has come.
+    """
+
+    def __init__(
+        self, entries: Sequence[tuple[Group, torch.Tensor, dict[str, torch.Tensor]]], others: list[torch.Tensor]
+    ) -> None:
+        self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
+        self.num_begun, self.progress = 0, Progress()
+        # Of each tensor: its parameter's number, its name.
+        self._keys = [(number, name) for number, (_, _, state) in enumerate(entries) for name in ("", *state)]
+        tensors = [each for _, parameter, state in entries for each in (parameter, *state.values())]
+        self._tensors = [weakref.ref(each) for each in tensors]
+        self._versions: list[int] = []
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Journal | None:
+        """Make one; None where the next step cannot be gone on with."""
+        if known_kind(optimizer) not in _RESUMABLE or not _num_stepped_singly(optimizer):
+            return None
+        entries, others = [], []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    others.append(parameter)
+                    continue
+                state = _complete_state(optimizer, group, parameter)
+                if state is None:
+                    return None
+                entries.append((group, parameter, state))
+        return cls(entries, others)
+
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Say whether the optimizer still steps these parameters, with this state."""
+        if _num_stepped_singly(optimizer) != len(self.parameters) + len(self._others):
+            return False
+        if any(each.grad is not None for each in self._others) or not self.parameters:
+            return False
+        last = self.parameters[-1][1]
+        state = optimizer.state.get(last) or {}
+        name = self._keys[-1][1]
+        return self._tensors[-1]() is (state.get(name) if name else last)
+
+    def begin(self) -> bool:
+        """Note the versions before a step; False where state is gone that was there."""
+        tensors = [each() for each in self._tensors]
+        self._versions = [each._version for each in tensors if each is not None]  # noqa: SLF001 - no public form
+        return len(self._versions) == len(tensors)
+
+    def cut_off(self) -> None:
+        """Note how far the step has come."""
+        self.num_begun, self.progress = 0, {}
+        for (number, name), tensor, version in zip(self._keys, self._tensors, self._versions, strict=True):
+            applied = tensor()._version - version  # type: ignore[union-attr]  # noqa: SLF001 - it was there in `begin`
+            if applied and number >= self.num_begun:
+                self.num_begun, self.progress = number + 1, {}
+            if applied and number == self.num_begun - 1:
+                self.progress[name] = applied
+
+
+def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:
+    """Run the rest of a parameter's step; where it is cut off again, bring ``progress`` up to date."""
+    tensors = {"": parameter, **optimizer.state.get(parameter, {})}
+    versions = {name: each._version for name, each in tensors.items()}  # noqa: SLF001 - as above
+    try:
+        with _LeavingOut({id(each): progress.get(name, 0) for name, each in tensors.items()}):
+            step_group(optimizer, group, [parameter])
+    except BaseException:
+        for name, each in tensors.items():  # what was left out has raised versions too
+            progress[name] = max(progress.get(name, 0), each._version - versions[name])  # noqa: SLF001 - as above
+        raise
+
+
+class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Leaves out the first in-place operators on some tensors.
+
+    Args:
+        applied: By id of the tensor, how many.
+    """
+
+    def __init__(self, applied: Mapping[int, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = dict(applied)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:  # noqa: SLF001 - every operator has one
+            for written in _written(func, args, kwargs):
+                if self._left.get(id(written), 0) > 0:
+                    self._left[id(written)] -= 1
+                    return written
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator writes to; those that step one tensor at a time write to one."""
+    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - as above
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _num_stepped_singly(optimizer: Optimizer) -> int:
+    """Count the parameters of an optimizer that steps one after the other; 0 where it may step several at once."""
+    number = 0
+    for group in optimizer.param_groups:
+        get, parameters = group.get, group["params"]
+        if get("foreach") or get("fused") or get("capturable") or get("differentiable"):
+            return 0
+        if parameters and not parameters[0].is_cpu:  # elsewhere that is the default
+            return 0
+        number += len(parameters)
+    return number
+
+
+def _complete_state(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    """The state of a parameter whose step makes none, and that is stepped as it is; else None."""
+    gradient = parameter.grad
+    is_plain = type(parameter) in {torch.Tensor, torch.nn.Parameter} and not parameter.is_complex()
+    if gradient is None or not is_plain or gradient.layout != torch.strided or not parameter.is_cpu:
+        return None
+    state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
+    needs_none = known_kind(optimizer) is optim.SGD and group["momentum"] == 0
+    is_there = bool(state) or needs_none
+    return state if is_there and all(isinstance(each, torch.Tensor) for each in state.values()) else None
