@@ -20,8 +20,9 @@ from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_grou
 
 Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied
 
-# Adadelta computes what it writes to the parameter from state that it has changed by then.
-_RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta}
+# Adadelta computes what it writes to the parameter from state that it has changed by then, ASGD its gradient with decay
+# from the parameter that it then changes twice.
+_RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta, optim.ASGD}
 _UNFIT = (
     "foreach",
     "fused",

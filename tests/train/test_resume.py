@@ -1,0 +1,261 @@
+"""A step that was cut off between two of its operators goes on where it was, without copies, to the same bits."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+from memkit.train import transaction
+from memkit.train.guard import StepGuard
+from memkit.train.resume import Journal
+from tests.train.faults import FailingOperator
+
+SHAPES = [(30, 20), (7,), (), (3, 4, 5)]
+SETTINGS = {
+    "sgd": (optim.SGD, {"weight_decay": 0.1, "maximize": True}),
+    "momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (optim.Adam, {"weight_decay": 0.1}),
+    "adamw": (optim.AdamW, {}),
+    "amsgrad": (optim.AdamW, {"amsgrad": True, "maximize": True}),
+    "rmsprop": (optim.RMSprop, {"momentum": 0.9, "centered": True, "weight_decay": 0.1}),
+    "adagrad": (optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
+    "adamax": (optim.Adamax, {"weight_decay": 0.1}),
+    "nadam": (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "radam": (optim.RAdam, {"weight_decay": 0.1}),
+    "rprop": (optim.Rprop, {}),
+}
+
+
+MUST = "adamw", "nesterov", "rmsprop"
+SLOW = pytest.mark.slow
+
+
+def make(name, num_steps=6):
+    """An optimizer that has made so many steps: RAdam takes another path from the sixth one on."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    kind, settings = SETTINGS[name]
+    optimizer = kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.03}], lr=0.01, **settings)
+    for _ in range(num_steps):
+        give_gradients(parameters)
+        optimizer.step()
+    give_gradients(parameters)
+    return parameters, optimizer
+
+
+def give_gradients(parameters):
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape)
+
+
+def bits(parameters, optimizer):
+    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+    tensors = [state[name] for state in states for name in sorted(state) if state[name] is not None]
+    return [each.detach().clone() for each in (*parameters, *tensors)]
+
+
+def guarded(optimizer, guard=None):
+    def step():
+        optimizer.step()
+        return True
+
+    guard = guard or StepGuard([optimizer])
+    guard.forget()
+    return guard.run(step)
+
+
+class Interrupting(FailingOperator):
+    """Ctrl-C in place of an out-of-memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError:
+            raise KeyboardInterrupt from None
+
+
+class Short(FailingOperator):
+    """From one operator on, what takes more than so many elements fails."""
+
+    def __init__(self, place, num_elements):
+        super().__init__()
+        self._place, self._num_elements = place, num_elements
+        self.num_refused = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returns = func._schema.returns
+        takes_memory = any(each.alias_info is None and "Tensor" in str(each.type) for each in returns)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = result if isinstance(result, (list, tuple)) else [result]
+        is_large = any(each.numel() > self._num_elements for each in tensors if isinstance(each, torch.Tensor))
+        if takes_memory and self.num_operators >= self._place and is_large:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return result
+
+
+def expected(name):
+    parameters, optimizer = make(name)
+    optimizer.step()
+    after = bits(parameters, optimizer)
+    give_gradients(parameters)
+    optimizer.step()
+    return after, bits(parameters, optimizer)
+
+
+def every(name):
+    parameters, optimizer = make(name)
+    with FailingOperator() as counter:
+        guarded(optimizer)
+    torch.testing.assert_close(bits(parameters, optimizer), expected(name)[0], rtol=0, atol=0)
+    return range(1, counter.num_operators + 1)
+
+
+@pytest.mark.parametrize("fault", [FailingOperator, Interrupting])
+@pytest.mark.parametrize("name", [pytest.param(each, marks=SLOW) if each not in MUST else each for each in SETTINGS])
+def test_a_step_that_is_cut_off_at_any_operator_ends_with_the_same_bits(name, fault):
+    after, later = expected(name)
+    before = bits(*make(name))
+    num_faults = num_steps = 0
+    for place in every(name):
+        parameters, optimizer = make(name)
+        groups = optimizer.param_groups
+        guard = StepGuard([optimizer])
+        with fault(place) as planted:
+            try:
+                assert guarded(optimizer, guard)
+            except KeyboardInterrupt:
+                assert fault is Interrupting
+        num_faults += planted.num_failures
+        assert "step" not in vars(optimizer)
+        assert optimizer.param_groups is groups
+        if fault is Interrupting and not guard.has_stepped:
+            torch.testing.assert_close(bits(parameters, optimizer), before, rtol=0, atol=0)
+            continue
+        num_steps += 1
+        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+        give_gradients(parameters)
+        guarded(optimizer, guard)
+        torch.testing.assert_close(bits(parameters, optimizer), later, rtol=0, atol=0)
+    assert num_faults > num_steps - 1 >= num_faults // 2
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("nesterov", marks=SLOW), pytest.param("nadam", marks=SLOW)])
+def test_where_the_whole_does_not_fit_any_more_it_goes_on_in_slices(name, monkeypatch):
+    monkeypatch.setattr(transaction, "_SMALLEST_SLICE", 16)
+    after, _ = expected(name)
+    num_refused = 0
+    for place in every(name):
+        parameters, optimizer = make(name)
+        with Short(place, 100) as short:  # the largest has 600
+            assert guarded(optimizer)
+        num_refused += short.num_refused
+        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+    assert num_refused
+
+
+def test_several_faults_in_one_step():
+    after, _ = expected("adamw")
+    for place in every("adamw")[::3]:
+        parameters, optimizer = make("adamw")
+        with FailingOperator(place, place + 9) as planted:
+            assert guarded(optimizer)
+        assert planted.num_failures >= 1
+        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+
+
+def test_without_copies_and_with():
+    """The negative control: torch's own step is torn, and what nobody may go on with is copied."""
+    parameters, optimizer = make("adamw")
+    with FailingOperator(9), pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    found, (after, _) = bits(parameters, optimizer), expected("adamw")
+    assert not all(map(torch.equal, found, after))
+
+
+class Counting(FailingOperator):
+    """Counts copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_copies += "clone" in str(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def num_copies(parameters, optimizer, guard):
+    give_gradients(parameters)
+    with Counting() as counter:
+        guarded(optimizer, guard)
+    return counter.num_copies
+
+
+class TestWhereCopiesAreMade:
+    def test_none_where_a_step_can_go_on(self):
+        parameters, optimizer = make("adamw")
+        guard = StepGuard([optimizer])
+        assert [num_copies(parameters, optimizer, guard) for _ in range(3)] == [0, 0, 0]
+
+    def test_in_the_first_step_which_makes_the_state(self):
+        parameters, optimizer = make("adamw", num_steps=0)
+        guard = StepGuard([optimizer])
+        assert num_copies(parameters, optimizer, guard)
+        assert not num_copies(parameters, optimizer, guard)
+
+    def test_where_several_tensors_are_stepped_at_once(self):
+        parameters, optimizer = make("adamw")
+        guard = StepGuard([optimizer])
+        assert not num_copies(parameters, optimizer, guard)
+        optimizer.param_groups[1]["foreach"] = True
+        assert num_copies(parameters, optimizer, guard)
+
+    def test_once_memory_has_run_out_in_a_step(self):
+        parameters, optimizer = make("adamw")
+        guard = StepGuard([optimizer])
+        give_gradients(parameters)
+        with FailingOperator(9):
+            guarded(optimizer, guard)
+        assert num_copies(parameters, optimizer, guard)
+
+    def test_another_state_is_noted_anew_and_the_old_one_is_let_go(self):
+        parameters, optimizer = make("adamw")
+        guard = StepGuard([optimizer])
+        assert not num_copies(parameters, optimizer, guard)
+        journal = next(iter(guard._chunked))._journal
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert not journal.begin()  # its tensors are gone
+        assert not journal.describes(optimizer)
+        give_gradients(parameters)
+        twins, twin = make("adamw")
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for ours, theirs in zip(parameters, twins, strict=True):
+            theirs.data, theirs.grad = ours.detach().clone(), ours.grad.clone()
+        twin.step()
+        with FailingOperator(12):
+            guarded(optimizer, guard)
+        torch.testing.assert_close(bits(parameters, optimizer), bits(twins, twin), rtol=0, atol=0)
+
+    def test_a_parameter_that_gets_its_first_gradient_late(self):
+        parameters, optimizer = make("adamw", num_steps=0)
+        guard = StepGuard([optimizer])
+        for number in range(4):
+            give_gradients(parameters)
+            if number < 2:
+                parameters[3].grad = None
+            elif number == 2:
+                assert not next(iter(guard._chunked))._journal.describes(optimizer)
+            guarded(optimizer, guard)
+        assert optimizer.state[parameters[3]]["step"] == 2
+
+
+@pytest.mark.parametrize("kind", [optim.Adadelta, optim.ASGD, optim.Adafactor, optim.SparseAdam])
+def test_what_cannot_be_gone_on_with_is_copied(kind):
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([parameter])
+    parameter.grad = torch.ones(4, 4).to_sparse(1) if kind is optim.SparseAdam else torch.ones(4, 4)
+    optimizer.step()
+    assert Journal.of(optimizer) is None
