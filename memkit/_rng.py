@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memkit._errors import FileFormatError
+from memkit._errors import FileFormatError, StateError
 
 _VERSION = 2
 _POSITION = 624  # words of the Mersenne twister; the next one says where it stands
@@ -23,11 +23,11 @@ class HostRandomState:
     """The random state of NumPy's global generator and of Python's `random`.
 
     Attributes:
-        numpy: As `numpy.random.get_state` gives it.
+        numpy: As `numpy.random.get_state` gives it: a tuple; a dict of another generator than NumPy's own.
         python: As `random.getstate` gives it.
     """
 
-    numpy: tuple[Any, ...]
+    numpy: tuple[Any, ...] | dict[str, Any]
     python: tuple[Any, ...]
 
 
@@ -53,7 +53,19 @@ class RandomState:
         return (self.accelerator is not None) + len(self.others)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state)."""
+        """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state).
+
+        Raises:
+            StateError: NumPy's global generator is not its own.
+        """
+        if isinstance(self.host.numpy, dict):
+            raise StateError(
+                "RandomState.state_dict()",
+                got=f"a {self.host.numpy['bit_generator']} as NumPy's global generator",
+                expected="NumPy's own, a Mersenne twister",
+                fix="keep that generator in an object of yours, and call "
+                "np.random.set_bit_generator(np.random.MT19937()).",
+            )
         name, key, position, has_gauss, cached_gaussian = self.host.numpy
         version, internal, gauss_next = self.host.python
         return {
@@ -137,9 +149,9 @@ class NumpyState:
         self._generator: Any = None
         self._words: Any = ()
         self._mark: tuple[int, ...] = ()
-        self._state: tuple[Any, ...] = ()
+        self._state: Any = ()
 
-    def get(self) -> tuple[Any, ...]:
+    def get(self) -> Any:
         """Return the state as `numpy.random.get_state` does."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
@@ -148,7 +160,7 @@ class NumpyState:
         mark = (words[0], words[1], words[_POSITION - 227], words[_POSITION]) if words else ()
         if not mark or mark != self._mark:
             self._state, self._mark = _numpy_state(), mark
-            if self._state[3]:  # it keeps a number
+            if mark and self._state[3]:  # it keeps a number
                 self._mark = ()
         return self._state
 
@@ -161,9 +173,11 @@ class NumpyState:
                 self._words = words
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    legacy: Any = np.random.get_state(legacy=True)  # noqa: NPY002 - user code may draw from the legacy global state
-    return legacy  # type: ignore[no-any-return]  # it depends on the argument
+def _numpy_state() -> Any:
+    # User code may draw from the legacy global state.
+    if type(np.random.get_bit_generator()) is np.random.MT19937:  # type: ignore[attr-defined]  # as above
+        return np.random.get_state(legacy=True)  # noqa: NPY002 - as said
+    return np.random.get_state(legacy=False)  # noqa: NPY002 - as said
 
 
 def restore_host(state: HostRandomState) -> None:

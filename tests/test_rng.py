@@ -5,6 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import memkit as mk
 from memkit import _rng
@@ -92,3 +94,56 @@ def test_a_card_that_is_not_the_current_one_comes_back_too(monkeypatch, tmp_path
         _rng.RandomState.from_state_dict({name: state[name] for name in state if name != "others"} | {"version": 1})
     )
     assert cards.states == [1, 0]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sampled_from(["uniform", "normal", "pair", "integer", "seed", "other", "nothing"]), max_size=25))
+def test_numpys_state_is_copied_where_it_has_moved(draws):
+    """Also where the second number of a pair was kept, and where the global generator is another one."""
+    before, own = np.random.get_state(), np.random.get_bit_generator()
+    calls = {
+        "uniform": np.random.random,
+        "normal": np.random.randn,
+        "pair": lambda: np.random.randn(2),
+        "integer": lambda: np.random.randint(5),
+        "seed": lambda: np.random.seed(3),
+        "other": lambda: np.random.set_bit_generator(np.random.MT19937(1)),
+        "nothing": lambda: None,
+    }
+    known = _rng.NumpyState()
+    try:
+        for draw in draws:
+            calls[draw]()
+            found, wanted = known.get(), np.random.get_state()
+            assert found[0] == wanted[0]
+            np.testing.assert_array_equal(found[1], wanted[1])
+            assert found[2:] == wanted[2:]
+    finally:
+        np.random.set_bit_generator(own)
+        np.random.set_state(before)
+
+
+def test_a_state_that_has_not_moved_is_not_copied_again():
+    np.random.seed(0)
+    known = _rng.NumpyState()
+    first = known.get()
+    assert known.get() is first
+    np.random.random()
+    assert known.get() is not first
+
+
+def test_another_generator_than_numpys_own_is_copied_each_time():
+    own = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(1))
+        known = _rng.NumpyState()
+        first = known.get()
+        assert known.get() is not first
+        state = _rng.capture()
+        drawn = np.random.random()
+        _rng.restore(state)
+        assert np.random.random() == drawn
+        with pytest.raises(mk.StateError, match="a PCG64 as NumPy's global generator"):
+            state.state_dict()
+    finally:
+        np.random.set_bit_generator(own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -146,24 +147,74 @@ class BufferSnapshot:
                 owner._buffers[name] = entry.buffer  # noqa: SLF001
 
 
-class GeneratorStates:
-    """States of random generators at one instant.
+class RandomNumbers:
+    """Where all random numbers stand at one instant: torch's, NumPy's and Python's, and generators that modules hold.
 
     Args:
-        generators: torch's, NumPy's and Python's.
+        generators: Further generators, torch's, NumPy's and Python's.
+        of_torch: Whether torch's own are meant too, or somebody else's business.
+        numpy: Knows NumPy's from before.
     """
 
-    def __init__(self, generators: Iterable[Any]) -> None:
+    def __init__(
+        self, generators: Iterable[Any] = (), *, of_torch: bool = True, numpy: _rng.NumpyState | None = None
+    ) -> None:
+        self._of_torch = of_torch
+        self._random = _rng.capture(numpy) if of_torch else _rng.capture_host(numpy)
         self._states = [(each, _generator_state(each)) for each in generators]
 
-    def again(self) -> GeneratorStates:
-        """The same generators' states now."""
-        return GeneratorStates(each for each, _ in self._states)
-
     def restore(self) -> None:
-        """Put the states back."""
+        """Put all back."""
+        if isinstance(self._random, _rng.RandomState):
+            _rng.restore(self._random)
+        else:
+            _rng.restore_host(self._random)
         for generator, state in self._states:
             _set_generator_state(generator, state)
+
+    def have_moved(self) -> bool:
+        """Whether any number was drawn since that instant."""
+        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
+        pairs = zip(self._states, now._states, strict=True)
+        return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
+
+    @contextlib.contextmanager
+    def preserved(self) -> Iterator[None]:
+        """In the block draw whatever; then go on as from that instant."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """In the block, draw the same numbers as after that instant; then go on as before the block."""
+        now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+
+def _is_same(state: Any, other: Any) -> bool:
+    """Whether two states of random generators, in whatever form, are equal."""
+    if isinstance(state, (torch.Tensor, np.ndarray)):
+        return bool((state == other).all())
+    if isinstance(state, (_rng.RandomState, _rng.HostRandomState)):
+        fields = dataclasses.fields(state)
+        return all(_is_same(getattr(state, each.name), getattr(other, each.name)) for each in fields)
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_is_same(each, other[name]) for name, each in state.items())
+    if isinstance(state, tuple):
+        return len(state) == len(other) and all(map(_is_same, state, other))
+    return bool(state == other)
+
+
+def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return random generators in attributes of modules and their children, or in lists and dicts there."""
+    owners = dict.fromkeys(owner for module in modules for owner in module.modules())
+    return list({id(each): each for owner in owners for each in _held_generators(owner)}.values())
 
 
 class AttributeStates:
@@ -211,22 +262,24 @@ class Rollback:
 
     Args:
         watch: The watch of the model.
+
+    Attributes:
+        buffers: The buffers.
     """
 
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
-        self._buffers, self._modes = watch.snapshot(), watch.modes()
-        self._random = _rng.capture(watch.numpy)
-        self._generators = GeneratorStates(watch.generators())
+        self.buffers, self._modes = watch.snapshot(), watch.modes()
+        self._random = RandomNumbers(watch.generators(), numpy=watch.numpy)
         self._attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
         """A context for a forward: other modules that run in it are rolled back too, from then on."""
-        return self._watch.discover(self._buffers)
+        return self._watch.discover(self.buffers)
 
     def learn(self) -> None:
         """Forget copies of buffers that the forward since then has left alone."""
-        insist(lambda: self._watch.learn(self._buffers), "comparing buffers")
+        insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
         if self._attributes is not None and not self._attributes.differ():
             self._watch.changes_attributes, self._attributes = False, None
 
@@ -244,12 +297,11 @@ class Rollback:
         insist(self._restore, "undoing a failed attempt")
 
     def _restore(self) -> None:
-        self._buffers.restore()
+        self.buffers.restore()
         for module, is_training in self._modes:
             if module.training != is_training:
                 module.training = is_training
-        _rng.restore(self._random)
-        self._generators.restore()
+        self._random.restore()
         if self._attributes is not None:
             self._attributes.restore()
 

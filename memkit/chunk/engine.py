@@ -8,24 +8,28 @@ parameters are inputs of the node, so that autograd adds each one's gradient onc
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit._captured import CapturedTensors
 from memkit._errors import ConfigError, InputError
+from memkit._recovery.replay import Replay
+from memkit._recovery.snapshot import StateWatch
 from memkit._settings import Checker
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
-from memkit.chunk.engine_replay import Piece, Replay
+from memkit.chunk.engine_replay import Circumstances, Piece
 from memkit.chunk.engine_trial import CallProblem, Tensors
-from memkit.chunk.independence import NUM_PROBED, check_independence
+from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of
 from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
 
 Strategy = Literal["auto", "checkpoint", "save"]
@@ -202,7 +206,7 @@ class ChunkedCall:
     def _spans(self) -> Iterator[tuple[int, int]]:
         return spans(self._num_rows, self.chunk_size, self._head)
 
-    def pieces(self, tensors: Tensors, replay: Replay | None) -> Pieces:
+    def pieces(self, tensors: Tensors, replay: Circumstances | None) -> Pieces:
         """The forward of a call; with a replay it may be followed by a backward."""
         chunks = list(self._spans())
         first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
@@ -218,7 +222,7 @@ class ChunkedCall:
         return Pieces(results(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
 
     def _recorded(
-        self, tensors: Tensors, replay: Replay, start: int, length: int, *, is_kept: bool, is_first: bool
+        self, tensors: Tensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
     ) -> list[Tensor]:
         """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
         # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
@@ -287,15 +291,21 @@ class ChunkedCall:
             torch.split(tensor, lengths) if pick is None else [(tensor, rows) for rows in torch.split(pick, lengths)]
             for tensor, pick in zip(inputs, self._picks, strict=True)
         ]
-        pieces = []
-        for length, *parts in zip(lengths, *pieces_of, strict=True):
-            if again:
-                keep_random = self.preserve_rng_state
-                results = checkpoint(piece, length, *parts, use_reentrant=False, preserve_rng_state=keep_random)
-            else:
-                results = piece(length, *parts)
-            pieces.append(results)
+        run = self._checkpointed(piece) if again else piece
+        pieces = [run(length, *parts) for length, *parts in zip(lengths, *pieces_of, strict=True)]
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+    def _checkpointed(self, piece: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        """A piece that runs again in backward, as it ran the first time."""
+        keeps_random = self.preserve_rng_state
+        watch = StateWatch(nn.ModuleList(modules_of(self.fn)))
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            replay = Replay(watch)
+            return replay, replay.again
+
+        settings: dict[str, Any] = {"context_fn": contexts} if keeps_random else {}
+        return functools.partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=keeps_random, **settings)
 
     def gradients(
         self, tensors: Tensors, upstream: Upstream, kept: list[Piece], totals: list[Tensor | None]
@@ -356,7 +366,7 @@ class _InPieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[:num_inputs]
-        replay = Replay(inputs, random=call.preserve_rng_state)
+        replay = Circumstances(inputs, call.fn if call.preserve_rng_state else None)
         versions = _versions(inputs)
         outputs, saved = call.assembly.collect(
             call.pieces(Tensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)

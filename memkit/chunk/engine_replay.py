@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit import _rng
+from memkit._recovery.snapshot import RandomNumbers, held_generators
+from memkit.chunk.independence import modules_of
 
 
 @dataclass(slots=True)
@@ -25,25 +26,25 @@ class Piece:
     results: list[Tensor]
 
 
-class Replay:
+class Circumstances:
     """What the backward of a call needs from its forward.
 
     Args:
         tensors: The call's inputs; their devices' autocast is noted.
-        random: Whether to note the random state.
+        fn: The call's function; generators that its modules hold draw the same numbers again. None to note nothing.
 
     Attributes:
         kept: The last pieces, where their graphs were kept.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, random: bool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], fn: object) -> None:
         kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted(kinds)
             if torch.amp.is_autocast_available(kind)
         ]
-        self._at_start = _rng.capture() if random else None
+        self._at_start = None if fn is None else RandomNumbers(held_generators(modules_of(fn)))
         self.kept: list[Piece] = []
 
     @contextlib.contextmanager
@@ -54,6 +55,5 @@ class Replay:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             if self._at_start:
-                stack.enter_context(_rng.preserved())
-                _rng.restore(self._at_start)
+                stack.enter_context(self._at_start.again())
             yield kept

@@ -14,7 +14,7 @@ from torch._C._profiler import ActiveProfilerType
 from memkit._recorder import Recorder
 from memkit._streamed import accumulator_dtype, without_hooks
 from memkit._workspace import WorkspaceRecorder
-from memkit.chunk.engine_replay import Replay
+from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import modes_of, modules_of, undone, unpacked
 from memkit.chunk.sizing import Measurement
 
@@ -82,8 +82,10 @@ class CallProblem:
         tensors, assembly = self._tensors, part.assembly
         for_backward = any(tensors.needs)
 
-        def forward() -> tuple[Replay | None, list[Tensor], list[Tensor]]:
-            replay = Replay(tensors.inputs, random=part.preserve_rng_state) if for_backward else None
+        def forward() -> tuple[Circumstances | None, list[Tensor], list[Tensor]]:
+            replay = (
+                Circumstances(tensors.inputs, part.fn if part.preserve_rng_state else None) if for_backward else None
+            )
             return replay, *assembly.collect(part.pieces(tensors, replay))
 
         (replay, outputs, saved), forward_peak, forward_end = watched(forward)

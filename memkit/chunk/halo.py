@@ -18,9 +18,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit import _rng
 from memkit._errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
+from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
@@ -61,7 +61,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     key = (repr(module), modes, form, tuple(dims))
     known = _CACHE.setdefault(module, {})
     if key not in known:
-        with torch.no_grad(), _rng.preserved():
+        with torch.no_grad(), RandomNumbers(held_generators([module])).preserved():
             probe = _Probe(module, x)
             known[key] = {dim: probe.reach(dim) for dim in dims}
     return known[key]

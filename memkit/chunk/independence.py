@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from memkit import _rng
 from memkit._errors import InputError
+from memkit._recovery.snapshot import Rollback, StateWatch
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
@@ -157,27 +157,28 @@ def _bad_rows(value: Any, count: int) -> set[int]:
 @contextlib.contextmanager
 def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
     """Put random state and the modules' buffers back after the block; inside, say which buffers have changed."""
-    buffers = [
-        (owner, name, buffer, buffer.clone(), f"{path}.{name}".lstrip("."))
-        for module in modules
-        for path, owner in module.named_modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-    ]
+    watch = StateWatch(nn.ModuleList(modules))
+    watch.changes_attributes = False
+    rollback = Rollback(watch)
+    paths = {owner: path for module in modules for path, owner in module.named_modules()}
 
     def changed() -> list[str]:
         """Buffers with other values. A cache that has grown is none of them, nor an integer that counts calls."""
-        now = [(getattr(owner, name), old, path) for owner, name, _, old, path in buffers if _may_be_nan(old)]
-        return [path for new, old, path in now if new.shape == old.shape and not _are_equal(new, old)]
+        copies = {key: entry.copy for key, entry in rollback.buffers.entries.items()}
+        return [
+            f"{paths[owner]}.{name}".lstrip(".")
+            for (owner, name), copy in copies.items()
+            if copy is not None and _may_be_nan(copy) and _differs(getattr(owner, name), copy)
+        ]
 
-    with _rng.preserved():
-        try:
-            yield changed
-        finally:
-            with torch.no_grad():
-                for owner, name, buffer, copy, _ in buffers:
-                    setattr(owner, name, buffer)
-                    if not _are_equal(buffer, copy):
-                        buffer.data.copy_(copy)  # unseen by autograd: another call's graph may hold the buffer
+    try:
+        yield changed
+    finally:
+        rollback.restore()
+
+
+def _differs(new: Tensor, old: Tensor) -> bool:
+    return new.shape == old.shape and not _are_equal(new, old)
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memkit import _rng
 from memkit._errors import InputError, InputTypeError
 from memkit._recovery.attempt import Done, Failed, unless_failed
+from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._settings import Checker
 from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import REFUSALS, find_reach
@@ -241,22 +241,17 @@ class SparsityAwareProcessor:
         return tuple(found[dim] for dim in _DIMS)
 
     def _draws_random(self, form: Tensor) -> bool:
-        with torch.no_grad(), _rng.preserved():
-            before = _rng.capture()
+        before = RandomNumbers(held_generators([self._fn]))
+        with torch.no_grad(), before.preserved():
             sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
             if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
                 self._on_empty(form, form.shape[2:])
-            after = _rng.capture()
-        states = [(before.cpu, after.cpu), (before.accelerator, after.accelerator)]
-        states += [(state, after.others[index]) for index, state in before.others.items()]
-        return before.host.python != after.host.python or any(
-            a is not None and b is not None and not torch.equal(a, b) for a, b in states
-        )
+            return before.have_moved()
 
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            with torch.no_grad(), _rng.preserved():
+            with torch.no_grad(), RandomNumbers(held_generators([self._fn])).preserved():
                 outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
             if isinstance(outcome, Failed):
                 error = outcome.error

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from memkit import _rng
 from memkit._errors import InputError
+from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
 
@@ -81,7 +81,11 @@ def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
     handles = [child.register_forward_hook(watch) for child in names]
     try:
         buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some count their calls
-        with torch.no_grad(), _rng.preserved(), _Replacing(lone, without_batch_norm=True):
+        with (
+            torch.no_grad(),
+            RandomNumbers(held_generators([fn])).preserved(),
+            _Replacing(lone, without_batch_norm=True),
+        ):
             rows = _on_rows(lambda volume: functional_call(fn, buffers, (volume,)), lone.features)
     except InputError:
         raise

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memkit._errors import InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, without_hooks
-from memkit.chunk.engine_replay import Replay
+from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import undone
 from memkit.chunk.tiles import Axis, BlendedAxis, Piece, place_of, tiles
 
@@ -101,7 +101,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, job: TileJob, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.job, ctx.replay = job, Replay([x], random=True)
+        ctx.job, ctx.replay = job, Circumstances([x], job.module)
         ctx.save_for_backward(x, *params)
         return run_tiles(job, x, job.module)
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._loss import Loss
+from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
-from memkit.train.replay import Replay
 from memkit.train.split import count_rows, list_leaves, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 

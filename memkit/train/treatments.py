@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._errors import StateError
+from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit.train.models import device_of
 from memkit.train.offload import offload_activations
-from memkit.train.replay import Again, Replay
 
 Treatment: TypeAlias = Literal["full", "selective", "offload"]
 TREATMENTS: tuple[Treatment, ...] = ("full", "selective", "offload")

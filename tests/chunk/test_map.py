@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from memkit._errors import ConfigError, InputError
 from memkit.chunk.map import chunked_map
+from memkit.chunk.tiled import tiled_apply
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -168,3 +169,56 @@ def test_reducing_functions_are_refused():
     for fn in (torch.mean, lambda x: x.mean(0, keepdim=True), lambda x: None):
         with pytest.raises(InputError, match=r"chunked_map\(.*one row for each row"):
             chunked_map(fn, x, chunk_size=4)
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, torch's and NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(3, 3).double()
+        self.noise, self.numpy = torch.Generator(), np.random.default_rng(0)
+
+    def forward(self, x):
+        return self.lin(x) * torch.rand(x.shape, generator=self.noise, dtype=x.dtype) * float(self.numpy.random())
+
+
+def drawn(run):
+    """Gradient of the weights, and where the generators stand afterwards."""
+    torch.manual_seed(0)
+    module, x = Noisy(), torch.randn(8, 3, dtype=torch.float64)
+    run(module, x).sum().backward()
+    return module.lin.weight.grad, torch.rand(1, generator=module.noise), module.numpy.random()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "checkpoint"])
+def test_generators_that_a_module_holds_draw_the_same_again(strategy):
+    want = drawn(lambda module, x: torch.cat([module(part) for part in x.split(2)]))
+    found = drawn(lambda module, x: chunked_map(module, x, chunk_size=2, strategy=strategy, check=False))
+    torch.testing.assert_close(found, want)
+    without = drawn(
+        lambda module, x: chunked_map(module, x, chunk_size=2, strategy=strategy, check=False, preserve_rng_state=False)
+    )
+    assert not torch.allclose(without[0], want[0])  # the negative control
+
+
+def test_tiles_draw_the_same_again():
+    class NoisyConv(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.noise = nn.Conv2d(1, 1, 1).double(), torch.Generator()
+
+        def forward(self, x):
+            if not self.training:  # as dropout
+                return self.conv(x)
+            return self.conv(x) * torch.rand(x.shape, generator=self.noise, dtype=x.dtype)
+
+    def gradient(run):
+        torch.manual_seed(0)
+        module, x = NoisyConv(), torch.randn(1, 1, 8, 8, dtype=torch.float64)
+        run(module, x).sum().backward()
+        return module.conv.weight.grad
+
+    rows = lambda module, x: torch.cat([module(part) for part in x.split(4, 2)], 2)  # noqa: E731
+    tiled = lambda module, x: tiled_apply(module, x, (4, 8), halo=0)  # noqa: E731
+    torch.testing.assert_close(gradient(tiled), gradient(rows))

@@ -167,9 +167,32 @@ def test_half_precision_adds_the_empty_part_up_in_float32():
     assert float(net.bias.grad) == pytest.approx(32768, rel=0.01)
 
 
+class OwnNoise(nn.Module):
+    """Draws from a generator that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x * torch.rand(1, generator=self.generator).item()
+
+
 class DropoutByHand(nn.Module):
     def forward(self, x):
         return nn.functional.dropout(x)
+
+
+def test_noise_of_a_generator_that_a_module_holds_is_noticed():
+    net = nn.Sequential(same(2, 4), OwnNoise())
+    processor = SparsityAwareProcessor(net)
+    processor(brain().float())
+    assert processor.last_plan.mode == "dense"
+    state = net[1].generator.get_state()
+    assert not torch.equal(state, torch.Generator().get_state())  # the run itself has drawn
+    net[1].generator = torch.Generator()
+    net(brain().float())
+    assert torch.equal(net[1].generator.get_state(), state)  # and nothing else
 
 
 def test_submanifold_is_the_network_of_occupied_voxels():

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from memkit import _rng
-from memkit._recovery.snapshot import AttributeStates, BufferSnapshot, GeneratorStates, StateWatch, cloned
+from memkit._recovery.snapshot import AttributeStates, BufferSnapshot, RandomNumbers, StateWatch, cloned
 
 
 class Replay:
@@ -25,13 +24,12 @@ class Replay:
     def __init__(self, watch: StateWatch) -> None:
         self._watch = watch
         self._buffers: BufferSnapshot
-        self._random: _rng.HostRandomState
-        self._generators: GeneratorStates
+        self._random: RandomNumbers
         self._attributes: AttributeStates | None
 
     def __enter__(self) -> None:
         self._buffers = self._watch.snapshot()
-        self._random, self._generators = _rng.capture_host(), GeneratorStates(self._watch.generators())
+        self._random = RandomNumbers(self._watch.generators(), of_torch=False)
         self._attributes = AttributeStates(self._watch) if self._watch.changes_attributes else None
 
     def __exit__(
@@ -50,23 +48,18 @@ class Replay:
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
         """Run a block in the first run's circumstances, and leave no trace."""
-        random_now = _rng.capture_host()
         buffers_now = []
         for (owner, name), entry in self._buffers.entries.items():
             if entry.copy is not None:
                 buffers_now.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, cloned(entry.copy))
-        generators_now = self._generators.again()
         attributes_now = None if self._attributes is None else AttributeStates(self._watch)
         if self._attributes is not None:
             self._attributes.restore()
-        _rng.restore_host(self._random)
-        self._generators.restore()
         try:
-            yield
+            with self._random.again():
+                yield
         finally:
-            _rng.restore_host(random_now)
-            generators_now.restore()
             if attributes_now is not None:
                 attributes_now.restore()
             for owner, name, buffer in buffers_now:
