@@ -172,8 +172,8 @@ class ChunkedStep:
         groups = optimizer.param_groups
         try:
             if self._work is None:
-                self._work = self._begin(optimizer)
-            self._go_on(self._work)
+                self._begin(optimizer)
+            self._go_on(self._work or [])
         except Exception:
             raise
         except BaseException:  # an interrupt that no signal brought
@@ -184,25 +184,28 @@ class ChunkedStep:
         finally:
             optimizer.param_groups = groups
 
-    def _begin(self, optimizer: Optimizer) -> list[_Work]:
-        """Step in one piece, where that can be gone on with if it is cut off; return what is left to do."""
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Step in one piece, where that can be gone on with if it is cut off; note what is left to do."""
         journal = self._journal
-        if not self._only_once or self._is_short:
-            return self._plan()
-        if journal is None or not journal.describes(optimizer):
-            journal = self._journal = Journal.of(optimizer)
-        if journal is None or not journal.begin():
-            return self._plan()
+        if self._only_once and not self._is_short:
+            if journal is None or not journal.describes(optimizer):
+                journal = self._journal = Journal.of(optimizer)
+            if journal is not None and journal.begin():
+                self._step_whole(optimizer, journal)
+                return
+        self._work = self._plan()
+
+    def _step_whole(self, optimizer: Optimizer, journal: Journal) -> None:
         try:
             outcome = attempt(_own_step, optimizer)
-        except BaseException:
+            if isinstance(outcome, Done):
+                self._num_before, self._work = len(journal.parameters), []
+            else:
+                self._is_short = True  # from now on in chunks, whose old values are kept
+                self._work = self._rest(journal)
+        except BaseException:  # an interrupt may come at any line
             self._work = self._rest(journal)
             raise
-        if not isinstance(outcome, Done):
-            self._is_short = True  # from now on in chunks, whose old values are kept
-            return self._rest(journal)
-        self._num_before = len(journal.parameters)
-        return []
 
     def _rest(self, journal: Journal) -> list[_Work]:
         """What is left of a step that was cut off."""
