@@ -20,7 +20,7 @@ from memkit._recovery.attempt import Done, attempt
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
-from memkit.train.transaction import ChunkedStep
+from memkit.train.transaction import ChunkedStep, close_all
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
 _MOST_BYTES = 2**30  # of a copy that nobody has asked for
@@ -97,19 +97,24 @@ class StepGuard:
 
     def _run_in_chunks(self, step: Callable[[], bool]) -> bool:
         try:
-            for each in self._chunked:
-                each.open()
             try:
-                return _in_two_tries(step)
-            except Exception:
-                raise
-            except BaseException:  # an interrupt that no signal brought: what has begun is done whole
-                if any(each.num_stepped for each in self._chunked):
-                    step()
-                raise
+                for each in self._chunked:
+                    each.open()
+                return self._run_to_the_end(step)
+            finally:
+                close_all(self._chunked)
         finally:
-            for each in self._chunked:
-                each.close()
+            close_all(self._chunked)  # again, where an interrupt came in the middle of it
+
+    def _run_to_the_end(self, step: Callable[[], bool]) -> bool:
+        try:
+            return _in_two_tries(step)
+        except Exception:
+            raise
+        except BaseException:  # an interrupt that no signal brought: what has begun is done whole
+            if any(each.num_stepped for each in self._chunked):
+                step()
+            raise
 
     def _counted(self, step: Callable[[], bool]) -> bool:
         """Run a step, and note how far it rises above both of its ends."""

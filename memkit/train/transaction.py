@@ -86,12 +86,20 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
             )
     steps = [ChunkedStep(each, only_once=False) for each in optimizers]
     try:
-        for step in steps:
-            step.open()
-        yield
+        try:
+            for step in steps:
+                step.open()
+            yield
+        finally:
+            close_all(steps)
     finally:
-        for step in steps:
-            step.close()
+        close_all(steps)  # again, where an interrupt came in the middle of it
+
+
+def close_all(steps: Sequence[ChunkedStep]) -> None:
+    """Put the own steps of optimizers back in their places."""
+    for each in steps:
+        each.close()
 
 
 class ChunkedStep:
