@@ -6,7 +6,9 @@ has a second place in the same step, on any rank. Counted are runs in which ever
 compared with the run without fault; with dropout, whose random numbers depend on how rows are grouped, with a run
 without fault in micro-batches of the same sizes. A rank that waits for longer than the group's timeout ends the case.
 
-Run: python -m benchmarks.cases.rank_faults   (3 minutes)
+Then a fault at every operator of one rank's epoch, one after the other.
+
+Run: python -m benchmarks.cases.rank_faults   (15 minutes)
 """
 
 from __future__ import annotations
@@ -236,6 +238,29 @@ def plant_all(num_places: int, seed: int) -> dict[str, Any]:
     return {kind: plant(kind, num_places, seed) for kind in KINDS}
 
 
+def plant_everywhere(stride: int) -> dict[str, Any]:
+    """Run with a fault at each operator of one rank's epoch, one after the other; without dropout."""
+    return {kind: plant_on_one_rank(kind, stride) for kind in KINDS}
+
+
+def plant_on_one_rank(kind: str, stride: int) -> dict[str, Any]:
+    expected, _, faults = train(kind, 0.0)
+    counts = gather(faults.counts)[1]
+    places = [
+        Place(1, step, phase, number)
+        for (step, phase), most in sorted(counts.items())
+        if step >= 0
+        for number in range(1, most + 1)
+    ][::stride]
+    row: dict[str, Any] = {"places": len(places), "fired": 0, "largest_difference": 0.0}
+    for place in places:
+        found, _, faults = train(kind, 0.0, [place])
+        reports = gather((faults.num_failures, largest_difference(found, expected)))
+        row["fired"] += sum(fired for fired, _ in reports)
+        row["largest_difference"] = max(row["largest_difference"], *(difference for _, difference in reports))
+    return row
+
+
 def train_naively(place: Place | None) -> list[torch.Tensor]:
     """What a rank's own try and except makes of plain DDP: it splits alone, and synchronises in each backward."""
     model, optimizer = build("ddp", 0.0)
@@ -299,18 +324,21 @@ def on_two_ranks(job: str, *args: Any, timeout_s: float = TIMEOUT_S, limit_s: fl
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2)]
 
 
-JOBS = {"plant": plant_all, "control": control}
+JOBS = {"plant": plant_all, "everywhere": plant_everywhere, "control": control}
 
 
 def main() -> None:
     faults, others = on_two_ranks("plant", NUM_PLACES, 0)
     assert faults == others
     print(faults)
+    everywhere, others = on_two_ranks("everywhere", 1, limit_s=3600)
+    assert everywhere == others
+    print(everywhere)
     controls = {}
     for phase, number in NAIVE_PLACES:
         controls[f"{phase}, operator {number}"] = on_two_ranks("control", phase, number, timeout_s=5)
     print(controls)
-    print(write_result("rank_faults", {"faults": faults, "naive": controls}))
+    print(write_result("rank_faults", {"faults": faults, "everywhere": everywhere, "naive": controls}))
 
 
 if __name__ == "__main__":
