@@ -20,6 +20,7 @@ import torch
 
 from memkit._errors import ConfigError
 from memkit._records import DeviceMemory, HostMemory
+from memkit._torch import machine
 
 if sys.platform != "win32":
     import resource
@@ -154,7 +155,7 @@ def allocator_snapshot(device: torch.device) -> bytes | None:
     """Return the allocator's own account as https://pytorch.org/memory_viz reads it; None where there is none."""
     if device.type != "cuda":
         return None
-    return pickle.dumps(torch.cuda.memory._snapshot())  # noqa: SLF001 - torch documents it under this name
+    return pickle.dumps(machine.allocator_history())
 
 
 def prefers_bfloat16(device: torch.device) -> bool:
@@ -162,7 +163,7 @@ def prefers_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()  # noqa: SLF001 - no public form
+        return machine.has_bfloat16_instructions()
     return device.type == "xpu"
 
 

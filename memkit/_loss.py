@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError, InputTypeError
+from memkit._torch import pytree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

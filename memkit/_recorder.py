@@ -14,21 +14,16 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch._C import _storage_Use_Count as storage_use_count
-from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass_type,
-)
-from torch.utils._pytree import tree_leaves
 
 from memkit._errors import StateError
 from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
 from memkit._resizing import UNSHARD, telling
+from memkit._torch.dispatch import TorchDispatchMode, current_modes, is_traceable_wrapper_subclass_type
+from memkit._torch.pytree import tree_leaves
+from memkit._torch.storage import is_dense, storage_use_count
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
@@ -319,7 +314,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     # ------------------------------------------------------------------------------------------------ hooks
 
     def _is_active(self) -> bool:
-        return self in _get_current_dispatch_mode_stack()  # hooks are global, recorders belong to a thread
+        return self in current_modes()  # hooks are global, recorders belong to a thread
 
     def _before_module(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         if not self._is_active() or not self._where.enter_module(module):

@@ -25,9 +25,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit import _rng
+from memkit._torch import compiler
+from memkit._torch.dispatch import OpOverload, TorchDispatchMode
 
 _MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that may hold such objects
@@ -162,7 +163,7 @@ class Rehearsal:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
-            if "torch._dynamo" in sys.modules:  # a compiled module runs as written: nothing is compiled for a look
+            if compiler.is_loaded():  # a compiled module runs as written: nothing is compiled for a look
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Watch(self, span, rounding))
             yield
@@ -258,7 +259,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # higher-order operators: nothing to see
+        if not isinstance(func, OpOverload):  # higher-order operators: nothing to see
             return func(*args, **kwargs)
         if func.namespace in _NAMESPACES_OF_RANKS:
             raise RanksError(str(func))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memkit._captured import CapturedTensors
 from memkit._errors import InputError, StateError
+from memkit._torch.graph import keeps_graph
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
@@ -165,7 +166,7 @@ class _WithGradients(torch.autograd.Function):
             "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
         )
         # Without a retained graph these buffers have no other use. torch offers no public way to ask.
-        is_last = not torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+        is_last = not keeps_graph()
         results: Gradients = []
         for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             if gradient is not None:

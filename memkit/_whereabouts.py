@@ -13,16 +13,13 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
-from torch._C import _current_autograd_node as current_node
-from torch._C import _current_graph_task_id as current_backward
-from torch._C._autograd import _get_sequence_nr as next_sequence_number
-from torch.autograd.graph import _engine_run_backward
 
 from memkit._recording import Phase
+from memkit._torch.graph import current_backward, current_node, next_sequence_number, run_engine
 
 # Code in these folders is nobody's own: a source is the innermost frame outside of them.
 _INTERNAL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = run_engine.__code__
 _NO_BACKWARD = -1
 
 

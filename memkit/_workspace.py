@@ -9,17 +9,22 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
-from torch._C._autograd import ProfilerEvent
-from torch._C._autograd import _disable_profiler_legacy as stop_profiler
-from torch._C._autograd import _enable_profiler_legacy as start_profiler
-from torch._C._autograd import _enable_record_function as record_functions
-from torch._C._autograd import _profiler_type as running_profiler
-from torch._C._profiler import ActiveProfilerType, ProfilerConfig, ProfilerState, _ExperimentalConfig
-from torch._C._profiler import _RecordFunctionFast as Mark
 
 from memkit._errors import StateError
 from memkit._recorder import Recorder
 from memkit._recording import IntArray, Label, Recording, lifetimes
+from memkit._torch.profiler import (
+    ActiveProfilerType,
+    ExperimentalConfig,
+    Mark,
+    ProfilerConfig,
+    ProfilerEvent,
+    ProfilerState,
+    record_functions,
+    running_profiler,
+    start_profiler,
+    stop_profiler,
+)
 from memkit._whereabouts import Place
 
 _MARK = "memkit-operator:"
@@ -76,7 +81,7 @@ class WorkspaceRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's o
             )
         super().__enter__()
         shapes, memory, stack, flops, modules = False, True, False, False, False
-        start_profiler(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, modules, _ExperimentalConfig()))
+        start_profiler(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, modules, ExperimentalConfig()))
         record_functions(False)  # noqa: FBT003 - only the marks are wanted, not each operator's own record
         return self
 

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,36 @@ def test_no_handler_outside_the_kernel_judges_whether_memory_ran_out(path):
         names = {node.attr if isinstance(node, ast.Attribute) else node.id
                  for node in ast.walk(handler) if isinstance(node, (ast.Attribute, ast.Name))}  # fmt: skip
         assert simulates or not names & (JUDGES | {"OutOfMemoryError"}), ast.unparse(handler)
+
+
+SEAM = PACKAGE / "_torch"
+
+
+def private_parts(tree):
+    """Private modules and names of torch that a file imports or reaches, as text."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        elif isinstance(node, ast.Import):
+            names = [name.name for name in node.names if name.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            if not name.startswith("torch.ops.") and any(
+                part.startswith("_") and not part.startswith("__") for part in name.split(".")
+            ):
+                yield name
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_private_parts_of_torch_are_named_in_the_seam_only(path):
+    if SEAM not in path.parents:
+        assert list(private_parts(ast.parse(path.read_text("utf-8")))) == []
+
+
+def test_the_law_sees_what_it_forbids():
+    text = "from torch.utils import _pytree\nimport torch._dynamo\nfrom torch._C import DispatchKey\ntorch._C._nn.x()"
+    assert len(set(private_parts(ast.parse(text)))) >= 4
+    assert list(private_parts(ast.parse("import torch\ntorch.__version__\nfrom torch import nn"))) == []

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
 from memkit._protocols import Closing, Uncopied
 from memkit._recovery.snapshot import StateWatch
+from memkit._torch import pytree
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths

@@ -16,7 +16,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit._captured import CapturedTensors
@@ -25,6 +24,7 @@ from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._settings import Checker
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
+from memkit._torch import pytree
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
 from memkit.chunk.engine_replay import Circumstances, Piece

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError, InputTypeError
+from memkit._torch import pytree
 
 
 def describe(fn: Callable[..., Any]) -> str:

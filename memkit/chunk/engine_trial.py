@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_type as running_profiler
-from torch._C._profiler import ActiveProfilerType
 
 from memkit._recorder import Recorder
 from memkit._streamed import accumulator_dtype, without_hooks
+from memkit._torch.profiler import ActiveProfilerType, running_profiler
 from memkit._workspace import WorkspaceRecorder
 from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import modes_of, modules_of, undone, unpacked

@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
+from memkit._torch import pytree
+from memkit._torch.dispatch import TorchDispatchMode
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._torch import pytree
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row

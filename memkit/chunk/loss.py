@@ -7,11 +7,11 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit._loss import Loss
 from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
+from memkit._torch import pytree
 from memkit.chunk.engine_params import describe, parameters_of
 from memkit.chunk.engine_trial import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.independence import check_independence, modules_of, undone, unpacked

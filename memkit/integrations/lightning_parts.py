@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from memkit._errors import InputError
+from memkit._torch import pytree
 from memkit.train.split import count_rows
 
 _LOG = inspect.signature(LightningModule.log)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from memkit._torch.pytree import keystr, tree_leaves_with_path
 from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
 from memkit.memory.holders import References, attributes, is_a
 

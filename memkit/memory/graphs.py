@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunctionSubclass, TensorBase
 from torch.autograd.graph import Node
+
+from memkit._torch.dispatch import TensorBase, without_torch_function
 
 # Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
 _IS_LEAF, _GRAD, _GRAD_FN = (vars(TensorBase)[name].__get__ for name in ("is_leaf", "grad", "grad_fn"))
@@ -38,7 +39,7 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """
     if "__tensor_flatten__" in dir(type(tensor)):
         return
-    with DisableTorchFunctionSubclass():
+    with without_torch_function():
         for part in _strided_parts(tensor):
             try:
                 storage = part.untyped_storage()

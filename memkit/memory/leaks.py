@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _get_sequence_nr as next_sequence_number
 
+from memkit._torch.graph import next_sequence_number
 from memkit._units import KIB, format_bytes
 from memkit.memory.graphs import grad_of, spanning
 from memkit.memory.holders import Holder, References, attributes

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import set_stance
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from memkit import _rng
 from memkit._errors import InputTypeError, MemkitWarning
 from memkit._loss import Loss, detached, read_loss
 from memkit._recorder import Recorder
 from memkit._resizing import UNSHARD
+from memkit._torch.pytree import tree_leaves
 from memkit._whereabouts import Whereabouts
 from memkit.planning.estimate import Holder, MemoryEstimate
 from memkit.planning.fakes import DryMode

@@ -7,8 +7,8 @@ from types import NoneType
 from typing import Any
 
 import torch
-from torch._C import _get_default_device as default_device
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, _BypassDispatchCache, _DispatchCacheKey
+
+from memkit._torch.fake import BypassDispatchCache, DispatchCacheKey, FakeTensor, FakeTensorMode, default_device
 
 _PLAIN = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -28,8 +28,8 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
         func: Any,
         args: Sequence[object],
         kwargs: Mapping[str, object],
-    ) -> _DispatchCacheKey:
-        """Torch calls this before it looks a result up; `_BypassDispatchCache` says that there is none."""
+    ) -> DispatchCacheKey:
+        """Torch calls this before it looks a result up; `BypassDispatchCache` says that there is none."""
         key = [
             type(self),  # the cache is one for all modes
             func,
@@ -41,8 +41,8 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
         has_values = self._add(key, (*args, *kwargs.values()))
         is_mutable = func._schema.is_mutable  # noqa: SLF001 - no public form
         if True in has_values and (False not in has_values or is_mutable or not _READ_VALUES.isdisjoint(func.tags)):
-            raise _BypassDispatchCache("values")
-        return _DispatchCacheKey(tuple(key))
+            raise BypassDispatchCache("values")
+        return DispatchCacheKey(tuple(key))
 
     def _add(self, key: list[object], arguments: Iterable[object]) -> set[bool]:
         """Add arguments to a key; returns whether the tensors among them have values."""
@@ -50,7 +50,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
         for argument in arguments:
             if isinstance(argument, FakeTensor):
                 if argument.fake_mode is not self or argument.layout is not torch.strided:
-                    raise _BypassDispatchCache("another mode's tensor, or no strides")
+                    raise BypassDispatchCache("another mode's tensor, or no strides")
                 has_values.add(argument.constant is not None)
                 key += (
                     argument.dtype,
@@ -70,5 +70,5 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
             elif isinstance(argument, _PLAIN):
                 key += type(argument), argument  # 1 and 1.0 are equal, but their results are not
             else:
-                raise _BypassDispatchCache("an argument that is no plain value")
+                raise BypassDispatchCache("an argument that is no plain value")
         return has_values

@@ -13,18 +13,18 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+from torch.nn.parameter import is_lazy
+
+from memkit._errors import InputError, NotSimulatedError, StateError
+from memkit._settings import Checker
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
 )
-from torch.nn.parameter import is_lazy
-from torch.utils._mode_utils import no_dispatch
-
-from memkit._errors import InputError, NotSimulatedError, StateError
-from memkit._settings import Checker
 from memkit._whereabouts import Whereabouts
 from memkit.planning.fakecache import CachedFakeMode
 from memkit.planning.guesses import Guesses

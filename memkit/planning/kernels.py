@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import _ConvBackend as ConvBackend  # type: ignore[attr-defined]  # torch's stubs lack the underscore
-from torch._C import _select_conv_backend as select_conv_backend
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+
+from memkit._torch.convolution import ConvBackend, select_conv_backend
+from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
 
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten

@@ -21,10 +21,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from memkit._errors import StateError
+from memkit._torch.fake import FakeTensor
 from memkit.planning.fakes import DryMode
 from memkit.planning.guesses import GuessedFloat, GuessedInt
 

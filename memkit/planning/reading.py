@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.fake import FakeTensor
 from memkit.planning.guesses import Guesses, plain_number
 
 _aten = torch.ops.aten

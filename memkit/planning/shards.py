@@ -15,15 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable_state import _module_state_mapping as composable_states
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._torch.dispatch import without_modes
+from memkit._torch.ranks import FakeStore, composable_states
 from memkit.planning.dryrun import Part
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.shard import REPLICATED, Shard
@@ -89,7 +88,7 @@ def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
 
 def _with_data(device_type: str) -> AbstractContextManager[object]:
     """For meshes, which are tensors with data. A virtual card's host tensors have data anyway."""
-    return _disable_current_modes() if device_type == "cpu" else nullcontext()
+    return without_modes() if device_type == "cpu" else nullcontext()
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import ConfigError, InputError, InputTypeError, warn_user
 from memkit._loss import Loss
 from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
+from memkit._torch import pytree
 from memkit.train.split import count_rows, list_leaves, take_rows
 from memkit.train.split_check import SplitVerdict, check_split
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memkit._errors import warn_user
+from memkit._torch.dispatch import without_modes
 from memkit.train.gradients import graph_nodes
 
 _TOLERANCE = 1e-4
@@ -43,7 +43,7 @@ def divisors(loss: Tensor) -> tuple[Term, ...]:
         Empty where there are many terms.
     """
     # A mode that is active (a FLOP counter) would get a number that torch has saved as a tensor, and not know it.
-    with _disable_current_modes(), torch.no_grad():
+    with without_modes(), torch.no_grad():
         terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # not in a simulation: it has no values
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
@@ -175,7 +175,7 @@ class DivisorWatch:
         """
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
-        with _disable_current_modes(), torch.no_grad():
+        with without_modes(), torch.no_grad():
             columns = [[_divisor(each, number) for number, each in enumerate(terms)] for terms in _in_step(group)]
             if not columns:
                 return False

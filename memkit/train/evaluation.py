@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.sizes import SizeMemory
+from memkit._torch import pytree
 from memkit.train.split import count_rows, shape_key, split_batch
 
 

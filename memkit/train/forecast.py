@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from memkit import _device
 from memkit._errors import ConfigError, InputError, MemkitWarning
@@ -24,6 +23,7 @@ from memkit._recorder import Recorder
 from memkit._recording import Recording
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.errors import describe_error
+from memkit._torch import pytree
 from memkit._units import format_bytes, parse_budget
 from memkit.train.gradients import list_parameters
 from memkit.train.split import count_rows, shape_key, take_rows

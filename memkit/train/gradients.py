@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
-from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
 from memkit._protocols import GradScaler
+from memkit._torch import foreach
+from memkit._torch.graph import run_engine
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -40,7 +41,7 @@ def run_backward(loss: torch.Tensor, root: torch.Tensor, inputs: Sequence[torch.
         torch.autograd.backward(loss, root, retain_graph=retain_graph, inputs=inputs or None)
     else:
         create_graph = False
-        _engine_run_backward(
+        run_engine(
             (loss,), (root,), retain_graph, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=True
         )
 
@@ -68,7 +69,7 @@ def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Non
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     if dense:
-        torch._foreach_mul_(dense, factor)  # the batched form that torch's own optimisers use
+        foreach.multiply_(dense, factor)
     for gradient in gradients:
         if gradient.is_sparse:
             gradient.mul_(factor)

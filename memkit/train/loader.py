@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from memkit import _device, _host, _rng
 from memkit._errors import ConfigError
+from memkit._torch import pytree
 from memkit._units import format_bytes
 from memkit.train.split import Tree, map_leaves
 

@@ -23,10 +23,10 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memkit._errors import MemkitWarning, StateError
 from memkit._recovery.attempt import Done, attempt, insist
+from memkit._torch.dispatch import TorchDispatchMode
 from memkit.train.ranks import Shards
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -23,12 +22,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
-
-
-def count_compilations() -> int:
-    """Return how many graphs torch.compile has made in this process; 0 where nobody has loaded it."""
-    dynamo = sys.modules.get("torch._dynamo.utils")  # slow to import; its counters are what torch's own tests read
-    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -12,11 +11,12 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, StateError, warn_user
+from memkit._torch import compiler
+from memkit._torch.fake import FakeTensor
 from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
 from memkit.train.models import device_of
@@ -253,8 +253,7 @@ class _Packed:
 
 def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Keep torch.compile from compiling a hook, which it does where it has given the layer around it up."""
-    is_loaded = "torch._dynamo" in sys.modules  # slow to import
-    return torch.compiler.disable(hook) if is_loaded else hook  # type: ignore[no-untyped-call]
+    return torch.compiler.disable(hook) if compiler.is_loaded() else hook  # type: ignore[no-untyped-call]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:

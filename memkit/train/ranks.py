@@ -21,6 +21,7 @@ from torch import nn
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import insist
+from memkit._torch import foreach
 from memkit._units import MIB
 from memkit.train.gradients import widen_gradients
 
@@ -259,7 +260,7 @@ def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for each in gradients:
         is_half = each.dtype in {torch.bfloat16, torch.float16} and not each.is_sparse
         (half if is_half else others).append(each)
-    norms = torch._foreach_norm(half, dtype=torch.float32) if half else []  # noqa: SLF001 - get_total_norm's own
+    norms = foreach.norm(half, dtype=torch.float32) if half else []  # as get_total_norm
     return nn.utils.get_total_norm([*norms, *others])
 
 

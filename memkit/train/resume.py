@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import optim
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from memkit._torch.dispatch import TorchDispatchMode
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
 
 Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from memkit._errors import InputError
+from memkit._torch import pytree
 
 SplitFn = Callable[[Any, int], list[Any]]
 Tree = TypeVar("Tree")

@@ -12,8 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from memkit._device import host_memory, release_cached_memory
 from memkit._errors import InputError, StateError
@@ -21,6 +19,7 @@ from memkit._loss import Loss, read_loss
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
+from memkit._torch.modules import BatchNorm, Dropout
 from memkit._units import MIB
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
@@ -663,7 +662,7 @@ class Examination:
 
     def _silence(self) -> None:
         for module in self._model.modules():
-            if isinstance(module, _DropoutNd):
+            if isinstance(module, Dropout):
                 module.training = False
             elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
                 module.dropout = 0.0
@@ -690,7 +689,7 @@ def scan_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def _normalises_over_rows(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+    return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
 
 
 def check_split(

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit._recovery.batch import BatchRun, Forced
+from memkit._torch.fake import FakeTensor
 from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict, take_workspace
 

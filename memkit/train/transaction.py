@@ -21,6 +21,7 @@ from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
+from memkit._torch import foreach
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -397,7 +398,7 @@ class _Undo:
         if writes_gradients(optimizer, group):
             tensors += [parameter.grad for parameter in parameters if parameter.grad is not None]
         self._tensors = [local_part(tensor.detach()) for tensor in tensors]
-        self._values = torch._foreach_clone(self._tensors)  # noqa: SLF001 - the batched form, as torch's optimisers use
+        self._values = foreach.clone(self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:

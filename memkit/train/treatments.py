@@ -10,14 +10,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from memkit._errors import StateError
 from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
+from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
+from memkit._torch.graph import keeps_graph
+from memkit._torch.pytree import tree_leaves, tree_map
 from memkit.train.models import device_of
 from memkit.train.offload import offload_activations
 
@@ -245,5 +245,5 @@ def _is_unchanged(result: Any) -> bool:
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     # Below autograd a view would count its changes by itself; torch's own selective checkpoint does this, too.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # noqa: FBT003, SLF001
+    with counting_in_views():
         return tensor.detach()

@@ -19,6 +19,7 @@ from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._torch.compiler import count_graphs
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import (
     check_callable,
@@ -35,7 +36,7 @@ from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
-from memkit.train.models import count_compilations, device_of, eval_mode, exchanges_statistics
+from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
 from memkit.train.precision import Name as PrecisionName
 from memkit.train.precision import Precision
@@ -222,7 +223,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """
         check_open(self._is_closed, call="trainer.train_step")
         check_callable("loss_fn", loss_fn, call="trainer.train_step")
-        num_graphs = count_compilations()
+        num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:
             run = self._open(batch, self._foreseen_num_parts(batch, loss_fn))
@@ -243,7 +244,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             num_ooms=run.num_ooms,
             peak_bytes=_device.peak_bytes(self._device),
             sizes=run.sizes,
-            num_compilations=count_compilations() - num_graphs,
+            num_compilations=count_graphs() - num_graphs,
         )
 
     def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:

@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 from memkit._errors import ConfigError, InputTypeError, MemkitWarning
 from memkit._settings import Checker
+from memkit._torch import pytree
 from memkit._voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation

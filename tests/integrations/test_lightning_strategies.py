@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset  # noqa: E402
 
 import memkit as mk  # noqa: E402
+from memkit._torch.compiler import count_graphs  # noqa: E402
 from memkit.integrations.lightning import MemoryCallback, MemoryEfficientModule  # noqa: E402
-from memkit.train.models import count_compilations  # noqa: E402
 from tests.integrations.test_lightning import QUIET, pytestmark  # noqa: E402, F401 - the same of Lightning's words
 from tests.train.faults import FailingOperator  # noqa: E402
 
@@ -250,6 +250,6 @@ def test_exact_accumulation_weighs_the_rows_of_all_ranks_alike(ranks):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_compiled_module_runs_compiled_parts():
     plain = fit(Plain())  # Lightning's own log fails in a compiled step, where torch.compile cannot read signatures
-    before = count_compilations()
+    before = count_graphs()
     torch.testing.assert_close(fit(torch.compile(InParts(), backend="eager")), plain)
-    assert count_compilations() > before
+    assert count_graphs() > before

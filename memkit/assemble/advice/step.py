@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from memkit._loss import Loss, detached
 from memkit._recorder import Recorder
 from memkit._recording import Recording
+from memkit._torch.dispatch import TorchDispatchMode
 from memkit._workspace import WorkspaceRecorder
 from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, mean_of, summarise
 from memkit.planning.estimate import MemoryEstimate

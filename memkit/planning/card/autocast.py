@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch._C import _ExcludeDispatchKeyGuard as without_keys
-from torch._C import _get_privateuse1_backend_name as private_name
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memkit._errors import StateError
+from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
+from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.pytree import tree_leaves, tree_map
 
 Kernel: TypeAlias = Callable[..., Any]
 _aten = torch.ops.aten

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C import _current_graph_task_id as current_backward
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memkit._resizing import UNSHARD
+from memkit._torch.dispatch import pop_mode, push_mode
+from memkit._torch.graph import current_backward
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.allocator_blocks import Block
 from memkit.planning.card.convolution import convolution_bound
@@ -150,11 +150,11 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
     ) -> Any:
         """Run an operator, then what it takes inside."""
         if is_undivided(func) and is_on_card(args):
-            _push_mode(self)
+            push_mode(self)
             try:
                 return run_divided(func, args, kwargs or {})
             finally:
-                _pop_mode()
+                pop_mode()
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if is_on_card(out) or is_on_card(args):
             self._operator = func

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memkit._torch.fake import FakeTensor, fake_mode_owner, to_owner
 from memkit.planning.card.tensors import patched, without_data
 from memkit.planning.guesses import GuessedFloat, GuessedInt
 
@@ -44,7 +44,7 @@ def card_methods(cuda: Any) -> Iterator[None]:
             *((cuda, name, kind) for name, kind in old_types.items()),
             *((cuda.nvtx, name, _nothing) for name in _NVTX),
             (nn.parallel.comm, "scatter", lambda tensor, *_, **__: (tensor.to("cuda"),)),
-            (torch._C._nn, "_parse_to", _parsing(torch._C._nn._parse_to)),
+            (to_owner, "_parse_to", _parsing(to_owner._parse_to)),
         ):
             stack.enter_context(patched(owner, name, replacement))
         stack.enter_context(torch.serialization.safe_globals([rebuilt]))
@@ -187,7 +187,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
         for_card: set[int] = set()
         _now.place_of, _now.storages = place_of, {}
-        with patched(torch._guards, "detect_fake_mode", _nothing):  # it would leave the host's tensors without data
+        with patched(fake_mode_owner, "detect_fake_mode", _nothing):  # it would leave the host's tensors without data
             return _moved(load(f, note, *args, **kwargs), for_card)
 
     return loaded

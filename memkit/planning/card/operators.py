@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey
 
+from memkit._torch.dispatch import DispatchKey
 from memkit.planning.card.attention import attention
 from memkit.planning.card.autocast import CastCache, Kernel, autocast_kernels
 

@@ -27,10 +27,10 @@ from urllib.error import URLError
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import UnsupportedFakeTensorException, UnsupportedOperatorException
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._errors import MemkitError
+from memkit._torch.fake import UnsupportedFakeTensorException, UnsupportedOperatorException
 from memkit._whereabouts import Place
 from memkit.planning.card.imports import AtImport
 from memkit.planning.card.memory import CardRecorder

@@ -18,14 +18,15 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_privateuse1_backend_name as private_name
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim
-from torch.utils import _foreach_utils as foreach
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map
 
 from memkit._errors import StateError
+from memkit._torch.dispatch import fake_mode, no_dispatch
+from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.fake import FakeTensor, device_context
+from memkit._torch.optimizers import foreach
+from memkit._torch.pytree import tree_map
+from memkit._torch.storage import swap_tensors
 from memkit.planning.card.autocast import CastCache
 from memkit.planning.card.operators import cuda_operators
 from memkit.planning.card.workspace import RESULTS
@@ -185,7 +186,7 @@ def _for_autograd(device: torch.device) -> torch.device:
 
 def without_data(size: int, dtype: torch.dtype) -> Tensor:
     """A host tensor without data, as what is copied from the card."""
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    mode = fake_mode()
     with no_dispatch():
         return FakeTensor(mode, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu"))
 
@@ -241,12 +242,12 @@ def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
 @contextmanager
 def _keeping_defaults() -> Iterator[None]:
     """``torch.set_default_device("cuda")`` inside is over outside."""
-    dtype, context = torch.get_default_dtype(), getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    dtype, context = torch.get_default_dtype(), device_context()
     try:
         yield
     finally:
         torch.set_default_dtype(dtype)
-        if getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None) is not context:
+        if device_context() is not context:
             torch.set_default_device(None if context is None else context.device)
 
 
@@ -298,7 +299,7 @@ def _swap_back(tensor: Tensor, data: Tensor) -> None:
     """As `torch.utils.swap_tensors`, also where graphs of the card still refer to the tensor: they are useless now."""
     tensor.__class__, data.__class__ = data.__class__, tensor.__class__
     tensor.__dict__, data.__dict__ = data.__dict__, tensor.__dict__
-    torch._C._swap_tensor_impl(tensor, data)
+    swap_tensors(tensor, data)
 
 
 @contextmanager

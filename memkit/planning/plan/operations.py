@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch._C import _current_graph_task_id as current_backward
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.graph import current_backward
 from memkit.planning.plan.speeds import Speeds
 
 _NO_BACKWARD = -1

@@ -1,0 +1,53 @@
+"""What passes through torch's dispatcher: modes that see each operator, and keys that are left out for a block."""
+
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as without_torch_function  # noqa: N813 - a context
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    TensorBase,  # attributes of tensors below their subclasses
+)
+from torch._C import _ExcludeDispatchKeyGuard as without_keys
+from torch._C import _get_privateuse1_backend_name as private_backend_name
+from torch._ops import OpOverload  # an operator; others are of higher order
+from torch.utils._mode_utils import no_dispatch  # runs below all modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,  # sees each operator; documented, but its module is private
+    is_traceable_wrapper_subclass_type,  # a tensor that holds other tensors
+)
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
+from torch.utils._python_dispatch import _pop_mode as pop_mode
+from torch.utils._python_dispatch import _push_mode as push_mode
+
+
+def fake_mode() -> Any:
+    """Return the mode of tensors without data that is active; None where none is."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def counting_in_views() -> Any:
+    """In the block below autograd, let views count their changes as they do above it."""
+    return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - torch's form
+
+
+__all__ = [
+    "DispatchKey",
+    "DispatchKeySet",
+    "OpOverload",
+    "TensorBase",
+    "TorchDispatchMode",
+    "counting_in_views",
+    "current_modes",
+    "fake_mode",
+    "is_traceable_wrapper_subclass_type",
+    "no_dispatch",
+    "pop_mode",
+    "private_backend_name",
+    "push_mode",
+    "without_keys",
+    "without_modes",
+    "without_torch_function",
+]

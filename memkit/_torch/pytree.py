@@ -1,0 +1,25 @@
+"""Trees of containers, as torch takes them apart everywhere; the public form is slower to import."""
+
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_leaves,
+    tree_leaves_with_path,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+__all__ = [
+    "SUPPORTED_NODES",
+    "TreeSpec",
+    "keystr",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_leaves_with_path",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
