@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from memkit._errors import InputError
+from memkit._torch.graph import inputs_of, sequence_number
 
 
 class _Edge(NamedTuple):
@@ -76,7 +77,7 @@ class CapturedTensors:
 
     def _describe(self, edge: _Edge) -> str:
         node: Any = edge.node
-        like = node.variable if _is_leaf(node) else node._input_metadata[edge.output]  # noqa: SLF001 - no public form
+        like = node.variable if _is_leaf(node) else inputs_of(node)[edge.output]
         shape = f"of shape {tuple(like.shape)}"
         for name, value in _named_values(self._fn):
             own = value.named_parameters(name) if isinstance(value, nn.Module) else [(name, value)]
@@ -91,7 +92,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _age(node: Any) -> int:
-    return int(node._sequence_nr())  # noqa: SLF001 - a later operation has a higher number; no public form
+    return sequence_number(node)
 
 
 def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:

@@ -24,6 +24,7 @@ from memkit._resizing import UNSHARD, telling
 from memkit._torch.dispatch import TorchDispatchMode, current_modes, is_traceable_wrapper_subclass_type
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
+from memkit._torch.tensors import sparse_parts, storage_key, use_count
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
@@ -253,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         elif tensor.layout is torch.strided:
             yield tensor
         elif tensor.layout is torch.sparse_coo:
-            yield from (tensor._indices(), tensor._values())
+            yield from sparse_parts(tensor)
         elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
             yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
         elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -273,7 +274,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if torch.is_grad_enabled() or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()
-        holders = (tensor._use_count(), sys.getrefcount(tensor), storage_use_count(storage._cdata))
+        holders = (use_count(tensor), sys.getrefcount(tensor), storage_use_count(storage_key(storage)))
         if self._is_probing:
             self._unshared = holders
             return None

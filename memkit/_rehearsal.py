@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from memkit import _rng
 from memkit._torch import compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
+from memkit._torch.operators import schema_of
+from memkit._torch.tensors import storage_key
 
 _MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may change
 _MAX_ITEMS = 4096  # of a list or dict that may hold such objects
@@ -309,7 +311,7 @@ class _Facts:
 
 @functools.cache
 def _facts(func: Any) -> _Facts:
-    schema = func._schema  # what an operator writes to stands nowhere else
+    schema = schema_of(func)  # what an operator writes to stands nowhere else
     written = [
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
@@ -357,7 +359,7 @@ def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _identity(storage: torch.UntypedStorage) -> int:
-    return int(storage._cdata)  # the same for all Python objects of one storage
+    return storage_key(storage)  # the same for all Python objects of one storage
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -417,7 +419,7 @@ def _draw_of(
 
 def _draws_by_shape(func: Any) -> bool:
     """Whether an operator takes nothing from its tensor but the shape: it fills it, makes one like it, or a mask."""
-    name = func._schema.name.rpartition("::")[2]  # see `_facts`
+    name = schema_of(func).name.rpartition("::")[2]  # see `_facts`
     return bool(name.endswith(("_", "_like")) or name == "native_dropout")
 
 

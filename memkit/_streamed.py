@@ -14,6 +14,7 @@ from torch import Tensor
 from memkit._captured import CapturedTensors
 from memkit._errors import InputError, StateError
 from memkit._torch.graph import keeps_graph
+from memkit._torch.tensors import hooks_of, set_hooks
 
 Gradients = list[Tensor | None]
 Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
@@ -198,14 +199,14 @@ class _Accumulators:
 @contextlib.contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
     """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
-    hooks = [(each, each._backward_hooks) for each in params if each._backward_hooks]  # noqa: SLF001 - no public form
+    hooks = [(each, hooks_of(each)) for each in params if hooks_of(each)]
     try:
         for each, _ in hooks:
-            each._backward_hooks = None  # noqa: SLF001
+            set_hooks(each, None)
         yield
     finally:
         for each, found in hooks:
-            each._backward_hooks = found  # noqa: SLF001
+            set_hooks(each, found)
 
 
 def _is_cut(value: object) -> bool:

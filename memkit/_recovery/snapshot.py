@@ -22,6 +22,8 @@ from memkit import _rng
 from memkit._errors import StateError
 from memkit._recovery.attempt import insist
 from memkit._rehearsal import Attributes
+from memkit._torch.modules import buffers_of, is_compiled
+from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
 _NUM_SEARCHES = 3  # for generators: a forward may make its own
@@ -44,7 +46,7 @@ class StateWatch:
         self.module = module
         self._owners = dict.fromkeys(module.modules())
         # torch.compile compiles anew, and warns, when it finds a hook on all modules.
-        self._is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in self._owners)  # noqa: SLF001 - torch.compile's own marks
+        self._is_compiled = any(is_compiled(each) for each in self._owners)
         self.changes_attributes = not self._is_compiled  # until a forward was seen to leave them alone
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
@@ -76,7 +78,7 @@ class StateWatch:
         for key, entry in snapshot.entries.items():
             if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
                 continue
-            if _equal(entry.copy, key[0]._buffers.get(key[1])):  # noqa: SLF001 - None is a value too
+            if _equal(entry.copy, buffers_of(key[0]).get(key[1])):
                 self._still[key] = entry.digest = _digest(entry.copy)
                 entry.copy = None
 
@@ -118,7 +120,7 @@ class BufferSnapshot:
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
         """Take the buffers of ``owners`` in; those in ``still`` without a copy, for which a digest is known."""
         for owner in owners:
-            for name, buffer in owner._buffers.items():  # noqa: SLF001 - named_buffers() leaves out None
+            for name, buffer in buffers_of(owner).items():
                 copy = None
                 if buffer is not None and not is_lazy(buffer) and (owner, name) not in still:
                     copy = cloned(buffer)
@@ -143,8 +145,8 @@ class BufferSnapshot:
                     )
             elif entry.copy is not None and entry.buffer is not None:
                 entry.buffer.data.copy_(entry.copy)
-            if name in owner._buffers:  # noqa: SLF001 - setattr refuses what a lazy module replaces
-                owner._buffers[name] = entry.buffer  # noqa: SLF001
+            if name in buffers_of(owner):
+                buffers_of(owner)[name] = entry.buffer
 
 
 class RandomNumbers:
@@ -225,14 +227,14 @@ class AttributeStates:
         buffers = {id(each) for each in watch.module.buffers()}
         frozen = [each for each in watch.module.parameters() if not each.requires_grad]
         self._tensors = [
-            (each, each._version, cloned(each) if each.nbytes <= _SMALL_BYTES else None)  # noqa: SLF001 - autograd's own count
+            (each, version_of(each), cloned(each) if each.nbytes <= _SMALL_BYTES else None)
             for each in (*self._attributes.plain_tensors(), *frozen)
             if each.layout is torch.strided and not each.is_inference() and id(each) not in buffers
         ]
 
     def differ(self) -> bool:
         """Whether any is not as it was."""
-        return self._attributes.differ() or any(each._version != version for each, version, _ in self._tensors)  # noqa: SLF001
+        return self._attributes.differ() or any(version_of(each) != version for each, version, _ in self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -245,7 +247,7 @@ class AttributeStates:
         for each, version, kept in self._tensors:
             if kept is not None:
                 each.data.copy_(kept)
-            elif each._version != version:  # noqa: SLF001 - as above
+            elif version_of(each) != version:
                 raise StateError(
                     "rolling back a failed attempt",
                     got=f"a large tensor of shape {tuple(each.shape)} that forward changes in place",
@@ -322,7 +324,7 @@ def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
     """Identity and version: a buffer that was overwritten or replaced has another mark."""
     if buffer is None or is_lazy(buffer) or buffer.is_inference():
         return id(buffer), 0
-    return id(buffer), buffer._version  # noqa: SLF001 - autograd's own count of in-place changes; no public form
+    return id(buffer), version_of(buffer)
 
 
 def _digest(buffer: torch.Tensor) -> int:

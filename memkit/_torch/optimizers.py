@@ -1,5 +1,24 @@
-"""Where torch decides whether an optimizer steps several tensors at once."""
+"""What optimizers keep to themselves."""
 
-from torch.utils import _foreach_utils as foreach
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["foreach"]
+from torch.optim import Optimizer
+from torch.utils import _foreach_utils as foreach  # decides whether several tensors are stepped at once
+
+__all__ = ["foreach", "init_group_of", "mark_stepped", "own_step"]
+
+
+def init_group_of(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return what makes the state of one of torch's own optimizers."""
+    return optimizer._init_group  # type: ignore[attr-defined, no-any-return]  # all of torch's have it
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Note that an optimizer has stepped, as a schedule's own step does."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule looks for it
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return ``step(optimizer, closure)`` beneath torch's call of the hooks."""
+    return type(optimizer).step.__wrapped__  # type: ignore[attr-defined, no-any-return]  # torch puts its own around it

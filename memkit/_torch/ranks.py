@@ -1,6 +1,36 @@
-"""Processes that are not there, and how fully_shard finds its states."""
+"""What DistributedDataParallel and fully_shard (FSDP2) do around a forward."""
 
-from torch.distributed._composable_state import _module_state_mapping as composable_states
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from typing import Any
 
-__all__ = ["FakeStore", "composable_states"]
+import torch
+from torch import nn
+
+
+def before_forward(replica: nn.parallel.DistributedDataParallel) -> None:
+    """Do what DistributedDataParallel does before its module's forward; it wants an argument to move to its device."""
+    replica._pre_forward(None)  # type: ignore[no-untyped-call]
+
+
+def after_forward(replica: nn.parallel.DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
+    """Do what DistributedDataParallel does after its module's forward: it prepares the exchange of gradients."""
+    result: torch.Tensor = replica._post_forward(loss)  # type: ignore[no-untyped-call]
+    return result
+
+
+def state_of(module: Any) -> Any:
+    """Return the state of a module sharded by fully_shard; several modules may share one."""
+    return module._get_fsdp_state()
+
+
+def parameter_group(state: Any) -> Any:
+    """Return the parameters that a state gathers together; None without any.
+
+    Raises:
+        AssertionError: There are several, on several meshes.
+    """
+    return state._fsdp_param_group
+
+
+def is_root(state: Any) -> bool:
+    """Say whether a state is that of the outermost module."""
+    return bool(state._is_root)

@@ -25,6 +25,7 @@ from memkit._recovery.snapshot import StateWatch
 from memkit._settings import Checker
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
+from memkit._torch.tensors import version_of
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
 from memkit.chunk.engine_replay import Circumstances, Piece
@@ -406,4 +407,4 @@ class _InPieces(torch.autograd.Function):
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Autograd's count of in-place changes."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # noqa: SLF001 - no public form
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memkit._errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._torch import pytree
+from memkit._torch.modules import is_compiled
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
@@ -193,7 +194,7 @@ def unpacked() -> contextlib.AbstractContextManager[None]:
 def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
     """A module and its children by name; without those of a compiled one: hooks would be compiled with them."""
     yield module, path or type(module).__name__
-    if not hasattr(module, "_orig_mod") and module._compiled_call_impl is None:  # noqa: SLF001 - torch.compile's marks
+    if not is_compiled(module):
         for name, child in module.named_children():
             yield from _open_children(child, f"{path}.{name}".lstrip("."))
 

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
 from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._torch.graph import saved
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import graph_nodes
 from memkit.train.order import tell_epoch
@@ -269,7 +270,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
 def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
     """Return what a part's mean loss is taken over: the count that its cross-entropy has saved, or the rows."""
     nodes = [node for node in graph_nodes(loss) if node.name().startswith("NllLoss")]
-    counts = {float(node._saved_total_weight) if node._saved_reduction == 1 else -1.0 for node in nodes}  # noqa: SLF001 - documented: saved values are `_saved_<name>`
+    counts = {float(saved(node, "total_weight")) if saved(node, "reduction") == 1 else -1.0 for node in nodes}
     if len(counts) == 1 and min(counts) >= 0:
         return counts.pop()
     labels = part.get("labels")

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from memkit._torch.dispatch import TensorBase, without_torch_function
+from memkit._torch.graph import sequence_number
+from memkit._torch.tensors import sparse_parts, storage_key
 
 # Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
 _IS_LEAF, _GRAD, _GRAD_FN = (vars(TensorBase)[name].__get__ for name in ("is_leaf", "grad", "grad_fn"))
@@ -44,7 +46,7 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
             try:
                 storage = part.untyped_storage()
                 if storage.device.type != "meta":
-                    yield storage._cdata, storage.nbytes()
+                    yield storage_key(storage), storage.nbytes()
             except (RuntimeError, ValueError):  # opaque, or a parameter that is not initialised yet
                 continue
 
@@ -52,7 +54,7 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     layout = tensor.layout
     if layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return sparse_parts(tensor)
     if layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -131,7 +133,9 @@ def spanning(tensors: Iterable[Tensor], start: int, middle: int) -> list[Tensor]
     """
     nodes = [(node, tensor) for tensor in tensors if (node := graph_of(tensor)) is not None]
     # An older node never leads to a younger one, so what is computed from another root comes after it.
-    nodes = sorted(((n, t) for n, t in nodes if n._sequence_nr() >= middle), key=lambda pair: pair[0]._sequence_nr())
+    nodes = sorted(
+        ((n, t) for n, t in nodes if sequence_number(n) >= middle), key=lambda pair: sequence_number(pair[0])
+    )
     found: dict[int, Tensor] = {}
     known: dict[int, Node] = {}  # nodes that lead to nothing old
     for root, tensor in nodes:
@@ -141,10 +145,10 @@ def spanning(tensors: Iterable[Tensor], start: int, middle: int) -> list[Tensor]
             node = stack.pop()
             if id(node) in found:
                 break
-            if id(node) in seen or id(node) in known or node._sequence_nr() < start:
+            if id(node) in seen or id(node) in known or sequence_number(node) < start:
                 continue
             seen[id(node)] = node
-            spans = spans or node._sequence_nr() < middle
+            spans = spans or sequence_number(node) < middle
             stack += [child for child, _ in node.next_functions if child is not None]
         else:
             if spans:
@@ -160,7 +164,7 @@ def nodes_before(root: Node, middle: int) -> list[Node]:
     stack, older = [root], []
     while stack:
         node = stack.pop()
-        if node._sequence_nr() < middle:
+        if sequence_number(node) < middle:
             older.append(node)
         elif id(node) not in seen:
             seen[id(node)] = node

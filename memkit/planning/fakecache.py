@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memkit._torch.fake import BypassDispatchCache, DispatchCacheKey, FakeTensor, FakeTensorMode, default_device
+from memkit._torch.operators import schema_of
 
 _PLAIN = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -39,7 +40,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
             *kwargs,
         ]
         has_values = self._add(key, (*args, *kwargs.values()))
-        is_mutable = func._schema.is_mutable  # noqa: SLF001 - no public form
+        is_mutable = schema_of(func).is_mutable
         if True in has_values and (False not in has_values or is_mutable or not _READ_VALUES.isdisjoint(func.tags)):
             raise BypassDispatchCache("values")
         return DispatchCacheKey(tuple(key))

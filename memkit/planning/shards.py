@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._torch.dispatch import without_modes
-from memkit._torch.ranks import FakeStore, composable_states
+from memkit._torch.fake_ranks import FakeStore, composable_states
 from memkit.planning.dryrun import Part
 from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.shard import REPLICATED, Shard

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memkit._errors import warn_user
 from memkit._torch.dispatch import without_modes
+from memkit._torch.graph import inputs_of, saved, saved_or_none
 from memkit.train.gradients import graph_nodes
 
 _TOLERANCE = 1e-4
@@ -51,7 +52,7 @@ def divisors(loss: Tensor) -> tuple[Term, ...]:
 def normalizes_over_batch(loss: Tensor) -> bool:
     """Say whether a batch normalization in training mode, of whatever module or function, is in a loss's graph."""
     return any(
-        node.name().rstrip("0123456789") in _BATCH_NORMS and node._saved_training and not _is_per_sample(node)  # noqa: SLF001 - see `_read`
+        node.name().rstrip("0123456789") in _BATCH_NORMS and saved(node, "training") and not _is_per_sample(node)
         for node in graph_nodes(loss)
     )
 
@@ -59,7 +60,7 @@ def normalizes_over_batch(loss: Tensor) -> bool:
 def _is_per_sample(node: Any) -> bool:
     """Whether it is an instance normalization: torch runs one as a batch normalization of one row, viewed so."""
     before = [each.name() for each, _ in node.next_functions if each is not None]  # of the input and the weights
-    return len(node._saved_input) == 1 and any("View" in name or "Repeat" in name for name in before)  # noqa: SLF001 - see `_read`
+    return len(saved(node, "input")) == 1 and any("View" in name or "Repeat" in name for name in before)
 
 
 def _walk(node: Any) -> Iterator[Term]:
@@ -88,8 +89,8 @@ def _divisor_of_columns(node: Any) -> Factor | None:
     below = node.next_functions[0][0] if node.name().startswith("MeanBackward") else None
     if below is None or not below.name().startswith("DivBackward"):
         return None
-    other, total = below._saved_other, below.next_functions[0][0]  # noqa: SLF001 - see `_read`
-    is_of_rows = total is not None and total.name().startswith("SumBackward1") and 0 in total._saved_dim  # noqa: SLF001
+    other, total = saved(below, "other"), below.next_functions[0][0]
+    is_of_rows = total is not None and total.name().startswith("SumBackward1") and 0 in saved(total, "dim")
     if not isinstance(other, Tensor) or other.numel() < 2 or not is_of_rows:
         return None
     # Weights that are no whole numbers: columns whose divisors change places do not cancel.
@@ -105,7 +106,7 @@ def _weights_of_rows(node: Any) -> Tensor | None:
     for _ in range(_MAX_TERMS):
         if node is None or not node.name().startswith(("MulBackward", "DotBackward", "DivBackward")):
             return None
-        saved = [getattr(node, f"_saved_{each}", None) for each in ("self", "other", "tensor")]
+        saved = [saved_or_none(node, each) for each in ("self", "other", "tensor")]
         constant = [each for each in saved if type(each) is Tensor and not (each.requires_grad or each.is_complex())]
         if len(constant) == 1 and constant[0].dim() == 1 and len(constant[0]) and not node.name().startswith("Div"):
             return constant[0].float() * scale
@@ -131,17 +132,17 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
     """Return what a node divides by, and whether it makes one number of many."""
     name = node.name().rstrip("0123456789")
     if name == "MeanBackward":
-        return float(node._saved_self_sym_numel), True  # noqa: SLF001 - what a node has saved stands nowhere else
+        return float(saved(node, "self_sym_numel")), True
     if name in {"NllLossBackward", "NllLoss2DBackward"}:
-        is_mean = node._saved_reduction == 1  # noqa: SLF001
-        return (_on_host(node._saved_total_weight) if is_mean else None), True  # noqa: SLF001
+        is_mean = saved(node, "reduction") == 1
+        return (_on_host(saved(node, "total_weight")) if is_mean else None), True
     if name.endswith("LossBackward") or name.startswith("BinaryCrossEntropy"):
-        is_mean = getattr(node, "_saved_reduction", None) == 1
-        return (float(node._saved_self.numel()) if is_mean else None), True  # noqa: SLF001
-    metadata: Any = getattr(node, "_input_metadata", ())
+        is_mean = saved_or_none(node, "reduction") == 1
+        return (float(saved(node, "self").numel()) if is_mean else None), True
+    metadata: Any = inputs_of(node)
     is_one_number = len(metadata) == 1 and not metadata[0].shape  # a micro-batch of one row has vectors of one number
     if name in {"DivBackward", "MulBackward"}:
-        other = getattr(node, "_saved_other", None)
+        other = saved_or_none(node, "other")
         if isinstance(other, Tensor):
             if other.numel() != 1 or (other.dim() > 0 and not is_one_number):
                 return None, name == "MulBackward"  # numbers of several rows, weighted each by itself

@@ -15,6 +15,7 @@ from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._torch.tensors import version_of
 from memkit.train.divisors import DivisorWatch
 from memkit.train.models import has_lazy_parameters
 from memkit.train.remedies import Remedies
@@ -108,10 +109,10 @@ class Driver:
         else:
             size, key = measure_batch(batch, self._split_fn, may_cut=True), "packed"
             tensors = list_tensors(batch)
-        marks = [(each, each._version) for each in tensors if not each.is_inference()]  # noqa: SLF001 - no public form
+        marks = [(each, version_of(each)) for each in tensors if not each.is_inference()]
 
         def is_intact() -> bool:
-            return all(tensor._version == version for tensor, version in marks)  # noqa: SLF001 - as above
+            return all(version_of(tensor) == version for tensor, version in marks)
 
         return BatchRun(
             batch, size, num_parts, means=self._means, sums=sums, cut=self._cut, key=key, is_intact=is_intact

@@ -17,6 +17,7 @@ from memkit._errors import StateError
 from memkit._protocols import GradScaler
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
+from memkit._torch.tensors import accumulate_hooks
 from memkit.train.checks import (
     check_choice,
     check_norm,
@@ -271,7 +272,7 @@ class GradientSum:
         self._check()
         if self.num_microbatches == 0:
             parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
-            if parameters and parameters[0]._post_accumulate_grad_hooks:  # noqa: SLF001 - no public form
+            if parameters and accumulate_hooks(parameters[0]):
                 check_steps_later(self.optimizers)
             if not all([parameter.grad is None for parameter in parameters]):  # noqa: C419 - a generator takes longer
                 if not self._has_leftovers:

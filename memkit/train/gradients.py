@@ -14,6 +14,7 @@ from torch.overrides import has_torch_function
 from memkit._protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.graph import run_engine
+from memkit._torch.tensors import accumulate_hooks
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -77,7 +78,7 @@ def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Non
 
 def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
     """Say whether a hook waits for gradients to be accumulated, which `torch.autograd.grad` would not call."""
-    return any(parameter._post_accumulate_grad_hooks for parameter in parameters)  # noqa: SLF001 - no public form
+    return any(accumulate_hooks(parameter) for parameter in parameters)
 
 
 def has_gradient(optimizer: Optimizer) -> bool:

@@ -17,6 +17,7 @@ from memkit._device import has_room, release_cached_memory
 from memkit._errors import MemkitOutOfMemoryError, warn_user
 from memkit._recorder import Recorder
 from memkit._recovery.attempt import Done, attempt
+from memkit._torch.tensors import sparse_parts
 from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
@@ -191,7 +192,7 @@ def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return sum(part.nbytes for part in (tensor._indices(), tensor._values())) if tensor.is_sparse else tensor.nbytes  # noqa: SLF001 - the public forms want it coalesced
+    return sum(part.nbytes for part in sparse_parts(tensor)) if tensor.is_sparse else tensor.nbytes
 
 
 class _Copy(contextlib.AbstractContextManager["_Copy"]):

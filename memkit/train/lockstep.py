@@ -27,6 +27,7 @@ from torch import nn
 from memkit._errors import MemkitWarning, StateError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.ranks import is_root, parameter_group, state_of
 from memkit.train.ranks import Shards
 
 
@@ -106,10 +107,10 @@ class Lockstep:
         self._close = contextlib.ExitStack()
         # Only reading and replacing what is set now is not public; a state that several modules share counts once.
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._states = {module._get_fsdp_state(): module for module in sharded}  # noqa: SLF001
+        self._states = {state_of(module): module for module in sharded}
         with self._close:
             for state, module in self._states.items():
-                group = state._fsdp_param_group  # noqa: SLF001 - refuses where there are several, on several meshes
+                group = parameter_group(state)
                 if group is not None:
                     self._modules.append(module)
                     for name in ("_all_gather_comm", "_reduce_scatter_comm"):
@@ -177,7 +178,7 @@ class Lockstep:
         for parameter in self._model.parameters():
             parameter.grad = None  # also that of a gathered parameter, which the next backward would add to
         for state, module in self._states.items():
-            if state._is_root:  # noqa: SLF001 - no public form, and others refuse
+            if is_root(state):
                 module.reset_iter_state()
 
     def walk_on(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memkit._errors import MemkitWarning
+from memkit._torch.modules import is_compiled_wrapper
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -18,7 +19,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        elif "_orig_mod" in model._modules:  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
+        elif is_compiled_wrapper(model):
             model = model.get_submodule("_orig_mod")
         else:
             return model

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from memkit._errors import ConfigError, StateError, warn_user
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
+from memkit._torch.tensors import base_of, storage_key, version_of
 from memkit._units import parse_bytes
 from memkit._whereabouts import running_node
 from memkit.train.models import device_of
@@ -263,15 +264,15 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
-    return int(storage._cdata)  # noqa: SLF001 - torch's own identity of a storage
+    return storage_key(storage)
 
 
 def _base(tensor: torch.Tensor) -> torch.Tensor | None:
-    return tensor._base  # noqa: SLF001 - what a view is a view of; torch has no other name for it
+    return base_of(tensor)
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return tensor._version  # noqa: SLF001 - how often it was changed in place, as autograd itself asks
+    return version_of(tensor)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputTypeError
 from memkit._recovery.attempt import insist
+from memkit._torch.optimizers import init_group_of, own_step
 from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
@@ -173,7 +174,7 @@ def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Te
     groups, before = optimizer.param_groups, _kept_elsewhere(optimizer, lent)
     try:
         optimizer.param_groups = [lent]
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # beneath torch's call of the hooks
+        own_step(optimizer)(optimizer)
     finally:
         optimizer.param_groups = groups
     if _kept_elsewhere(optimizer, lent) != before:
@@ -200,7 +201,7 @@ def _kept_elsewhere(optimizer: Optimizer, group: Group) -> list[object] | None:
 
 def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
     """Make the state of parameters that have none, by the optimiser's own code; all of it or nothing."""
-    own_init = optimizer._init_group  # type: ignore[attr-defined]  # noqa: SLF001 - all of torch's have it
+    own_init = init_group_of(optimizer)
     lists: list[list[Any]] = [[] for _ in list(inspect.signature(own_init).parameters)[1:]]
     states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
     lacking = [parameter for parameter in parameters if parameter.grad is None]  # which it would skip

@@ -13,6 +13,7 @@ from torch import nn
 
 from memkit._errors import ConfigError, FileFormatError, InputError
 from memkit._settings import Checker
+from memkit._torch.modules import BatchNorm
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.order import tell_epoch
@@ -20,7 +21,7 @@ from memkit.train.split import count_rows, join_rows, take_rows
 
 _LOGGER = logging.getLogger("memkit")
 _VERSION = 1
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)  # noqa: SLF001 - what torch's own update_bn looks for
+_BATCH_NORMS = (BatchNorm,)
 
 
 @dataclass(frozen=True, slots=True)

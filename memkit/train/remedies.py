@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from memkit._errors import ConfigError, warn_user
 from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
+from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.models import device_of
 from memkit.train.offload import make_offload, offload_activations
@@ -163,9 +164,9 @@ def make_remedies(
         checkpoint: The user's choice of blocks; None for none.
         offload: What the user moves elsewhere.
     """
-    is_compiled = any("_orig_mod" in each._modules or each._compiled_call_impl for each in model.modules())  # noqa: SLF001 - torch.compile's own marks
-    can_recompute = may_look and checkpoint is None and not is_compiled and not is_sharded
+    has_compiled = any(is_compiled(each) for each in model.modules())
+    can_recompute = may_look and checkpoint is None and not has_compiled and not is_sharded
     has: list[Name] = [] if can_recompute else ["recompute"]
-    if "activations" in offload or is_compiled or is_sharded:
+    if "activations" in offload or has_compiled or is_sharded:
         has.append("offload")
     return Remedies(model, call=call, has=has)

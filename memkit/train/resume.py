@@ -16,6 +16,8 @@ from torch import optim
 from torch.optim import Optimizer
 
 from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.operators import schema_of
+from memkit._torch.tensors import version_of, versions_of
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
 
 Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied
@@ -88,14 +90,14 @@ class Journal:
     def begin(self) -> bool:
         """Note the versions before a step; False where state is gone that was there."""
         tensors = [each() for each in self._tensors]
-        self._versions = [each._version for each in tensors if each is not None]  # noqa: SLF001 - no public form
+        self._versions = versions_of(each for each in tensors if each is not None)
         return len(self._versions) == len(tensors)
 
     def cut_off(self) -> None:
         """Note how far the step has come."""
         self.num_begun, self.progress = 0, {}
         for (number, name), tensor, version in zip(self._keys, self._tensors, self._versions, strict=True):
-            applied = tensor()._version - version  # type: ignore[union-attr]  # noqa: SLF001 - it was there in `begin`
+            applied = version_of(tensor()) - version  # type: ignore[arg-type]
             if applied and number >= self.num_begun:
                 self.num_begun, self.progress = number + 1, {}
             if applied and number == self.num_begun - 1:
@@ -105,13 +107,13 @@ class Journal:
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:
     """Run the rest of a parameter's step; where it is cut off again, bring ``progress`` up to date."""
     tensors = {"": parameter, **optimizer.state.get(parameter, {})}
-    versions = {name: each._version for name, each in tensors.items()}  # noqa: SLF001 - as above
+    versions = {name: version_of(each) for name, each in tensors.items()}
     try:
         with _LeavingOut({id(each): progress.get(name, 0) for name, each in tensors.items()}):
             step_group(optimizer, group, [parameter])
     except BaseException:
         for name, each in tensors.items():  # what was left out has raised versions too
-            progress[name] = max(progress.get(name, 0), each._version - versions[name])  # noqa: SLF001 - as above
+            progress[name] = max(progress.get(name, 0), version_of(each) - versions[name])
         raise
 
 
@@ -128,7 +130,7 @@ class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:  # noqa: SLF001 - every operator has one
+        if schema_of(func).is_mutable:
             for written in _written(func, args, kwargs):
                 if self._left.get(id(written), 0) > 0:
                     self._left[id(written)] -= 1
@@ -138,7 +140,7 @@ class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield the tensors that an operator writes to; those that step one tensor at a time write to one."""
-    for number, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - as above
+    for number, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             if isinstance(value, torch.Tensor):

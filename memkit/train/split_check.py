@@ -20,6 +20,7 @@ from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
 from memkit._torch.modules import BatchNorm, Dropout
+from memkit._torch.tensors import hooks_of
 from memkit._units import MIB
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
@@ -254,7 +255,7 @@ class Examination:
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
         self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
-        self._with_hooks = with_hooks and any(each._backward_hooks for each in parameters)  # noqa: SLF001 - no public form
+        self._with_hooks = with_hooks and any(hooks_of(each) for each in parameters)
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal

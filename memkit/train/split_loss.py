@@ -17,6 +17,7 @@ from memkit._protocols import Uncopied
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
 from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
+from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_callable, check_choice, check_loss, check_steps, read_count, refuse
 from memkit.train.divisors import divisors
 from memkit.train.drive import Computation, Driver, LossFn
@@ -170,11 +171,11 @@ class SplitLoss(Uncopied):
         # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
         # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
         for replica in self._replicas:
-            replica._pre_forward(None)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            before_forward(replica)
         total = self._run(batch, loss_fn)
         loss = insist(functools.partial(total.as_loss, self._scale), "handing a loss over")
         for replica in self._replicas:
-            loss = replica._post_forward(loss)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            loss = after_forward(replica, loss)
         return loss
 
     def state_dict(self) -> dict[str, Any]:

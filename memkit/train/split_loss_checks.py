@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
+from memkit._torch.modules import is_compiled_wrapper
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 
 CALL = "SplitLoss"
@@ -45,7 +46,7 @@ def list_trained(model: nn.Module) -> list[nn.Parameter]:
 
 def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
     """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
-    is_compiled = "_orig_mod" in model._modules  # noqa: SLF001 - torch.compile's wrapper, whose class is slow to import
+    is_compiled = is_compiled_wrapper(model)
     replica = model.get_submodule("_orig_mod") if is_compiled else model
     if not isinstance(replica, nn.parallel.DistributedDataParallel):
         return model, None

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from memkit._errors import FileFormatError, InputTypeError
 from memkit._protocols import Stateful
 from memkit._recovery.attempt import Done, Failed, unless_failed
+from memkit._torch.modules import loads_as_torch_does
 from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 from memkit.train.stateplain import Flattener
@@ -201,9 +202,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 def is_stock(model: nn.Module) -> bool:
     """Say whether a model takes states as PyTorch's own modules do: what has the right names and shapes fits."""
     return all(
-        type(module).load_state_dict is nn.Module.load_state_dict
-        and type(module)._load_from_state_dict.__module__.startswith("torch.nn.")  # noqa: SLF001 - what may be overridden
-        and not module._load_state_dict_pre_hooks  # noqa: SLF001 - what may be hooked
+        type(module).load_state_dict is nn.Module.load_state_dict and loads_as_torch_does(module)
         for module in model.modules()
     )
 

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memkit._device import process_rank
 from memkit._errors import ConfigError, StateError
+from memkit._torch.tensors import accumulate_hooks
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import Group, step_group, steps_parameterwise
 
@@ -77,7 +78,7 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
     """Say whether an optimiser's parameters are stepped by backward."""
     trainable = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
     first = next(trainable, None)  # one stands for all: this is asked for each micro-batch
-    hooks = (None if first is None else first._post_accumulate_grad_hooks) or {}  # noqa: SLF001 - no public form
+    hooks = (None if first is None else accumulate_hooks(first)) or {}
     return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 

@@ -22,6 +22,7 @@ from memkit._recovery.attempt import Done, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
+from memkit._torch.optimizers import mark_stepped, own_step
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -164,7 +165,7 @@ class ChunkedStep:
         """What ``optimizer.step(closure)`` does in the block, beneath its hooks."""
         if not self._is_open:
             return _own_step(optimizer, closure)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as a schedule's own step notes it
+        mark_stepped(optimizer)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -428,7 +429,7 @@ def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
 
 
 def _own_step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    return type(optimizer).step.__wrapped__(optimizer, closure)  # type: ignore[attr-defined]  # beneath the hooks
+    return own_step(optimizer)(optimizer, closure)
 
 
 def _num_bytes(parameter: torch.Tensor) -> int:

@@ -17,7 +17,9 @@ from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
+from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
+from memkit._torch.tensors import version_of, versions_of
 from memkit.train.models import device_of
 from memkit.train.offload import offload_activations
 
@@ -88,11 +90,11 @@ class TreatedForward:
             contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         inputs = _tensors((args, kwargs))
-        versions = [tensor._version for tensor in inputs]  # noqa: SLF001 - autograd's own count of in-place changes
+        versions = versions_of(inputs)
         if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would take these for its own
             forward, kwargs = functools.partial(forward, **kwargs), {}
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
-        is_changed = versions != [tensor._version for tensor in inputs]  # noqa: SLF001
+        is_changed = versions != versions_of(inputs)
         if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # else it never runs again
             raise ChangedInputError(
                 f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
@@ -190,10 +192,10 @@ class _Result:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = _detached(tensor)
-        self._version = self._tensor._version  # noqa: SLF001 - autograd's own count of in-place changes
+        self._version = version_of(self._tensor)
 
     def is_unchanged(self) -> bool:
-        return self._tensor._version == self._version  # noqa: SLF001
+        return version_of(self._tensor) == self._version
 
     def get(self) -> torch.Tensor:
         return _detached(self._tensor)  # an object of its own, which autograd will give a history
@@ -226,7 +228,7 @@ def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return True
-    place = [argument.name for argument in func._schema.arguments].index("dropout_p")  # noqa: SLF001 - no public form
+    place = [argument.name for argument in schema_of(func).arguments].index("dropout_p")
     return not (args[place] if place < len(args) else kwargs.get("dropout_p", 0))
 
 

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memkit._errors import StateError
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
 
 Kernel: TypeAlias = Callable[..., Any]
@@ -121,12 +122,12 @@ def _widest(arguments: Any) -> torch.dtype:
 def _setting_dtype(operator: Any) -> Kernel:
     @wraps(operator)
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        num_positional = sum(not argument.kwarg_only for argument in operator._schema.arguments)
+        num_positional = sum(not argument.kwarg_only for argument in schema_of(operator).arguments)
         has_dtype = kwargs.get("dtype") is not None or (
             len(args) == num_positional and isinstance(args[-1], torch.dtype)
         )
         if _is_eligible(args[0]) and not has_dtype:
-            position = [argument.name for argument in operator._schema.arguments].index("dtype")
+            position = [argument.name for argument in schema_of(operator).arguments].index("dtype")
             args = args[:position]
             kwargs = {**kwargs, "dtype": torch.float32}
         with without_keys(_NO_AUTOCAST):

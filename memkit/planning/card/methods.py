@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memkit._torch.fake import FakeTensor, fake_mode_owner, to_owner
+from memkit._torch.tensors import storage_key
 from memkit.planning.card.tensors import patched, without_data
 from memkit.planning.guesses import GuessedFloat, GuessedInt
 
@@ -82,7 +83,7 @@ def _methods(old_types: dict[str, type]) -> list[tuple[Any, str, Any]]:
     def address(self: Tensor) -> int:
         if not isinstance(self, FakeTensor):
             return data_ptr(self)
-        number: int = self.untyped_storage()._cdata
+        number = storage_key(self.untyped_storage())
         return number + int(self.storage_offset()) * self.element_size()
 
     data_ptr = Tensor.data_ptr
@@ -182,7 +183,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
         def note(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
             if place_of(device).startswith("cuda"):
-                for_card.add(storage._cdata)
+                for_card.add(storage_key(storage))
             return storage
 
         for_card: set[int] = set()
@@ -195,7 +196,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _moved(value: Any, for_card: set[int]) -> Any:
     if isinstance(value, Tensor):
-        is_for_card = not isinstance(value, FakeTensor) and value.untyped_storage()._cdata in for_card
+        is_for_card = not isinstance(value, FakeTensor) and storage_key(value.untyped_storage()) in for_card
         return value.to("cuda") if is_for_card else value
     if isinstance(value, nn.Module):
         return value.to("cuda") if for_card else value
@@ -213,8 +214,13 @@ def _reduced(self: FakeTensor, _: Any) -> Any:
     storage = self.untyped_storage()
     view = self.dtype, tuple(self.shape), self.stride(), self.storage_offset()
     return rebuilt, (
-        str(self.device), storage._cdata, storage.nbytes(), *view, self.requires_grad, isinstance(self, nn.Parameter),
-    )  # fmt: skip
+        str(self.device),
+        storage_key(storage),
+        storage.nbytes(),
+        *view,
+        self.requires_grad,
+        isinstance(self, nn.Parameter),
+    )
 
 
 def rebuilt(

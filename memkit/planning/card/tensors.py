@@ -24,6 +24,8 @@ from memkit._errors import StateError
 from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.fake import FakeTensor, device_context
+from memkit._torch.modules import buffers_of
+from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import foreach
 from memkit._torch.pytree import tree_map
 from memkit._torch.storage import swap_tensors
@@ -194,7 +196,7 @@ def without_data(size: int, dtype: torch.dtype) -> Tensor:
 def _writes_to_host(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator writes into a tensor that has data."""
     is_real = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
-    return is_real and func._schema.is_mutable
+    return is_real and schema_of(func).is_mutable
 
 
 def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
@@ -265,8 +267,8 @@ def _moving_modules() -> Iterator[None]:
 
     @wraps(apply)
     def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if not any(isinstance(buffer, FakeTensor) for buffer in module._buffers.values()):
-            buffers.setdefault(module, module._buffers.copy())
+        if not any(isinstance(buffer, FakeTensor) for buffer in buffers_of(module).values()):
+            buffers.setdefault(module, buffers_of(module).copy())
         return apply(module, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it untyped
 
     @wraps(load)
@@ -292,7 +294,7 @@ def _moving_modules() -> Iterator[None]:
             tensor.grad = None
             _swap_back(tensor, data)
         for module, content in buffers.items():
-            module._buffers.update(content)
+            buffers_of(module).update(content)
 
 
 def _swap_back(tensor: Tensor, data: Tensor) -> None:

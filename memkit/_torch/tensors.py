@@ -1,0 +1,51 @@
+"""What a tensor is besides its values: how often it was changed, which storage it has, which hooks hang on it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, as autograd itself counts; not for inference tensors."""
+    return tensor._version
+
+
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the version of each tensor."""
+    return [each._version for each in tensors]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that is the same for all Python objects of one storage."""
+    return int(storage._cdata)
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse tensor as it is; the public forms want it coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how many hold a tensor below Python."""
+    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]  # torch's stubs lack it
+
+
+def hooks_of(tensor: torch.Tensor) -> Any:
+    """Return the hooks on a tensor's gradient; None where it never had any."""
+    return tensor._backward_hooks
+
+
+def set_hooks(tensor: torch.Tensor, hooks: Any) -> None:
+    """Give a tensor what `hooks_of` returned."""
+    tensor._backward_hooks = hooks
+
+
+def accumulate_hooks(tensor: torch.Tensor) -> Any:
+    """Return the hooks that wait for a leaf's gradient to be accumulated; empty or None without any."""
+    return tensor._post_accumulate_grad_hooks
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what a view is a view of; None for what is no view."""
+    return tensor._base
