@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import gc
 import multiprocessing
+import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,7 @@ class Training:
         }
 
 
-_LOCK = threading.Lock()
+_LOCK, _SIGNALS = threading.Lock(), (signal.SIGINT, signal.SIGTERM)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -218,7 +219,7 @@ def interrupt(kind: Kind, place: int, ends: list[list[dict[str, Any]]]) -> tuple
     training = Training(kind)
     for number in range(INTERRUPTED):
         training.step(number)
-    line = InterruptedLine(place)
+    line, handlers = InterruptedLine(place), [signal.getsignal(each) for each in _SIGNALS]
     interrupted = False
     try:
         with line.around():
@@ -226,6 +227,10 @@ def interrupt(kind: Kind, place: int, ends: list[list[dict[str, Any]]]) -> tuple
     except KeyboardInterrupt:
         interrupted = True
     wrong = [] if interrupted else ["no interrupt came"]
+    for each, handler in zip(_SIGNALS, handlers, strict=True):
+        if signal.getsignal(each) is not handler:
+            signal.signal(each, handler)
+            wrong.append("another handler of signals")
     if not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         wrong.append("gradients are off")
@@ -270,6 +275,7 @@ def prepare() -> None:
     """In a process of the search."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     gc.collect()
     gc.freeze()  # each survived fault collects cycles: not among all that was imported
 

@@ -6,20 +6,24 @@ import contextlib
 import inspect
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 _WAITING = (signal.SIGINT, signal.SIGTERM)
+_PASSIVE = (signal.SIG_DFL, signal.SIG_IGN)
 # Beneath the enums that the module's own functions turn their arguments and results into, which take longer.
 _get, _set = inspect.unwrap(signal.getsignal), inspect.unwrap(signal.signal)
 
 
 def are_plain() -> bool:
-    """Say whether SIGINT raises KeyboardInterrupt and SIGTERM ends the process, as from the start."""
-    return _get(signal.SIGINT) is signal.default_int_handler and _get(signal.SIGTERM) == signal.SIG_DFL
+    """Say whether SIGINT raises KeyboardInterrupt, SIGTERM ends the process, or they are ignored: nobody listens."""
+    interrupt, terminate = _get(signal.SIGINT), _get(signal.SIGTERM)
+    return (interrupt is signal.default_int_handler or interrupt in _PASSIVE) and terminate in _PASSIVE
 
 
-class deferred_signals(contextlib.AbstractContextManager[None]):  # noqa: N801 - a context like contextlib's own
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
     """In the block, SIGINT and SIGTERM wait for its end; then they come again, and their own handlers may raise.
 
     Python runs handlers between two lines of the main thread, so that a handler that raises, or saves a state, would
@@ -27,36 +31,32 @@ class deferred_signals(contextlib.AbstractContextManager[None]):  # noqa: N801 -
 
     Time cost: four system calls.
     """
+    if threading.get_ident() != threading.main_thread().ident:
+        yield
+        return
+    own: dict[int, Any] = {}
+    arrived: list[int] = []
 
-    def __init__(self) -> None:
-        self._own: dict[int, Any] = {}
-        self._arrived: list[int] = []
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's form
+        arrived.append(number)
 
-    def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
-            return
+    try:
         try:
             for number in _WAITING:
-                self._own[number] = _get(number)
-                _set(number, self._note)
-        except BaseException:
-            self._restore()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._restore()
+                own[number] = _get(number)
+                _set(number, note)
+            yield
         finally:
-            self._restore()  # what is left, where a signal came in the middle of that
-            for each in self._arrived:
-                signal.raise_signal(each)
+            _restore(own)
+    finally:
+        _restore(own)  # what is left, where a signal came in the middle of that
+        for each in arrived:
+            signal.raise_signal(each)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - a handler's form
-        self._arrived.append(number)
 
-    def _restore(self) -> None:
-        while self._own:
-            number, handler = next(iter(self._own.items()))
-            if handler is not None:  # else it was not set from Python, and cannot be
-                _set(number, handler)
-            del self._own[number]
+def _restore(own: dict[int, Any]) -> None:
+    while own:
+        number, handler = next(iter(own.items()))
+        if handler is not None:  # else it was not set from Python, and cannot be
+            _set(number, handler)
+        del own[number]

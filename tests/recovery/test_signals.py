@@ -1,0 +1,73 @@
+"""Signals wait for the end of a block, and their handlers are those of before."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from memkit._recovery.signals import are_plain, deferred_signals
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    before = [(each, signal.getsignal(each)) for each in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def test_a_signal_comes_after_the_block():
+    done = []
+    with pytest.raises(KeyboardInterrupt), deferred_signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("block")
+    assert done == ["block"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_each_handler_is_called_once_for_each_signal():
+    seen = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    with deferred_signals():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert seen == []
+    assert seen == [signal.SIGTERM] * 2
+
+
+def test_an_error_in_the_block_passes_and_handlers_are_back():
+    with pytest.raises(ValueError, match="mine"), deferred_signals():
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_another_thread_nothing_is_set():
+    found = []
+
+    def run():
+        with deferred_signals():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "is_plain"),
+    [
+        (signal.SIGINT, signal.default_int_handler, True),
+        (signal.SIGINT, signal.SIG_IGN, True),  # a process in the background
+        (signal.SIGINT, lambda *_: None, False),
+        (signal.SIGTERM, signal.SIG_IGN, True),
+        (signal.SIGTERM, lambda *_: None, False),
+    ],
+)
+def test_who_listens(number, handler, is_plain):
+    signal.signal(number, handler)
+    assert are_plain() is is_plain
