@@ -16,10 +16,12 @@ from torch import optim
 from torch.optim import Optimizer
 
 from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import version_of, versions_of
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
 
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes what the real one takes
 Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied
 
 # Adadelta computes what it writes to the parameter from state that it has changed by then, ASGD its gradient with decay
@@ -163,7 +165,7 @@ def _num_stepped_singly(optimizer: Optimizer) -> int:
 def _complete_state(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
     """The state of a parameter whose step makes none, and that is stepped as it is; else None."""
     gradient = parameter.grad
-    is_plain = type(parameter) in {torch.Tensor, torch.nn.Parameter} and not parameter.is_complex()
+    is_plain = type(parameter) in _PLAIN and not parameter.is_complex()
     if gradient is None or not is_plain or gradient.layout != torch.strided or not parameter.is_cpu:
         return None
     state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
