@@ -73,6 +73,43 @@ def wrapper_overhead(result: dict[str, Any]) -> str:
     return overhead + "\n" + table(["loss", "host reads per step"], reads)
 
 
+def step_faults(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    rows = []
+    for name, ends in figures["faults"].items():
+        row = figures["memory"][name]["equal"]
+        torn = [f"{ends[way]['torn']} of {ends[way]['faults']}" for way in ("plain", "guarded", "in chunks")]
+        peaks = [f"{row[f'{way}_peak']:.2f}" for way in ("plain", "guarded", "in_chunks")]
+        times = [f"{row[f'{way}_time_ratio']:.2f}" for way in ("guarded", "in_chunks")]
+        rows.append([name, *torn, " / ".join(peaks), " / ".join(times)])
+    header = [
+        "step",
+        "plain: torn of faults",
+        "wrapper: torn",
+        "`atomic_steps`: torn",
+        "peaks of the three",
+        "times of the last two",
+    ]
+    return table(header, rows)
+
+
+def recovery_search(result: dict[str, Any]) -> str:
+    figures = result["figures"]
+    faults = [
+        [name, str(row["operators"]), str(row["faults"]), str(row["cut"]), str(len(row["wrong"]))]
+        for name, row in figures["faults"].items()
+    ]
+    interrupts = [
+        [name, str(row["interrupts"]), str(row["done"]), str(row["interrupts"] - row["done"]), str(len(row["wrong"]))]
+        for name, row in figures["interrupts"].items()
+    ]
+    first = table(
+        ["model, optimizer", "operators", "faults, in three threads", "runs with other parts", "wrong"], faults
+    )
+    second = table(["model, optimizer", "interrupts", "step done", "step undone", "wrong"], interrupts)
+    return first + "\n" + second
+
+
 def hygiene(result: dict[str, Any]) -> str:
     rows = [
         [name, row["claim"], f"{row['saving']:.0%}", f"{row['bad_bytes'] / 1e6:.1f} MB", row["note"]]
@@ -347,6 +384,8 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         tail_group,
         wrapper_memory,
         wrapper_overhead,
+        step_faults,
+        recovery_search,
         hygiene,
         track_cost,
         first_step,

@@ -4,7 +4,7 @@ A fault in place of the n-th operator, for every n of the first step (which make
 the step raised and left a parameter, or its state, that is neither old nor new; "lost": it raised, all whole. The step
 alone is what a loop does today; guarded is the step of `GradientAccumulator(guard_steps=True)` and of the wrapper.
 
-Run: python -m benchmarks.cases.step_faults   (3 minutes)
+Run: python -m benchmarks.cases.step_faults   (5 minutes)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from benchmarks.result import write_result
 from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state
+from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
 from tests.train.faults import FailingOperator
 
@@ -41,6 +42,11 @@ def plain(optimizer: Optimizer) -> None:
 
 def guarded(optimizer: Optimizer) -> None:
     StepGuard([optimizer]).run(lambda: optimizer.step() is None)
+
+
+def in_chunks(optimizer: Optimizer) -> None:
+    with atomic_steps(optimizer):
+        optimizer.step()
 
 
 def everything(parameters: list[nn.Parameter], optimizer: Optimizer) -> list[list[torch.Tensor]]:
@@ -103,7 +109,7 @@ def measure(kind: str, shapes: list[tuple[int, ...]], *, foreach: bool) -> dict[
         parameter.grad = torch.randn_like(parameter)
     state_bytes = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     there = state_bytes + 2 * sum(parameter.nbytes for parameter in parameters)
-    seconds: dict[Callable[[Optimizer], None], list[float]] = {plain: [], guarded: []}
+    seconds: dict[Callable[[Optimizer], None], list[float]] = {plain: [], guarded: [], in_chunks: []}
     for _ in range(ROUNDS):
         for step, taken in seconds.items():
             start = time.process_time()
@@ -112,8 +118,16 @@ def measure(kind: str, shapes: list[tuple[int, ...]], *, foreach: bool) -> dict[
     return {
         "plain_peak": 1 + trace_allocations(lambda: plain(optimizer)).peak / there,
         "guarded_peak": 1 + trace_allocations(lambda: guarded(optimizer)).peak / there,
-        "time_ratio": statistics.median(b / a for a, b in zip(seconds[plain], seconds[guarded], strict=True)),
+        "in_chunks_peak": 1 + trace_allocations(lambda: in_chunks(optimizer)).peak / there,
+        "guarded_time_ratio": statistics.median(b / a for a, b in zip(seconds[plain], seconds[guarded], strict=True)),
+        "in_chunks_time_ratio": statistics.median(
+            b / a for a, b in zip(seconds[plain], seconds[in_chunks], strict=True)
+        ),
     }
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def main() -> None:
@@ -128,6 +142,7 @@ def main() -> None:
             faults[name] = {
                 "plain": plant(kind, plain, foreach=foreach),
                 "guarded": plant(kind, guarded, foreach=foreach),
+                "in chunks": plant(kind, in_chunks, foreach=foreach),
             }
             memory[name] = {sizes: measure(kind, shapes, foreach=foreach) for sizes, shapes in LARGE.items()}
             print(name, faults[name], memory[name])
