@@ -15,6 +15,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from memkit._errors import StateError
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import schema_of
@@ -95,11 +96,24 @@ class Journal:
         self._versions = versions_of(each for each in tensors if each is not None)
         return len(self._versions) == len(tensors)
 
-    def cut_off(self) -> None:
-        """Note how far the step has come."""
+    def cut_off(self, optimizer: Optimizer) -> None:
+        """Note how far the step has come.
+
+        Raises:
+            StateError: A tensor of the state was replaced in the meantime, so that nobody knows.
+        """
         self.num_begun, self.progress = 0, {}
-        for (number, name), tensor, version in zip(self._keys, self._tensors, self._versions, strict=True):
-            applied = version_of(tensor()) - version  # type: ignore[arg-type]
+        for (number, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
+            parameter = self.parameters[number][1]
+            tensor = optimizer.state.get(parameter, {}).get(name) if name else parameter
+            if tensor is not noted() or tensor is None:
+                raise StateError(
+                    "optimizer.step()",
+                    got=f"a step that was cut off, of a parameter whose state {name!r} is another tensor than before",
+                    expected="state that an optimizer changes in place",
+                    fix="go on from the last checkpoint.",
+                )
+            applied = version_of(tensor) - version
             if applied and number >= self.num_begun:
                 self.num_begun, self.progress = number + 1, {}
             if applied and number == self.num_begun - 1:

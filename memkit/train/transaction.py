@@ -219,7 +219,7 @@ class ChunkedStep:
 
     def _rest(self, journal: Journal) -> list[_Work]:
         """What is left of a step that was cut off."""
-        journal.cut_off()
+        journal.cut_off(self._optimizer)
         self._num_before = max(0, journal.num_begun - 1)
         done = {id(parameter) for _, parameter in journal.parameters[: journal.num_begun]}
         work = self._plan(done)

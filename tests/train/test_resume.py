@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from memkit._errors import StateError
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
 from memkit.train.resume import Journal
@@ -238,6 +239,17 @@ class TestWhereCopiesAreMade:
         with FailingOperator(12):
             guarded(optimizer, guard)
         torch.testing.assert_close(bits(parameters, optimizer), bits(twins, twin), rtol=0, atol=0)
+
+    def test_a_state_that_was_replaced_by_hand_is_refused_where_the_step_is_cut_off(self):
+        """Nobody could say how far the step has come."""
+        parameters, optimizer = make("adamw")
+        guard = StepGuard([optimizer])
+        assert not num_copies(parameters, optimizer, guard)
+        held = optimizer.state[parameters[0]]["exp_avg"]
+        optimizer.state[parameters[0]]["exp_avg"] = held.clone()
+        give_gradients(parameters)
+        with FailingOperator(12), pytest.raises(StateError, match="'exp_avg' is another tensor than before"):
+            guarded(optimizer, guard)
 
     def test_a_parameter_that_gets_its_first_gradient_late(self):
         parameters, optimizer = make("adamw", num_steps=0)
