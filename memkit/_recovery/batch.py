@@ -169,6 +169,11 @@ class Attempt:
         note_part(error, self.size, self.batch_size)
         return False
 
+    @property
+    def counts(self) -> bool:
+        """Whether its results are the step's: it ran to its end, and is in the sum."""
+        return self.is_added and self.failure is None
+
     def check_used(self) -> None:
         """Refuse an attempt that has added nothing to the gradient."""
         if self.is_added:

@@ -6,7 +6,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils as foreach  # decides whether several tensors are stepped at once
 
-__all__ = ["foreach", "init_group_of", "mark_stepped", "own_step"]
+__all__ = ["foreach", "has_step_hooks", "init_group_of", "mark_stepped", "own_step"]
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Say whether hooks run before or after an optimizer's step."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def init_group_of(optimizer: Optimizer) -> Callable[..., Any]:

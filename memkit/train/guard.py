@@ -61,8 +61,7 @@ class StepGuard:
     @property
     def has_stepped(self) -> bool:
         """Whether the last step in chunks was done to its end, although it may have been interrupted."""
-        begun = [each for each in self._chunked if each.num_stepped]
-        return bool(begun) and all(each.is_done for each in begun)
+        return _are_done(self._chunked)
 
     def forget(self) -> None:
         """Before a step, forget how the last one ended."""
@@ -109,7 +108,7 @@ class StepGuard:
 
     def _run_to_the_end(self, step: Callable[[], bool]) -> bool:
         try:
-            return _in_two_tries(step)
+            return _in_two_tries(step, self._chunked)
         except Exception:
             raise
         except BaseException:  # an interrupt that no signal brought: what has begun is done whole
@@ -163,13 +162,26 @@ class StepGuard:
         )
 
 
-def _in_two_tries(step: Callable[[], bool]) -> bool:
+def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> bool:
     outcome = attempt(step)
     if isinstance(outcome, Done):
         return outcome.result
     if isinstance(outcome.error, MemkitOutOfMemoryError):
         raise outcome.error  # of the chunks: nothing smaller is left
+    if any(each.has_hooks for each in chunked):
+        ends = "stepped" if _are_done(chunked) else "as they were before the step"
+        raise MemkitOutOfMemoryError(
+            "optimizer.step()",
+            got=f"out of memory beside it, perhaps in a step hook: {outcome.description}; parameters are {ends}",
+            expected="memory for step hooks; those that have run already are not called twice",
+            fix="leave more memory free, or do what the hook does after the step.",
+        ) from outcome.error
     return step()  # it failed beside the chunks; what they have stepped stays
+
+
+def _are_done(chunked: Sequence[ChunkedStep]) -> bool:
+    begun = [each for each in chunked if each.num_stepped]
+    return bool(begun) and all(each.is_done for each in begun)
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:

@@ -146,11 +146,13 @@ class CheckAttempt:
         part: The rows.
         size: How many, or how many elements.
         is_check: True: results of this run are dropped.
+        counts: False, as for an attempt that ran out of memory.
         in_full_precision: Whether autocast is to be off.
         error: What the block raised, as text.
     """
 
     is_check = True
+    counts = False
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class Examination:
         self._failure, self._is_uneven, self._scale = "", is_uneven, float(scale)
         self._kind: tuple[tuple[str, ...], ...] = ()
         self._doubt: SplitVerdict | None = None
-        self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
+        self._has_run_out = self._has_branches = self._has_looked = self._was_unequal_sorted = self._were_real = False
         self._with_hooks = with_hooks and any(hooks_of(each) for each in parameters)
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
@@ -359,6 +361,14 @@ class Examination:
         return (yield from self._compare_whole_and_parts(parts))
 
     def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
+        self._has_run_out = False
+        verdict = yield from self._compare(parts)
+        if verdict.exact is False and self._has_run_out:  # a run that tells rounding, noise or a cause is missing
+            reason = "memory ran out while a difference was looked into"
+            return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=True)
+        return verdict
+
+    def _compare(self, parts: Parts) -> Attempts:
         self._close()
         self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
         whole = yield from self._run_whole()
@@ -410,6 +420,7 @@ class Examination:
 
         self._attempt = CheckAttempt(part, size, self._take, around(), in_full_precision=self._in_full_precision)
         yield self._attempt
+        self._has_run_out = self._has_run_out or self._attempt.is_out_of_memory
         return self._attempt.gradient if not self._attempt.error else None
 
     def _run_whole(self, **how: Any) -> Attempts:

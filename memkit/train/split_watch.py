@@ -148,13 +148,13 @@ class SplitWatch:
         if verdict.exact is False:
             is_known = verdict.error is not None and math.isfinite(verdict.error)
             why = "changes its gradient" + (f" by {verdict.error:.2g}" if is_known else "")
-        advice = f"{verdict.advice} " if verdict.advice else ""
+        advice = f"{verdict.advice} Else take" if verdict.advice else "take"
         raise MemkitOutOfMemoryError(
             self._call,
             got=f"out of memory ({failure.description if failure else 'in an earlier step'}), where what keeps the "
             f"result does not suffice, and splitting the batch {why}",
             expected="memory for the batch, or a split that keeps its gradient",
-            fix=f"{advice}Else take a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
+            fix=f"{advice} a lower precision, smaller batches or a smaller model; on_oom='inexact' splits "
             "all the same, and probe=False splits unchecked.",
         ) from (failure.error if failure else None)
 

@@ -22,7 +22,7 @@ from memkit._recovery.attempt import Done, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
-from memkit._torch.optimizers import mark_stepped, own_step
+from memkit._torch.optimizers import has_step_hooks, mark_stepped, own_step
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -134,6 +134,11 @@ class ChunkedStep:
     def is_done(self) -> bool:
         """Whether all are."""
         return self._work is not None and all(each.is_done for each in self._work)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether the user's hooks run before or after the optimizer's step."""
+        return has_step_hooks(self._optimizer)
 
     def forget(self) -> None:
         """Forget how the last step ended."""
@@ -303,8 +308,8 @@ class ChunkedStep:
             if num_failures > 1:
                 if not chunk.start and not chunk.progress:
                     put_state(self._optimizer, parameter, before)
-                is_begun = chunk.start or chunk.progress
-                torn = f"; one more is stepped in {chunk.start} of its {size} rows" if is_begun else ""
+                torn = f"; one more is stepped in {chunk.start} of its {size} rows" if chunk.start else ""
+                torn = torn or ("; one more is half stepped" if chunk.progress else "")
                 self._refuse(outcome.error, torn)
             length = max(smallest, length // 2)
         assert chunk.part is not None  # noqa: S101 - the last one
@@ -312,14 +317,15 @@ class ChunkedStep:
         chunk.is_done = True
 
     def _refuse(self, error: BaseException, torn: str = "") -> NoReturn:
-        total = sum(len(each.parameters) for each in self._work or ())
+        total = self._num_before + sum(len(each.parameters) for each in self._work or ())
         whole = f"{self.num_stepped} of {total} parameters are stepped, each of them whole with its state{torn}"
+        state = "" if self._is_short else "call memkit.materialize_state(optimizer) before the first forward, and "
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory inside it, also in the smallest parts: {describe_error(error)}; "
             + (whole if self.num_stepped or torn else "parameters and state are as they were before the step"),
             expected="memory for the optimizer's state, and a little for temporary results",
-            fix="call memkit.materialize_state(optimizer) before the first forward, and leave more memory free.",
+            fix=f"{state}leave more memory free{'; go on from the last checkpoint' if torn else ''}.",
         ) from error
 
 

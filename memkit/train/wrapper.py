@@ -326,6 +326,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             self._abandon(error)
             raise
 
+    def discard(self) -> None:
+        """Drop a batch that was not stepped yet, after Ctrl-C between its loop and `step`: as if it had never come."""
+        self._abandon(KeyboardInterrupt())
+
     def flush(self) -> bool:
         """Under DDP take part in the steps of ranks that have more batches; all ranks call it at the end of their data.
 
@@ -391,7 +395,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 "trainer.microbatches(batch)",
                 got="a batch that was not stepped yet",
                 expected="one step() after the micro-batches of each batch",
-                fix="call trainer.step() after the loop over micro-batches.",
+                fix="call trainer.step() after the loop over micro-batches; or trainer.discard() to drop that batch.",
             )
         return self._driver.open(batch, num_parts, self._sum)
 

@@ -39,6 +39,26 @@ class FailingOperator(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Short(FailingOperator):
+    """From one operator on, what takes more than so many elements fails."""
+
+    def __init__(self, place, num_elements):
+        super().__init__()
+        self._place, self._num_elements = place, num_elements
+        self.num_refused = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returns = func._schema.returns
+        takes_memory = any(each.alias_info is None and "Tensor" in str(each.type) for each in returns)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        tensors = result if isinstance(result, (list, tuple)) else [result]
+        is_large = any(each.numel() > self._num_elements for each in tensors if isinstance(each, torch.Tensor))
+        if takes_memory and self.num_operators >= self._place and is_large:
+            self.num_refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+        return result
+
+
 def mlp():
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
 

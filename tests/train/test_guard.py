@@ -11,6 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
+from tests.train.faults import Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
 
@@ -140,6 +141,7 @@ import resource, torch
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
+from tests.train.faults import Short
 
 class Mine(torch.optim.AdamW):
     def step(self, closure=None):
@@ -253,3 +255,80 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
         assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped
+
+
+class TestStepHooks:
+    """Those that have run are not called again."""
+
+    def make(self):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        return model, optimizer, mk.MemoryEfficientTrainingWrapper(model, optimizer)
+
+    def step(self, trainer):
+        return trainer.train_step(torch.ones(4, 4), lambda model, x: model(x).square().mean())
+
+    def test_after_the_step_which_is_done(self):
+        model, optimizer, trainer = self.make()
+        calls, before = [], model.weight.detach().clone()
+        optimizer.register_step_post_hook(lambda *_: calls.append("average"))
+
+        def log(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        handle = optimizer.register_step_post_hook(log)
+        with pytest.raises(mk.MemkitOutOfMemoryError, match=r"in a step hook.*parameters are stepped"):
+            self.step(trainer)
+        assert calls == ["average"]
+        assert trainer.num_steps == 1
+        assert not torch.equal(model.weight, before)
+        handle.remove()
+        self.step(trainer)
+        assert (calls, trainer.num_steps) == (["average"] * 2, 2)
+
+    def test_before_the_step_which_is_not(self):
+        model, optimizer, trainer = self.make()
+        before = model.weight.detach().clone()
+
+        def fail(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        optimizer.register_step_pre_hook(fail)
+        with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
+            self.step(trainer)
+        assert trainer.num_steps == 0
+        assert torch.equal(model.weight, before)
+
+
+def refused_from(place):
+    """Memory runs out for good at an operator of the second step; return what is said, and whether one stays torn."""
+    said = ""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.Adam(weights, lr=0.1)
+    guard = StepGuard([optimizer])
+    for number in range(2):
+        for each in weights:
+            each.grad = torch.ones(1)
+        guard.forget()
+        steps = [int(optimizer.state[each]["step"]) if number else 0 for each in weights]
+        with Short(place if number else 10**6, 0):
+            try:
+                guard.run(lambda: optimizer.step() is None)
+            except (torch.OutOfMemoryError, mk.MemkitOutOfMemoryError) as error:
+                said = str(error)
+    torn = [
+        int(optimizer.state[each]["step"]) > before and each.item() == pytest.approx(0.9, abs=1e-3)
+        for each, before in zip(weights, steps, strict=True)
+    ]
+    return said, any(torn)
+
+
+def test_a_parameter_that_stays_torn_is_said_to_be():
+    """Too small for slices, at the first out-of-memory in a step that makes no copies."""
+    found = [refused_from(place) for place in range(1, 30)]
+    typed = [(text, is_torn) for text, is_torn in found if "smallest parts" in text]
+    assert any(is_torn for _, is_torn in typed)
+    for text, is_torn in typed:
+        assert ("one more is half stepped" in text) == is_torn, text
+        assert ("go on from the last checkpoint" in text) == is_torn
+        assert "of 2 parameters are stepped" in text or "as they were before" in text

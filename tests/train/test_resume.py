@@ -10,7 +10,7 @@ from memkit._errors import StateError
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
 from memkit.train.resume import Journal
-from tests.train.faults import FailingOperator
+from tests.train.faults import FailingOperator, Short
 
 SHAPES = [(30, 20), (7,), (), (3, 4, 5)]
 SETTINGS = {
@@ -75,26 +75,6 @@ class Interrupting(FailingOperator):
             return super().__torch_dispatch__(func, types, args, kwargs)
         except torch.OutOfMemoryError:
             raise KeyboardInterrupt from None
-
-
-class Short(FailingOperator):
-    """From one operator on, what takes more than so many elements fails."""
-
-    def __init__(self, place, num_elements):
-        super().__init__()
-        self._place, self._num_elements = place, num_elements
-        self.num_refused = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        returns = func._schema.returns
-        takes_memory = any(each.alias_info is None and "Tensor" in str(each.type) for each in returns)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = result if isinstance(result, (list, tuple)) else [result]
-        is_large = any(each.numel() > self._num_elements for each in tensors if isinstance(each, torch.Tensor))
-        if takes_memory and self.num_operators >= self._place and is_large:
-            self.num_refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
-        return result
 
 
 def expected(name):
