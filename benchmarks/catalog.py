@@ -92,7 +92,7 @@ CASES = {
     "recorder_vs_profiler": Case(8, ("models/*", "hidden_workspace_bytes/*", "operator_sweep/*")),
     "report_pages": Case(8, ("fuzz/num_logs", "fuzz/anything else")),
     "resolution_levels": Case(0.2, ("num_*",)),
-    "recovery_search": Case(20, ("faults/*/*", "interrupts/*/done", "interrupts/*/wrong")),
+    "recovery_search": Case(20, ("faults/*/operators", "faults/*/runs", "faults/*/faults")),
     "rows_in_chunks": Case(0.3, (PEAKS, "*/flops")),
     "s0_sweep": Case(2, ("num_*", "largest_difference_bytes", "bytes_at_one_million_edges/*", "points/*"), "2 GB"),
     "scaling_law": Case(10, ("num_*", "families/*/dry_run_bytes", "families/*/predicted_bytes", "families/*/tier")),
