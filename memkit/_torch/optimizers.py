@@ -5,8 +5,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.utils import _foreach_utils as foreach  # decides whether several tensors are stepped at once
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["foreach", "has_step_hooks", "init_group_of", "mark_stepped", "own_step"]
+__all__ = ["call_first", "foreach", "has_step_hooks", "init_group_of", "mark_stepped", "own_step"]
+
+
+def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Call a hook before all others of an optimizer's step."""
+    handle = optimizer.register_step_pre_hook(hook)
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # it is ordered
+    return handle
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

@@ -168,11 +168,11 @@ def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> b
         return outcome.result
     if isinstance(outcome.error, MemkitOutOfMemoryError):
         raise outcome.error  # of the chunks: nothing smaller is left
-    if any(each.has_hooks for each in chunked):
+    if any(each.was_in_hooks for each in chunked):
         ends = "stepped" if _are_done(chunked) else "as they were before the step"
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
-            got=f"out of memory beside it, perhaps in a step hook: {outcome.description}; parameters are {ends}",
+            got=f"out of memory in a step hook: {outcome.description}; parameters are {ends}",
             expected="memory for step hooks; those that have run already are not called twice",
             fix="leave more memory free, or do what the hook does after the step.",
         ) from outcome.error

@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import torch
 from torch import optim
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
-from memkit._torch.optimizers import has_step_hooks, mark_stepped, own_step
+from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -121,7 +122,8 @@ class ChunkedStep:
         self._journal: Journal | None = None
         self._num_before = 0  # parameters that were stepped in one piece
         self._chunk_bytes = 0
-        self._is_open = self._is_short = False
+        self._is_open = self._is_short = self._hooks_have_begun = self._hooks_have_ended = False
+        self._handles: list[RemovableHandle] = []
         self._own: Any = None
         self._stand_in: types.MethodType | None = None
 
@@ -136,13 +138,14 @@ class ChunkedStep:
         return self._work is not None and all(each.is_done for each in self._work)
 
     @property
-    def has_hooks(self) -> bool:
-        """Whether the user's hooks run before or after the optimizer's step."""
-        return has_step_hooks(self._optimizer)
+    def was_in_hooks(self) -> bool:
+        """Whether the last step ended in the middle of the user's hooks, before or after it."""
+        return self._hooks_have_begun and not self._hooks_have_ended
 
     def forget(self) -> None:
         """Forget how the last step ended."""
         self._work, self._num_before = None, 0
+        self._hooks_have_begun = self._hooks_have_ended = False
 
     def open(self) -> None:
         """Stand in the place of the optimizer's own step."""
@@ -151,20 +154,34 @@ class ChunkedStep:
         if self._stand_in is None or own is not self._own:
             self._own = own
             # torch's own call of hooks and profiler around it; marks and signature are those of the step in its place.
-            hooked = functools.update_wrapper(Optimizer.profile_hook_step(self._run), optimizer.step)
-            self._stand_in = types.MethodType(hooked, optimizer)
+            hooked = Optimizer.profile_hook_step(self._run)
+            once = functools.partial(self._unless_ended, hooked) if self._only_once else hooked
+            self._stand_in = types.MethodType(functools.update_wrapper(once, optimizer.step), optimizer)
         self._is_open = True
+        if self._only_once and has_step_hooks(optimizer):
+            self._handles = [call_first(optimizer, self._note_begin), optimizer.register_step_post_hook(self._note_end)]
         optimizer.step = self._stand_in  # type: ignore[method-assign]  # until `close`
 
     def close(self) -> None:
         """Put the optimizer's own step back in its place."""
         self._is_open = False
+        for handle in self._handles:
+            handle.remove()
         if self._stand_in is None or vars(self._optimizer).get("step") is not self._stand_in:
             return  # it was put back, or a schedule that was made in the block calls it, which then does as before
         if self._own is None:
             del self._optimizer.step  # that of its class is there again
         else:
             self._optimizer.step = self._own  # type: ignore[method-assign]
+
+    def _note_begin(self, *_: object) -> None:
+        self._hooks_have_begun = True
+
+    def _note_end(self, *_: object) -> None:
+        self._hooks_have_ended = True
+
+    def _unless_ended(self, step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return None if self._hooks_have_ended else step(optimizer, *args, **kwargs)
 
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """What ``optimizer.step(closure)`` does in the block, beneath its hooks."""
