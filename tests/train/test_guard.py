@@ -11,7 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
-from tests.train.faults import Short
+from tests.train.faults import FailingOperator, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
 
@@ -141,7 +141,7 @@ import resource, torch
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
-from tests.train.faults import Short
+from tests.train.faults import FailingOperator, Short
 
 class Mine(torch.optim.AdamW):
     def step(self, closure=None):
@@ -332,3 +332,23 @@ def test_a_parameter_that_stays_torn_is_said_to_be():
         assert ("one more is half stepped" in text) == is_torn, text
         assert ("go on from the last checkpoint" in text) == is_torn
         assert "of 2 parameters are stepped" in text or "as they were before" in text
+
+
+def test_hooks_run_once_wherever_a_step_is_cut_off():
+    """In torch's own marks around a step, and inside of it: the step goes on, and no hook runs twice."""
+    weights = []
+    for place in (None, *range(1, 40)):
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer, calls = torch.optim.Adam([weight], lr=0.1), []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
+        guard = StepGuard([optimizer])
+        for number in range(2):
+            weight.grad = torch.full((3,), 1.0 + number)
+            guard.forget()
+            with FailingOperator(*() if number == 0 or place is None else (place,)):
+                assert guard.run(lambda optimizer=optimizer: optimizer.step() is None)
+        assert calls == ["before", "after"] * 2
+        assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
+        weights.append(weight.detach())
+    torch.testing.assert_close(weights, weights[:1] * len(weights), rtol=0, atol=0)
