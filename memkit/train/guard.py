@@ -31,7 +31,9 @@ _NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is t
 class StepGuard:
     """Protects the steps of optimisers that may run out of memory.
 
-    Torch's own step in chunks, which are whole (`atomic_steps`), and so does one of `register_parameterwise`. An
+    One that steps one tensor after the other steps in one piece, and goes on where it was cut off, until memory has run
+    out in a step (`memkit.train.resume`). Torch's others, and those of `register_parameterwise`, step in chunks, which
+    are whole (`atomic_steps`). An
     optimiser that nobody knows is protected by a copy of all parameters, gradients and state, of all that step
     together, before the steps that may run out of memory. Those are the first two, when the state is made; in the
     second one the temporary results are counted. Later ones are those before which so much memory cannot be had: it is

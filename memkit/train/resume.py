@@ -28,12 +28,6 @@ Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: 
 # Adadelta computes what it writes to the parameter from state that it has changed by then, ASGD its gradient with decay
 # from the parameter that it then changes twice.
 _RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta, optim.ASGD}
-_UNFIT = (
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-)  # several tensors at once; operators that raise no version
 
 
 class Journal:
@@ -122,7 +116,8 @@ class Journal:
 
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:
     """Run the rest of a parameter's step; where it is cut off again, bring ``progress`` up to date."""
-    tensors = {"": parameter, **optimizer.state.get(parameter, {})}
+    state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
+    tensors = {"": parameter, **state}
     versions = {name: version_of(each) for name, each in tensors.items()}
     try:
         with _LeavingOut({id(each): progress.get(name, 0) for name, each in tensors.items()}):

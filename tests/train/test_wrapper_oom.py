@@ -1,6 +1,7 @@
 """Out-of-memory invariance: after any fault the run ends bit for bit where an undisturbed run with those sizes ends."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -177,3 +178,71 @@ def test_the_size_that_fits_is_remembered_and_grows_back():
     resumed.load_state_dict(trainer.state_dict())
     capacity = 5
     assert resumed._driver.sizes.state_dict() == trainer._driver.sizes.state_dict()
+
+
+def kept(trainer, model, batch, capacity):
+    """The docs' kept loop; return how many rows its own figures count."""
+    num_rows = 0
+    for attempt in trainer.microbatches(batch):
+        with attempt as (x, y):
+            if len(x) > capacity:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            trainer.backward(F.mse_loss(model(x), y))
+        if attempt.counts:
+            num_rows += len(x)
+    return num_rows
+
+
+def test_a_kept_loop_counts_what_counts():
+    """Runs that failed, and looks, end their block without an error."""
+    model, optimizer, batches = make("mlp", "adamw")
+    with mk.MemoryEfficientTrainingWrapper(model, optimizer) as trainer:
+        for batch in batches:
+            assert kept(trainer, model, batch, capacity=5) == ROWS
+            assert trainer.step()
+
+
+def test_a_batch_that_was_not_stepped_is_dropped_as_if_it_had_never_come():
+    states = []
+    for is_interrupted in (False, True):
+        model, optimizer, batches = make("conv", "adamw")
+        with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
+            if is_interrupted:
+                kept(trainer, model, batches[0], ROWS)  # and here Ctrl-C came, before step()
+                with pytest.raises(mk.StateError, match=r"or trainer\.discard\(\) to drop"):
+                    kept(trainer, model, batches[1], ROWS)
+                trainer.discard()
+            kept(trainer, model, batches[1], ROWS)
+            trainer.step()
+        states.append(final_state(model, optimizer))
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+
+
+class Attention(torch.nn.Module):
+    """The bias of its keys has a gradient of zero, so that a look must tell rounding from a difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(3, 8) for _ in range(3))
+        self.o = torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.o((self.q(x) @ self.k(x).mT).softmax(-1) @ self.v(x)).mean(1)
+
+
+def test_memory_that_runs_out_in_a_look_is_not_told_as_a_difference():
+    said = []
+    for place in range(1, 700, 12):
+        torch.manual_seed(0)
+        model = Attention().double()
+        x = torch.randn(9, 5, 3, dtype=torch.float64)
+        optimizer = torch.optim.Adam(model.parameters())
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=3) as trainer,
+            FailingOperator(place),
+        ):
+            warnings.simplefilter("always")
+            trainer.train_step(x, lambda model, x: (model(x) - x[:, 0, :1]).square().mean())
+        said += [f"{place}: {each.message}" for each in caught if "changes the gradient" in str(each.message)]
+    assert said == []
