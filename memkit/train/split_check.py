@@ -59,7 +59,7 @@ class SplitVerdict:
         exact: None where it could not be checked; `reason` says why.
         error: Largest relative error of a parameter's gradient when some rows are split.
         modules: Modules in training mode that mix the rows: found at fault, or suspected where ``exact`` is None.
-        state: State that a forward changes and that reaches the gradient: names of buffers and
+        state: State that a forward changes and that reaches the loss: names of buffers and
             attributes, where they were found.
         loss: What is wrong besides. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
             ``"weights"``: the loss is a mean over something else than rows. ``"sum"``: it is a sum over them.
@@ -115,7 +115,7 @@ class SplitVerdict:
         elif self.loss == "state":
             names = ", ".join(self.state) or "something that memkit cannot name"
             sentences.append(
-                f"Each forward changes state that the gradient depends on ({names}), so it changes once per "
+                f"Each forward changes state that the loss depends on ({names}), so it changes once per "
                 "micro-batch instead of once per batch: update it once per step, outside of forward, or keep the "
                 "batch whole."
             )
@@ -129,10 +129,11 @@ class SplitVerdict:
 
 @dataclass(slots=True)
 class _Gradient:
-    """A gradient of the loss's sum, a sketch for each parameter, and the count that it is to be divided by."""
+    """The loss's sum and its gradient, a sketch for each parameter, and the count that they are to be divided by."""
 
     vectors: list[Vector | None]
     count: float
+    loss: float
     adds_up: bool = False  # to the batch's without being divided
 
     def mean(self) -> list[Vector | None]:
@@ -385,11 +386,28 @@ class Examination:
             return self._not_checked()
         together, separate = found
         error, is_equal = yield from self._weigh(whole, together)
-        if is_equal:
-            return SplitVerdict(exact=True, error=error)
         if self._around_whole is not None:
-            return SplitVerdict(exact=False, error=error)
+            return SplitVerdict(exact=is_equal, error=error)
+        if is_equal:
+            return (yield from self._judge_losses(whole, separate, error))
         return (yield from self._judge_unequal(parts, whole, separate, error))
+
+    def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
+        """Where gradients are equal and losses are not, find out whether that is because forwards change state.
+
+        A loss may count its calls (a weight that warms up) without the gradient of these rows telling; a later step's
+        would. What changes nothing, such as a value that is only shown, is left alone.
+        """
+        differs = abs(_mean_loss(whole) - _mean_loss(self._sum(separate)))
+        if not differs > _TOLERANCE * abs(_mean_loss(whole)):
+            return SplitVerdict(exact=True, error=error)
+        independent = yield from self._run_apart()
+        if independent is None:
+            return SplitVerdict(exact=True, error=error)
+        parts, names = independent
+        if abs(_mean_loss(whole) - _mean_loss(self._sum(parts))) > differs / _TIMES_ROUNDING:
+            return SplitVerdict(exact=True, error=error)
+        return SplitVerdict(exact=False, error=error, state=names, loss="state")
 
     def _judge_unequal(self, parts: Parts, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         if (yield from self._is_noise(whole)):
@@ -446,6 +464,19 @@ class Examination:
             start += size
         return total, separate
 
+    def _run_apart(self) -> Attempts:
+        """Run each part from the batch's first state; return their gradients and names of what a forward changed."""
+        gradients, start = list[_Gradient](), 0
+        names: tuple[str, ...] = ()
+        for number, (part, size) in enumerate(self._where.parts):
+            gradient = yield from self._run(part, size, self._span(start, size, number))
+            if gradient is None:
+                return None
+            names = names or tuple(self._rehearsal.changed()[:5])
+            gradients.append(gradient)
+            start += size
+        return gradients, names
+
     def _take(self, loss: Loss, size: int) -> _Gradient:
         """Take a run's gradient, a sketch of each parameter as soon as backward has it."""
         self._rehearsal.end_forward()
@@ -458,7 +489,7 @@ class Examination:
         self._kind = self._kind or tuple(each.operators for each in divisors(loss.value))
         root = loss.value.reshape(())
         if not count:
-            return _Gradient([None] * len(self._parameters), 0.0)
+            return _Gradient([None] * len(self._parameters), 0.0, 0.0)
         if not root.requires_grad:
             raise InputError(
                 "loss_fn", got="a loss without a graph", expected="one computed with gradients", fix="do not detach it."
@@ -466,11 +497,12 @@ class Examination:
         scale = 1.0 if self._in_full_precision else self._scale
         slopes = torch.full_like(root, slope, dtype=torch.float32 if root.dtype in _HALF else root.dtype) * scale
         slopes, count = slopes.to(root.dtype), count * scale
+        value = float((root.detach() * slopes).real)
         if has_reentrant_checkpoint(root):
-            return _Gradient(sketches_of_backward(root, slopes, self._parameters), count, adds_up)
+            return _Gradient(sketches_of_backward(root, slopes, self._parameters), count, value, adds_up)
         hooks = contextlib.nullcontext() if self._with_hooks else without_hooks(self._parameters)
         with hooks:
-            return _Gradient(sketches(root, slopes, self._parameters), count, adds_up)
+            return _Gradient(sketches(root, slopes, self._parameters), count, value, adds_up)
 
     # ------------------------------------------------------------------ judgement
 
@@ -540,17 +572,8 @@ class Examination:
     def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
         """Find out what is at fault by leaving it out."""
         prepare = self._prepare
-        names: tuple[str, ...] = ()
-        independent, start = list[_Gradient](), 0
-        for number, (part, size) in enumerate(self._where.parts):
-            span = self._span(start, size, number)
-            gradient = yield from self._run(part, size, span)
-            if gradient is None:
-                independent = in_order
-                break
-            names = names or tuple(self._rehearsal.changed()[:5])
-            independent.append(gradient)
-            start += size
+        found = yield from self._run_apart()
+        independent, names = found or (in_order, ())
         is_equal = (yield from self._weigh(whole, self._sum(independent)))[1]
         if is_equal:
             return SplitVerdict(exact=False, error=error, state=names, loss="state")
@@ -589,15 +612,8 @@ class Examination:
         whole = yield from self._run_whole()
         if whole is None or not _norm(whole.vectors):
             return None, None
-        parts, start = [], 0
-        for number, (part, size) in enumerate(self._where.parts):
-            span = self._span(start, size, number)
-            gradient = yield from self._run(part, size, span)
-            if gradient is None:
-                return whole, None
-            parts.append(gradient)
-            start += size
-        return whole, parts
+        found = yield from self._run_apart()
+        return whole, found and found[0]
 
     def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
         """Name modules that mix rows in training mode only and that the scan missed: a normalisation written by hand.
@@ -792,7 +808,7 @@ def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:
     vectors = [a if b is None else b if a is None else a + b for a, b in zip(one.vectors, other.vectors, strict=True)]
     adds_up = one.adds_up and other.adds_up
-    return _Gradient(vectors, one.count if adds_up else one.count + other.count, adds_up)
+    return _Gradient(vectors, one.count if adds_up else one.count + other.count, one.loss + other.loss, adds_up)
 
 
 def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
@@ -803,6 +819,10 @@ def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
     differences = [0.0 if a is b else float(np.linalg.norm(_minus(a, b))) for a, b in pairs]
     norms = [0.0 if a is None else float(np.linalg.norm(a)) for a, _ in pairs]
     return np.array(differences), np.array(norms)
+
+
+def _mean_loss(gradient: _Gradient) -> float:
+    return gradient.loss / gradient.count if gradient.count else math.nan
 
 
 def _minus(one: Vector | None, other: Vector | None) -> Vector:

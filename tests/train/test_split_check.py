@@ -664,6 +664,49 @@ def test_state_that_does_not_matter_is_no_alarm_and_is_put_back():
     assert (model.num_calls, model.seen, int(model.num_rows), losses) == (0, [], 0, [])
 
 
+class Capacity(nn.Module):
+    """Warms up as BetaVAE does: the count moves a target; only the sign of the distance has a slope."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.num_iter = net(), 0
+
+    def loss(self, x):
+        self.num_iter += 1
+        return (self.net(x).pow(2).mean() + 1 - self.num_iter / 1000).abs()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_state_that_reaches_the_loss_and_not_yet_its_gradient(dtype):
+    model = Capacity().to(dtype)
+    verdict = check_split(model, torch.randn(ROWS, 6, dtype=dtype), lambda model, x: model.loss(x))
+    assert (verdict.exact, verdict.loss, verdict.state, model.num_iter) == (False, "state", ("num_iter",), 0)
+
+
+def test_a_count_in_the_loss_function_itself():
+    count = {"calls": 0}
+
+    def loss_fn(model, x):
+        count["calls"] += 1
+        return square_loss(model, x) + 0.1 * count["calls"]
+
+    verdict = check_split(net(), torch.randn(ROWS, 6), loss_fn)
+    assert (verdict.exact, verdict.loss, count) == (False, "state", {"calls": 0})
+
+
+@pytest.mark.parametrize("what", ["statistic", "draw", "count"])
+def test_values_that_are_only_shown_are_no_alarm(what):
+    """They differ in parts that start from one state too, so that state is not what makes them differ."""
+
+    def loss_fn(model, x):
+        model.num_calls += 1
+        out = model(x)
+        shown = {"statistic": out.detach().std(), "draw": torch.tensor(random.random()), "count": out.new_zeros(())}
+        return out.pow(2).mean() + shown[what]
+
+    assert check_split(Counting(), torch.randn(ROWS, 6), loss_fn).exact is True
+
+
 def test_a_parameter_with_a_tiny_gradient_counts_as_much_as_a_huge_one():
     class Two(nn.Module):
         def __init__(self):
