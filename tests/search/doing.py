@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import memkit as mk
 from tests.search.batches import CONTAINERS, Fields, cast, take
@@ -94,10 +95,11 @@ class Runner:
 
     def _catch(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    self._gradients[names[each]] = widen(each.grad)
+        with _disable_current_modes():  # memory runs out in the step, not in what looks at it
+            for group in optimizer.param_groups:
+                for each in group["params"]:
+                    if each.grad is not None:
+                        self._gradients[names[each]] = widen(each.grad)
 
 
 def _once(runner: Runner, step: Step) -> Callable[[Any, Any], Any]:
