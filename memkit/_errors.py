@@ -6,6 +6,7 @@ MemkitError
 │   └── NotSimulatedError   a step asks for what only data would say   (also ValueError)
 ├── InputTypeError          data handed to a call has the wrong type   (also TypeError)
 ├── StateError              calls came in an order that cannot work    (also RuntimeError)
+├── TorchVersionError       this PyTorch lacks what a feature needs    (also RuntimeError)
 ├── FileFormatError         a file cannot be read as what it claims    (also ValueError)
 └── MemkitOutOfMemoryError  memory ran out at every size allowed       (also RuntimeError)
 MemkitWarning               something works, but not as the user may think  (UserWarning)
@@ -26,6 +27,7 @@ __all__ = [
     "MemkitWarning",
     "NotSimulatedError",
     "StateError",
+    "TorchVersionError",
 ]
 
 
@@ -86,6 +88,10 @@ class InputTypeError(MemkitError, TypeError):
 
 class StateError(MemkitError, RuntimeError):
     """Calls came in an order that cannot give a right result."""
+
+
+class TorchVersionError(MemkitError, RuntimeError):
+    """The installed version of PyTorch lacks what a feature is made of."""
 
 
 class FileFormatError(MemkitError, ValueError):

@@ -22,9 +22,10 @@ from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
 from memkit._resizing import UNSHARD, telling
 from memkit._torch.dispatch import TorchDispatchMode, current_modes, is_traceable_wrapper_subclass_type
+from memkit._torch.graph import sequence_number
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
-from memkit._torch.tensors import sparse_parts, storage_key, use_count
+from memkit._torch.tensors import is_zero_tensor, sparse_parts, storage_key, use_count
 from memkit._whereabouts import Place, Whereabouts, running_node
 
 _aten = torch.ops.aten
@@ -193,7 +194,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 if part is not tensor:
                     self._note(part, operator)
             return None
-        return None if tensor._is_zerotensor() else self._book(storage, tensor.device, operator)
+        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator)
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         number = self._book(storage, storage.device, UNSHARD) if self._is_active() else None
@@ -223,7 +224,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._operators.append(operator)
             self._places.append(self._where.place())
             node = running_node()
-            self._nodes.append(-1 if node is None else node._sequence_nr())
+            self._nodes.append(-1 if node is None else sequence_number(node))
         self._live[device] = self._live.get(device, 0) + nbytes
         self._follow(storage, number)
         return number
@@ -293,7 +294,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         The engine adds what two nodes sent to one place, or one node along two of its edges.
         """
         node = running_node()
-        if node is None or node._sequence_nr() != self._nodes[block.number]:
+        if node is None or sequence_number(node) != self._nodes[block.number]:
             return True
         edges = [edge for edge in node.next_functions if edge[0] is not None]
         return len(set(edges)) < len(edges)

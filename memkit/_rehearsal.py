@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from memkit import _rng
-from memkit._torch import compiler
+from memkit._torch import aten, compiler
 from memkit._torch.dispatch import OpOverload, TorchDispatchMode
+from memkit._torch.modules import STATE, members_of
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import storage_key
 
@@ -53,10 +54,7 @@ _EXACT_OPERATORS = frozenset(
 )
 _CONTAINERS = (list, dict, set, collections.deque)
 # Machinery of every module; a forward does not change it.
-_MODULE_STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
-_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - _MODULE_STATE) | {
-    "forward"
-}  # one that was put in its class's place
+_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # one that was put in its class's place
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
 
 
@@ -265,7 +263,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
             return func(*args, **kwargs)
         if func.namespace in _NAMESPACES_OF_RANKS:
             raise RanksError(str(func))
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+        if func is aten.local_scalar_dense and args[0].dtype is torch.bool:
             self._rehearsal.has_branches = True
         facts = _facts(func)
         for position in facts.written:
@@ -526,8 +524,8 @@ class Attributes:
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
             place, now = self._names.get(id(owner), type(owner).__name__), vars(owner)
-            before = {**attributes, **attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
-            after = {**now, **now.get("_buffers", {}), **now.get("_parameters", {})}
+            before = members_of(attributes)
+            after = members_of(now)
             for name, value in after.items():
                 storage = _storage_of(value) if isinstance(value, Tensor) else None
                 is_written = storage is not None and _identity(storage) in written

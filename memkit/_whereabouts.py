@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 
 from memkit._recording import Phase
-from memkit._torch.graph import current_backward, current_node, next_sequence_number, run_engine
+from memkit._torch.graph import ENGINE, current_backward, current_node, next_sequence_number, sequence_number
 
 # Code in these folders is nobody's own: a source is the innermost frame outside of them.
 _INTERNAL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
-_ENGINE = run_engine.__code__
 _NO_BACKWARD = -1
 
 
@@ -98,7 +97,7 @@ class Whereabouts:
         if self.phase != "backward":
             return Place(self.phase, module, line)
         node = running_node()
-        origin = self._origins.get(node._sequence_nr()) if node is not None else None
+        origin = self._origins.get(sequence_number(node)) if node is not None else None
         if origin is not None:
             if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint runs its module again
                 module = origin[0]
@@ -147,7 +146,7 @@ class Whereabouts:
     def _line(self) -> tuple[Line | None, bool]:
         """Innermost line of the user's own code, and whether autograd's engine lies between it and the operator."""
         by_engine = False
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public form
         while frame is not None:
             code = frame.f_code
             is_internal = self._is_internal.get(code.co_filename)
@@ -155,6 +154,6 @@ class Whereabouts:
                 is_internal = self._is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
             if not is_internal:
                 return Line(code, frame.f_lineno), by_engine
-            by_engine = by_engine or code is _ENGINE
+            by_engine = by_engine or code is ENGINE
             frame = frame.f_back
         return None, True  # a thread of the engine: it has no Python frames of its own

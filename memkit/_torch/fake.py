@@ -1,5 +1,7 @@
 """Tensors without data, and what refuses to compute on them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +26,10 @@ def device_context() -> Any:
     return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 
 
+PARSE_TO = "_parse_to"
+
 __all__ = [
+    "PARSE_TO",
     "BypassDispatchCache",
     "DataDependentOutputException",
     "DispatchCacheKey",
@@ -36,6 +41,31 @@ __all__ = [
     "UnsupportedOperatorException",
     "default_device",
     "device_context",
+    "device_patch",
     "fake_mode_owner",
     "to_owner",
 ]
+
+
+def device_patch(name_device: Callable[[torch.device], torch.device]) -> tuple[Any, str, Any]:
+    """Return a patch (owner, name, replacement) by which tensors without data keep ``name_device(device)``.
+
+    Where that is the device itself, torch completes it as ever, with the index of a device that is there.
+    """
+    normalize = getattr(FakeTensor, "_normalize_fake_device", None)  # since 2.12
+    if normalize is not None:
+
+        @functools.wraps(normalize)
+        def normalized(device: torch.device) -> torch.device:
+            named = name_device(device)
+            return named if named is not device else normalize(device)
+
+        return FakeTensor, "_normalize_fake_device", staticmethod(normalized)
+
+    new = FakeTensor.__new__
+
+    @functools.wraps(new)
+    def created(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return new(cls, mode, elem, name_device(torch.device(device)), *args, **kwargs)
+
+    return FakeTensor, "__new__", staticmethod(created)

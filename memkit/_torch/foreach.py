@@ -1,9 +1,22 @@
 """Operators on many tensors at once, as torch's own optimizers use them; documented, though their names are private."""
 
-import torch
+from collections.abc import Sequence
 
-clone = torch._foreach_clone
+import torch
+from torch import Tensor
+
 multiply_ = torch._foreach_mul_
 norm = torch._foreach_norm
+
+
+def clone(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Copy tensors; before 2.12 one after the other."""
+    if _clone is None:
+        return [each.clone() for each in tensors]
+    copies: Sequence[Tensor] = _clone(tensors)
+    return copies
+
+
+_clone = getattr(torch, "_foreach_clone", None)
 
 __all__ = ["clone", "multiply_", "norm"]

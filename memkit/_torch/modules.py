@@ -1,10 +1,31 @@
 """What a module is besides its public parts, and bases of torch's layers that have no public name."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
-__all__ = ["BatchNorm", "Dropout", "buffers_of", "is_compiled", "is_compiled_wrapper", "loads_as_torch_does"]
+__all__ = [
+    "APPLY",
+    "BUFFERS",
+    "CHILDREN",
+    "COMPILED",
+    "HOOKS",
+    "LOAD",
+    "PARAMETERS",
+    "STATE",
+    "BatchNorm",
+    "Dropout",
+    "apply_to",
+    "buffers_of",
+    "is_compiled",
+    "is_compiled_wrapper",
+    "loads_as_torch_does",
+    "members_of",
+    "parameters_of",
+]
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
@@ -19,10 +40,52 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Say whether a module is what `torch.compile(module)` returned, whose class is slow to import."""
-    return "_orig_mod" in module._modules
+    return COMPILED in module._modules
+
+
+COMPILED = "_orig_mod"
+"""Name under which what `torch.compile(module)` returned has the module."""
 
 
 def loads_as_torch_does(module: nn.Module) -> bool:
     """Say whether a module loads a state as torch's own do: without a method or hooks of its own."""
     is_own = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
     return is_own and not module._load_state_dict_pre_hooks
+
+
+APPLY = "_apply"
+"""Name of the method of a module by which it moves."""
+
+LOAD = "_load_from_state_dict"
+"""Name of the method of a module by which it takes its own part of a state."""
+
+
+def apply_to(module: nn.Module, fn: Any, *, recurse: bool = True) -> None:
+    """Do to a module's parameters and buffers what `to` does."""
+    module._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters, those that are None too."""
+    return module._parameters
+
+
+STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
+"""Names of a module's attributes that a forward may change."""
+
+
+def members_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object's attributes; of a module with its buffers and parameters beside."""
+    return {**attributes, **attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
+
+
+BUFFERS, PARAMETERS, CHILDREN = "_buffers", "_parameters", "_modules"
+"""Names of the attributes in which a module has its own buffers and parameters, and the modules under it."""
+
+HOOKS = {
+    "_forward_hooks": "register_forward_hook",
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+"""In which attribute of a module the hooks are, by the method that registers them."""

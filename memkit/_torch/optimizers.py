@@ -3,11 +3,28 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach  # decides whether several tensors are stepped at once
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["call_first", "foreach", "has_step_hooks", "init_group_of", "mark_stepped", "own_step"]
+MUON: tuple[type[Optimizer], ...] = tuple(filter(None, [getattr(torch.optim, "Muon", None)]))
+"""Since 2.9."""
+
+__all__ = [
+    "MUON",
+    "call_first",
+    "foreach",
+    "has_step_hooks",
+    "init_group_of",
+    "lists_of_devices",
+    "lists_of_types",
+    "makes_state",
+    "mark_stepped",
+    "own_step",
+    "states_of_scaler",
+]
 
 
 def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
@@ -35,3 +52,24 @@ def mark_stepped(optimizer: Optimizer) -> None:
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Return ``step(optimizer, closure)`` beneath torch's call of the hooks."""
     return type(optimizer).step.__wrapped__  # type: ignore[attr-defined, no-any-return]  # torch puts its own around it
+
+
+def makes_state(optimizer: Optimizer | type[Optimizer]) -> bool:
+    """Say whether an optimizer can make its state before it steps."""
+    return hasattr(optimizer, "_init_group")
+
+
+def states_of_scaler(scaler: object) -> dict[int, dict[str, Any]]:
+    """Return what a gradient scaler has noted of each optimizer, by its identity; there is no public way back."""
+    states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
+    return states
+
+
+def lists_of_devices() -> list[str]:
+    """Name the functions that list the devices on which several tensors are stepped at once, or by one kernel."""
+    return ["_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"]
+
+
+def lists_of_types() -> list[list[Any]]:
+    """Return the lists of classes of tensors that are stepped at once."""
+    return [foreach._foreach_supported_types, optimizer_module._foreach_supported_types]

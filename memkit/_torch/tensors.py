@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from memkit._torch.versions import require
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place, as autograd itself counts; not for inference tensors."""
@@ -49,3 +51,46 @@ def accumulate_hooks(tensor: torch.Tensor) -> Any:
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return what a view is a view of; None for what is no view."""
     return tensor._base
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is one of autograd's zeros, which take no memory."""
+    return tensor._is_zerotensor()
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a view."""
+    return tensor._is_view()
+
+
+MAKE_SUBCLASS = "_make_subclass"
+"""Name of the static method of a tensor that makes parameters and other subclasses."""
+
+
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return the dtype that autograd keeps a tensor's gradient in; None where it takes any."""
+    return tensor.grad_dtype if _HAS_GRADIENT_DTYPE else tensor.dtype
+
+
+def set_gradient_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Choose the dtype that autograd keeps a tensor's gradient in.
+
+    Raises:
+        TorchVersionError: It is not the tensor's own, and torch is older than 2.10.
+    """
+    if _HAS_GRADIENT_DTYPE:
+        tensor.grad_dtype = dtype
+    elif dtype is not None and dtype != tensor.dtype:
+        require_gradient_dtypes("a gradient in another dtype than its parameter's")
+
+
+def require_gradient_dtypes(feature: str) -> None:
+    """Refuse a feature that keeps gradients in another dtype than their parameters'.
+
+    Raises:
+        TorchVersionError: torch is older than 2.10.
+    """
+    require(_HAS_GRADIENT_DTYPE or None, name="Tensor.grad_dtype", since="2.10", feature=feature)
+
+
+_HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since 2.10

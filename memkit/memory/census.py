@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit._torch.modules import BUFFERS
 from memkit._torch.pytree import keystr, tree_leaves_with_path
 from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
 from memkit.memory.holders import References, attributes, is_a
@@ -71,7 +72,7 @@ def take_census(device: torch.device, num_largest: int) -> Census:
     }
     walk = GraphWalk(device=device)
     walk.add(node for node in map(graph_of, tensors) if node is not None)
-    buffers = [attributes(layer).get("_buffers") for layer in layers]  # missing where the error came while one was made
+    buffers = [attributes(layer).get(BUFFERS) for layer in layers]  # missing where the error came while one was made
     categories = {
         **dict.fromkeys(walk.storages, "saved for backward"),
         **_label("optimizer", (value for value, _, _ in states)),

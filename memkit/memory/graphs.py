@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from memkit._torch.dispatch import TensorBase, without_torch_function
-from memkit._torch.graph import sequence_number
+from memkit._torch.graph import RAW_SAVED, sequence_number
 from memkit._torch.tensors import sparse_parts, storage_key
 
 # Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
@@ -104,7 +104,7 @@ class GraphWalk:
         """Tensors that a node keeps as they are stored: unpacking would run hooks, copy or compute again."""
         kind = type(node)
         if kind not in self._fields:
-            self._fields[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+            self._fields[kind] = [name for name in dir(kind) if name.startswith(RAW_SAVED)]
         packed: list[object] = list(getattr(node, "__dict__", {}).values())  # of a custom function's context
         for name in self._fields[kind]:
             try:

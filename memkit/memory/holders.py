@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memkit._torch.modules import CHILDREN
 from memkit.memory.sources import Place
 
 _WIDEST, _DEEPEST = 48, 14  # bounds of a search: objects in a level, levels
@@ -124,7 +125,7 @@ class References:
         self._layers = {
             id(child): (layer, key)
             for layer in layers
-            for key, child in (attributes(layer).get("_modules") or {}).items()
+            for key, child in (attributes(layer).get(CHILDREN) or {}).items()
         }
 
     def _read_locals(self, frame: FrameType) -> None:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from memkit._torch.graph import next_sequence_number
+from memkit._torch.modules import HOOKS
 from memkit._units import KIB, format_bytes
 from memkit.memory.graphs import grad_of, spanning
 from memkit.memory.holders import Holder, References, attributes
 from memkit.memory.sources import Growth, find_call, find_growth
-from memkit.memory.suspects import CONTAINERS, HOOKS, Kind, Suspect, growing_containers, growing_graph, hook_dicts
+from memkit.memory.suspects import CONTAINERS, Kind, Suspect, growing_containers, growing_graph, hook_dicts
 
 _PATIENCE = 2  # intervals in a row in which a holder must grow
 _PATIENCE_IF_EMPTIED = 30  # the same for what its source empties now and then

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from memkit._torch.modules import HOOKS
 from memkit.memory.graphs import GraphWalk, graph_of, nodes_before, storages_of
 from memkit.memory.holders import References, is_a, is_object_array, namespace_of
 
@@ -19,12 +20,6 @@ Kind = Literal["tensors", "graph", "tensors and graph", "hooks"]
 Grew = Callable[[Any, list[tuple[int, int]]], bool]
 Age = Callable[[Tensor], int | None]
 CONTAINERS = (list, tuple, dict, set, deque)
-HOOKS = {
-    "_forward_hooks": "register_forward_hook",
-    "_forward_pre_hooks": "register_forward_pre_hook",
-    "_backward_hooks": "register_full_backward_hook",
-    "_backward_pre_hooks": "register_full_backward_pre_hook",
-}
 _CACHE = type(functools.lru_cache(maxsize=1)(id))
 _WIDEST, _DEEPEST = 64, 8  # bounds of the search upwards: objects in a level, levels
 _MOST_CONTENTS = 20_000  # objects looked at inside one container

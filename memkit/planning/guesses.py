@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 
+from memkit._torch.files import WRAPPERS
 from memkit._whereabouts import Whereabouts
 from memkit.planning.uses import Site, Use, operation_of, site_of
 
@@ -23,10 +24,9 @@ READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
-_WRAPPERS = ("_tensor.py", "_subclasses", "overrides.py", "_ops.py", "_compile.py", "_dynamo", "utils/_stats.py")
 # Files whose frames stand between the code that asks and the answer.
 _BETWEEN = (
-    *(str(_TORCH / name) for name in (*_WRAPPERS, "utils/_python_dispatch.py")),
+    *(str(_TORCH / name) for name in WRAPPERS),
     str(Path(__file__).parent),
     str(_MEMKIT / "_recorder.py"),
 )

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from memkit._torch.aten import ctc_loss, overloads
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
 
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
-_CTC_LOSS = _aten._ctc_loss  # noqa: SLF001 - an operator as all others
 _PAGE = 4096
 _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
@@ -24,7 +24,7 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 
 
 def _operators(*names: str) -> frozenset[Any]:
-    return frozenset(getattr(_aten, name).default for name in names)
+    return overloads(*(f"{name}.default" for name in names))
 
 
 def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
@@ -150,7 +150,7 @@ def _ctc_loss(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: 
     """What is kept for the backward is as long as the longest target, twice: with a blank before each symbol."""
     if isinstance(target_lengths, FakeTensor):
         if target_lengths.constant is None:
-            raise DynamicOutputShapeException(_CTC_LOSS.Tensor)
+            raise DynamicOutputShapeException(ctc_loss.Tensor)
         target_lengths = target_lengths.constant.tolist()
     num_steps, num_rows = log_probs.shape[:2]
     return log_probs.new_empty(num_rows), log_probs.new_empty(num_rows, num_steps, 2 * max(target_lengths) + 1)
@@ -158,7 +158,7 @@ def _ctc_loss(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: 
 
 INSTEAD: Kernels = {
     **dict.fromkeys(_operators("_grouped_mm"), _grouped_product),
-    **dict.fromkeys((_CTC_LOSS.default, _CTC_LOSS.Tensor), _ctc_loss),
+    **dict.fromkeys((ctc_loss.default, ctc_loss.Tensor), _ctc_loss),
 }
 """For operators whose shape function refuses what the kernel takes: what makes the result from the arguments."""
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from memkit._errors import StateError
 from memkit._torch.fake import FakeTensor
+from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS
 from memkit.planning.fakes import DryMode
 from memkit.planning.guesses import GuessedFloat, GuessedInt
 
@@ -188,11 +189,11 @@ class _Surroundings:
         yield type(value), ""
         names = vars(value)
         self._save(value, dict(names), "names")
-        for name in ("_buffers", "_parameters"):
+        for name in (BUFFERS, PARAMETERS):
             if names.get(name):
                 self._save(names[name], dict(names[name]), "items")
         own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE and not _is_atom(child)}
-        yield from ((child, f".{name}") for name, child in (own | names.get("_modules", {})).items())
+        yield from ((child, f".{name}") for name, child in (own | names.get(CHILDREN, {})).items())
 
     def _named(self, owner: Any, names: Mapping[str, Any], kind: Kind) -> Iterator[tuple[Any, str]]:
         self._save(owner, dict(names), kind)

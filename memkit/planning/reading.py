@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memkit._torch import aten
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
 from memkit.planning.guesses import Guesses, plain_number
@@ -31,10 +32,10 @@ _SUMMED = {_aten.sum.default, _aten.count_nonzero.default}
 _OR = {_aten.logical_or.default, _aten.bitwise_or.Tensor, _aten.maximum.default}
 _AND = {_aten.logical_and.default, _aten.bitwise_and.Tensor, _aten.minimum.default, _aten.mul.Tensor}
 _KEPT = {
-    _aten._is_any_true.default, _aten._is_all_true.default,  # noqa: SLF001 - what anomaly detection asks
+    aten.is_any_true, aten.is_all_true,  # what anomaly detection asks
     _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims,
     _aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, _aten.mean.default,
-    _aten._to_copy.default, _aten.clone.default, _aten.detach.default, _aten.alias.default,  # noqa: SLF001 - its name
+    aten.to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default,
     _aten.view.default, _aten.expand.default, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.unsqueeze.default, _aten.select.int, _aten.slice.Tensor, _aten.t.default, _aten.transpose.int,
 }  # fmt: skip

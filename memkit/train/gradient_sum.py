@@ -17,7 +17,7 @@ from memkit._errors import StateError
 from memkit._protocols import GradScaler
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
-from memkit._torch.tensors import accumulate_hooks
+from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes
 from memkit.train.checks import (
     check_choice,
     check_norm,
@@ -43,7 +43,6 @@ from memkit.train.gradients import (
     list_parameters,
     multiply_gradients,
     narrow_gradients,
-    run_backward,
     set_gradient,
     step_optimizers,
     widen_gradients,
@@ -104,6 +103,8 @@ class GradientSum:
         check_choice("gradients_of", gradients_of, ("optimizer", "all"))
         check_choice("accumulate_dtype", sum_dtype, (None, torch.float32))
         check_norm(max_grad_norm)
+        if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
+            require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which takes it")
         if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
             refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
@@ -238,7 +239,7 @@ class GradientSum:
         self.num_steps = state["num_steps"]
         self._has_gradients = state["gradients"] is not None
         for parameter, gradient in zip(self._parameters, state["gradients"] or (), strict=self._has_gradients):
-            dtype = None if self._sum_dtype else parameter.grad_dtype  # None keeps the state's
+            dtype = None if self._sum_dtype else gradient_dtype(parameter)  # None keeps the state's
             moved = None if gradient is None else gradient.to(parameter.device, dtype, copy=True)
             set_gradient(parameter, moved)
 
@@ -264,7 +265,8 @@ class GradientSum:
             add_gradients(self._parameters, gradients)
         else:
             self.is_torn = True
-            run_backward(scaled, root, self._parameters if self._only_own else (), retain_graph=retain_graph)
+            inputs = self._parameters if self._only_own else None
+            torch.autograd.backward(scaled, root, retain_graph=retain_graph, inputs=inputs)
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
 
     def _open(self) -> None:

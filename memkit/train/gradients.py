@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.overrides import has_torch_function
 
 from memkit._protocols import GradScaler
 from memkit._torch import foreach
-from memkit._torch.graph import run_engine
-from memkit._torch.tensors import accumulate_hooks
+from memkit._torch.optimizers import states_of_scaler
+from memkit._torch.tensors import accumulate_hooks, gradient_dtype
+from memkit._torch.tensors import set_gradient_dtype as set_dtype_of_gradient
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -27,24 +27,6 @@ def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     listed = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     unique = set(map(id, listed))
     return listed if len(unique) == len(listed) else list({id(parameter): parameter for parameter in listed}.values())
-
-
-def run_backward(loss: torch.Tensor, root: torch.Tensor, inputs: Sequence[torch.Tensor], *, retain_graph: bool) -> None:
-    """Do what `torch.autograd.backward` does, without its own Python, which costs 20 microseconds.
-
-    Args:
-        loss: Where the backward starts.
-        root: The gradient there.
-        inputs: Leaves that get a gradient; none means all.
-        retain_graph: Whether the graph stays.
-    """
-    if has_torch_function((loss, *inputs)):  # tensor subclasses, function modes
-        torch.autograd.backward(loss, root, retain_graph=retain_graph, inputs=inputs or None)
-    else:
-        create_graph = False
-        run_engine(
-            (loss,), (root,), retain_graph, create_graph, tuple(inputs), allow_unreachable=True, accumulate_grad=True
-        )
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -60,7 +42,7 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.
         elif gradient.is_sparse:
             parameter.grad = gradient.detach().clone()
         else:
-            parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype).copy_(gradient)
+            parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter)).copy_(gradient)
 
 
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -106,7 +88,7 @@ def forget_unscaling(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> Non
 
 
 def _set_stages(scaler: GradScaler, optimizers: Sequence[Optimizer], before: OptState, after: OptState) -> None:
-    states = getattr(scaler, "_per_optimizer_states", {})  # torch has no public way back after an interrupted step
+    states = states_of_scaler(scaler)
     for optimizer in optimizers:
         if id(optimizer) in states and states[id(optimizer)]["stage"] is before:
             states[id(optimizer)]["stage"] = after
@@ -155,7 +137,7 @@ def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> No
     """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
     gradient = None if parameter.grad is None else parameter.grad.to(dtype)  # first: it may run out of memory
     parameter.grad = None
-    parameter.grad_dtype = dtype
+    set_dtype_of_gradient(parameter, dtype)
     parameter.grad = gradient
 
 
@@ -163,7 +145,7 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
     """Give a parameter a gradient, also one in a wider dtype, as it is in the middle of a group."""
     parameter.grad = None
     if gradient is not None:
-        parameter.grad_dtype = gradient.dtype
+        set_dtype_of_gradient(parameter, gradient.dtype)
         parameter.grad = gradient
 
 
@@ -181,12 +163,12 @@ def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | Non
     """
     for parameter in parameters if dtype is not None else ():
         is_half = parameter.dtype in {torch.bfloat16, torch.float16}
-        if is_half and parameter.grad_dtype != dtype and (missing or parameter.grad is not None):
+        if is_half and gradient_dtype(parameter) != dtype and (missing or parameter.grad is not None):
             set_gradient_dtype(parameter, dtype)
 
 
 def narrow_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
     """Undo `widen_gradients`: gradients have their parameters' dtype again."""
     for parameter in parameters if dtype is not None else ():
-        if parameter.grad_dtype != parameter.dtype:
+        if gradient_dtype(parameter) != parameter.dtype:
             set_gradient_dtype(parameter, parameter.dtype)

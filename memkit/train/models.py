@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memkit._errors import MemkitWarning
-from memkit._torch.modules import is_compiled_wrapper
+from memkit._torch.modules import COMPILED, is_compiled_wrapper
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -20,7 +20,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         elif is_compiled_wrapper(model):
-            model = model.get_submodule("_orig_mod")
+            model = model.get_submodule(COMPILED)
         else:
             return model
 

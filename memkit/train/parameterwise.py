@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputTypeError
 from memkit._recovery.attempt import insist
-from memkit._torch.optimizers import init_group_of, own_step
+from memkit._torch.optimizers import MUON, init_group_of, makes_state, own_step
+from memkit._torch.tensors import gradient_dtype
 from memkit.train.gradients import as_list
 
 Group = dict[str, Any]
@@ -28,7 +29,7 @@ ELEMENTWISE = (
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
 # Each parameter is stepped by itself.
-PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, optim.Muon, optim.SparseAdam)
+PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, *MUON, optim.SparseAdam)
 # What a subclass may replace without touching the step: how it is built, shown, saved, and how gradients are zeroed.
 _HARMLESS = frozenset(
     (
@@ -119,10 +120,10 @@ def _leaves_step_alone(kind: type[Optimizer], base: type[Optimizer]) -> bool:
     return inspect.unwrap(kind.step) is inspect.unwrap(base.step)  # torch puts its own around it, in the class
 
 
-def known_names(*, makes_state: bool = False) -> str:
-    """The classes that are known, for a message; with ``makes_state`` those that make their state before they step."""
+def known_names(*, with_state: bool = False) -> str:
+    """The classes that are known, for a message; with ``with_state`` those that make their state before they step."""
     kinds = [*PARAMETERWISE, *sorted(_REGISTERED, key=lambda each: each.__name__)]
-    return ", ".join(kind.__name__ for kind in kinds if not makes_state or hasattr(kind, "_init_group"))
+    return ", ".join(kind.__name__ for kind in kinds if not with_state or makes_state(kind))
 
 
 def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
@@ -150,11 +151,11 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
         40
     """
     for each in as_list(optimizer):
-        if not steps_parameterwise(each) or not hasattr(each, "_init_group"):
+        if not steps_parameterwise(each) or not makes_state(each):
             raise ConfigError(
                 f"materialize_state({type(each).__name__})",
                 got=f"a {type(each).__name__}",
-                expected=f"one of {known_names(makes_state=True)}",
+                expected=f"one of {known_names(with_state=True)}",
                 fix="let its first step make the state.",
             )
         for group in each.param_groups:
@@ -207,7 +208,7 @@ def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.
     lacking = [parameter for parameter in parameters if parameter.grad is None]  # which it would skip
     try:
         for parameter in lacking:
-            dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+            dtype = gradient_dtype(parameter) or parameter.dtype
             parameter.grad = parameter.detach().new_zeros((), dtype=dtype).expand(parameter.shape)
         own_init({**group, "params": list(parameters)}, *lists)
         if known_kind(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:

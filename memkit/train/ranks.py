@@ -22,6 +22,7 @@ from torch import nn
 from memkit._errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
+from memkit._torch.tensors import gradient_dtype
 from memkit._units import MIB
 from memkit.train.gradients import widen_gradients
 
@@ -140,7 +141,7 @@ class Replicas(Ranks):
         gradients = []
         for parameter, has_gradient in zip(parameters, present, strict=True):
             if has_gradient and parameter.grad is None:
-                make_zeros = functools.partial(torch.zeros_like, parameter, dtype=parameter.grad_dtype)
+                make_zeros = functools.partial(torch.zeros_like, parameter, dtype=gradient_dtype(parameter))
                 parameter.grad = insist(make_zeros, _SUM)
             if parameter.grad is not None:
                 gradients.append(parameter.grad)

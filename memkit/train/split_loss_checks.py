@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
-from memkit._torch.modules import is_compiled_wrapper
+from memkit._torch.graph import inputs_of
+from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint
 
 CALL = "SplitLoss"
@@ -47,7 +48,7 @@ def list_trained(model: nn.Module) -> list[nn.Parameter]:
 def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
     """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
     is_compiled = is_compiled_wrapper(model)
-    replica = model.get_submodule("_orig_mod") if is_compiled else model
+    replica = model.get_submodule(COMPILED) if is_compiled else model
     if not isinstance(replica, nn.parallel.DistributedDataParallel):
         return model, None
     if is_compiled:
@@ -82,7 +83,7 @@ def warn_of_float16(loss: torch.Tensor) -> None:
     The scaler comes too late: it multiplies the loss that is returned, whose gradient is computed by then.
     """
     # Layers in float16, as autocast runs them; a cast that somebody wrote meets no scaler in the plain loop either.
-    given = ((node.name().startswith(_LAYERS), getattr(node, "_input_metadata", ())) for node in graph_nodes(loss))
+    given = ((node.name().startswith(_LAYERS), inputs_of(node)) for node in graph_nodes(loss))
     if any(
         each.dtype == torch.float16 and (is_layer or math.prod(each.shape) == 1)
         for is_layer, metadata in given

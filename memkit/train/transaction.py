@@ -24,6 +24,7 @@ from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
+from memkit._torch.tensors import set_gradient_dtype
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -382,7 +383,7 @@ class _Slice:
         gradient = parameter.grad
         assert gradient is not None  # noqa: S101 - only parameters with a gradient are stepped
         if gradient.dtype != parameter.dtype:
-            self._stand_in.grad_dtype = gradient.dtype
+            set_gradient_dtype(self._stand_in, gradient.dtype)
         self._stand_in.grad = gradient.narrow(dim, start, length)
 
     def step(self, group: Group) -> None:

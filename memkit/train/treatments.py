@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memkit._errors import StateError
 from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
+from memkit._torch.aten import FUSED_ATTENTION
 from memkit._torch.dispatch import TorchDispatchMode, counting_in_views
 from memkit._torch.graph import keeps_graph
 from memkit._torch.operators import schema_of
@@ -34,11 +35,7 @@ KEPT_OPERATORS = frozenset(
         _aten.mm.default,
         _aten.addmm.default,
         _aten.convolution.default,
-        _aten._scaled_dot_product_flash_attention.default,  # noqa: SLF001 - the operators of F.scaled_dot_product_attention
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,  # noqa: SLF001
-        _aten._scaled_dot_product_efficient_attention.default,  # noqa: SLF001
-        _aten._scaled_dot_product_cudnn_attention.default,  # noqa: SLF001
-        _aten._scaled_dot_product_fused_attention_overrideable.default,  # noqa: SLF001
+        *FUSED_ATTENTION,
     }
 )
 

@@ -11,6 +11,7 @@ from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
 from memkit._errors import InputError, InputTypeError, StateError
+from memkit._torch.modules import apply_to
 from memkit.voxel.pairs import VolumeLoss, work_dtype
 
 
@@ -38,7 +39,7 @@ class FrozenNetworkLoss(VolumeLoss):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's signature
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch's
         if isinstance(self.network, nn.Module):
-            self.network._apply(fn, recurse)  # type: ignore[no-untyped-call] # noqa: SLF001 - as torch passes on to()
+            apply_to(self.network, fn, recurse=recurse)
         return self
 
     def _work_dtype(self, volume: Tensor) -> torch.dtype:

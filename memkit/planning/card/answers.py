@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import cuda
 
+from memkit._torch.cuda import EXCHANGE, LAZY, RECORD_HISTORY, SNAPSHOT
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.memory import CardMemory
 from memkit.planning.card.methods import card_methods
@@ -82,13 +83,11 @@ def _answers(gpu: GPU, memory: CardMemory) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": _nothing,
-        "_lazy_init": _nothing,
-        "_lazy_call": _nothing,
+        **dict.fromkeys(LAZY, _nothing),
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _nothing,
-        "_exchange_device": lambda device: 0,  # noqa: ARG005 - there is one card
-        "_maybe_exchange_device": lambda device: 0,  # noqa: ARG005
+        **dict.fromkeys(EXCHANGE, lambda device: 0),  # noqa: ARG005 - there is one card
         "synchronize": _nothing,
         "ipc_collect": _nothing,
         "get_device_name": lambda device=None: properties.name,  # noqa: ARG005
@@ -112,8 +111,8 @@ def _answers(gpu: GPU, memory: CardMemory) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "utilization": lambda device=None: 0,  # noqa: ARG005
         **_memory(gpu, memory.allocator),
-        "_record_memory_history": _nothing,
-        "_snapshot": snapshot,
+        RECORD_HISTORY: _nothing,
+        SNAPSHOT: snapshot,
     }
 
 

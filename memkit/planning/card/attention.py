@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_aten = torch.ops.aten
+from memkit._torch import aten
+
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -52,15 +53,15 @@ def attention(capability: tuple[int, int]) -> Callable[..., Any]:
         mask = _additive(attn_mask, query.dtype)
         if backend == "math":
             # The fused float path does not exist on CUDA: half precision is computed in float32 by the operator itself.
-            out: Tensor = _aten._scaled_dot_product_attention_math(
+            out: Tensor = aten.math_attention(
                 query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )[0]
             return out
         if mask is not None:
             mask = _aligned(mask.expand(*query.shape[:-1], key.shape[-2]))
-        operator = _aten._scaled_dot_product_cudnn_attention
+        operator = aten.cudnn_attention
         if backend == "efficient":
-            operator = _aten._scaled_dot_product_efficient_attention
+            operator = aten.efficient_attention
         trailing = () if backend == "efficient" else (False,)
         fused: Tensor = operator(
             query, key, value, mask, call.needs_gradient, dropout_p, is_causal, *trailing, scale=scale
@@ -162,7 +163,7 @@ def _flash(call: Attention, scale: float) -> Tensor:
     width = call.query.shape[-1]
     missing = -width % 8
     query, key, value = (pad(tensor, (0, missing)) if missing else tensor for tensor in call[:3])
-    out: Tensor = _aten._scaled_dot_product_flash_attention(
+    out: Tensor = aten.flash_attention(
         query, key, value, call.dropout, call.is_causal, return_debug_mask=False, scale=scale
     )[0]
     return out[..., :width] if missing else out

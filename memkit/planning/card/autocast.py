@@ -17,6 +17,7 @@ from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
+from memkit._torch.tensors import is_view
 
 Kernel: TypeAlias = Callable[..., Any]
 _aten = torch.ops.aten
@@ -38,7 +39,7 @@ class CastCache:
         """`at::autocast::cached_cast`: a float32 leaf that requires a gradient is cast once; others each time."""
         if not _is_eligible(value) or value.dtype is dtype:
             return value
-        is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not is_view(value)
         # Without gradients nothing is kept: so do the recorded allocations of inference under autocast.
         if not (is_weight and dtype in _LOW and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
             return value.to(dtype)

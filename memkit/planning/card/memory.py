@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from memkit._resizing import UNSHARD
 from memkit._torch.dispatch import pop_mode, push_mode
 from memkit._torch.graph import current_backward
+from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.card.allocator_blocks import Block
 from memkit.planning.card.convolution import convolution_bound
@@ -164,19 +165,19 @@ class CardRecorder(StepRecorder):  # type: ignore[no-untyped-call]  # torch's ow
     @contextmanager
     def noting_modules(self) -> Iterator[None]:
         """Know parameters and buffers from the moment when a module has them on the card, before any step uses them."""
-        apply = nn.Module._apply
+        apply = getattr(nn.Module, APPLY)
 
         @wraps(apply)
         def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            moved: nn.Module = apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            self._label([each for each in moved._parameters.values() if each is not None], "parameter")
-            self._label([each for each in moved._buffers.values() if each is not None], "buffer")
+            moved: nn.Module = apply(module, *args, **kwargs)
+            self._label([each for each in parameters_of(moved).values() if each is not None], "parameter")
+            self._label([each for each in buffers_of(moved).values() if each is not None], "buffer")
             return moved
 
         with ExitStack() as stack:
             stack.callback(register_module_parameter_registration_hook(self._note_parameter).remove)
             stack.callback(register_module_buffer_registration_hook(self._note_buffer).remove)
-            stack.enter_context(patched(nn.Module, "_apply", applied))
+            stack.enter_context(patched(nn.Module, APPLY, applied))
             yield
 
     def _note_parameter(self, module: nn.Module, name: str, parameter: Any) -> None:  # noqa: ARG002 - torch's own form

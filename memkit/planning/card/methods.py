@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._torch.fake import FakeTensor, fake_mode_owner, to_owner
+from memkit._torch.fake import PARSE_TO, FakeTensor, fake_mode_owner, to_owner
 from memkit._torch.tensors import storage_key
 from memkit.planning.card.tensors import patched, without_data
 from memkit.planning.guesses import GuessedFloat, GuessedInt
@@ -45,7 +45,7 @@ def card_methods(cuda: Any) -> Iterator[None]:
             *((cuda, name, kind) for name, kind in old_types.items()),
             *((cuda.nvtx, name, _nothing) for name in _NVTX),
             (nn.parallel.comm, "scatter", lambda tensor, *_, **__: (tensor.to("cuda"),)),
-            (to_owner, "_parse_to", _parsing(to_owner._parse_to)),
+            (to_owner, PARSE_TO, _parsing(getattr(to_owner, PARSE_TO))),
         ):
             stack.enter_context(patched(owner, name, replacement))
         stack.enter_context(torch.serialization.safe_globals([rebuilt]))

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memkit._torch import aten
 from memkit._torch.dispatch import DispatchKey
+from memkit._torch.operators import remove_kernels, run_kernel_of
 from memkit.planning.card.attention import attention
 from memkit.planning.card.autocast import CastCache, Kernel, autocast_kernels
 
 _aten = torch.ops.aten
 # Operators that CUDA has a kernel for, and other devices make of others.
-_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, _aten._fused_rms_norm.default)
+_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, *aten.FUSED_RMS_NORM)
 
 
 @contextmanager
@@ -37,8 +39,8 @@ def cuda_operators(casts: CastCache, capability: tuple[int, int]) -> Iterator[No
             library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         for name, kernel in (
             ("scaled_dot_product_attention", attention(capability)),
-            ("softmax.int", _softmax(_aten._softmax.default)),
-            ("log_softmax.int", _softmax(_aten._log_softmax.default)),
+            ("softmax.int", _softmax(aten.softmax)),
+            ("log_softmax.int", _softmax(aten.log_softmax)),
         ):
             library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
             # Without autograd, as under inference_mode:
@@ -48,8 +50,8 @@ def cuda_operators(casts: CastCache, capability: tuple[int, int]) -> Iterator[No
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_layers)
-        library._destroy()  # type: ignore[no-untyped-call]  # torch's own
-        fallthrough._destroy()  # type: ignore[no-untyped-call]  # torch's own
+        remove_kernels(library)
+        remove_kernels(fallthrough)
 
 
 def is_undivided(func: Any) -> bool:
@@ -60,7 +62,8 @@ def is_undivided(func: Any) -> bool:
 def run_divided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the operators that it is made of on the card."""
     is_own = func.has_kernel_for_dispatch_key(DispatchKey.PrivateUse1)
-    return func._op_dk(DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    key = DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd
+    return run_kernel_of(func, key, args, kwargs)
 
 
 @cache

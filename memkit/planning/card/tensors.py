@@ -18,17 +18,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as optim
 
 from memkit._errors import StateError
+from memkit._torch import aten
 from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
-from memkit._torch.fake import FakeTensor, device_context
-from memkit._torch.modules import buffers_of
+from memkit._torch.fake import FakeTensor, device_context, device_patch
+from memkit._torch.modules import APPLY, LOAD, buffers_of
 from memkit._torch.operators import schema_of
-from memkit._torch.optimizers import foreach
+from memkit._torch.optimizers import foreach, lists_of_devices, lists_of_types
 from memkit._torch.pytree import tree_map
 from memkit._torch.storage import swap_tensors
+from memkit._torch.tensors import MAKE_SUBCLASS
 from memkit.planning.card.autocast import CastCache
 from memkit.planning.card.operators import cuda_operators
 from memkit.planning.card.workspace import RESULTS
@@ -37,15 +38,15 @@ from memkit.planning.kernels import Kernels
 from memkit.planning.reading import note_known, reading
 
 _aten = torch.ops.aten
-_COPIED = _aten._to_copy.default
+_COPIED = aten.to_copy
 CARD = torch.device("cuda", 0)
 _one_at_a_time = threading.Lock()  # it changes what "cuda" means for all threads
 # Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
 _MOST_HOST_BYTES = 2**20
 # GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
-_SCALING = {_aten._amp_foreach_non_finite_check_and_unscale_.default}
-_UPDATING = {_aten._fused_sgd_.default, _aten._fused_adagrad_.default}  # in place, and without a shape function
-_RESCALING = {_aten._amp_update_scale_.default}
+_SCALING = {aten.amp_foreach_non_finite_check_and_unscale_}
+_UPDATING = {aten.fused_sgd_, aten.fused_adagrad_}  # in place, and without a shape function
+_RESCALING = {aten.amp_update_scale_}
 
 
 class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class hook
@@ -231,10 +232,10 @@ def on_stage(mode: CardMode, capability: tuple[int, int]) -> Iterator[None]:
         stack.enter_context(cuda_operators(casts, capability))
         for owner, name, replacement in (*_tensor_patches(), *_autocast_patches(casts)):
             stack.enter_context(patched(owner, name, replacement))
-        for name in ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"):
+        for name in lists_of_devices():
             devices = [*getattr(foreach, name)(), "lazy"]
             stack.enter_context(patched(foreach, name, lambda devices=devices: devices))
-        for types in (foreach._foreach_supported_types, optim._foreach_supported_types):
+        for types in lists_of_types():
             if FakeTensor not in types:
                 types.append(FakeTensor)
                 stack.callback(types.remove, FakeTensor)
@@ -256,7 +257,7 @@ def _keeping_defaults() -> Iterator[None]:
 @contextmanager
 def _moving_modules() -> Iterator[None]:
     """Let parameters stay the same objects when their module moves to the card, and give them their data back."""
-    swap, apply, load = torch.utils.swap_tensors, nn.Module._apply, nn.Module._load_from_state_dict
+    swap, apply, load = torch.utils.swap_tensors, getattr(nn.Module, APPLY), getattr(nn.Module, LOAD)
     swapped: list[tuple[Tensor, Tensor]] = []
     buffers: dict[nn.Module, dict[str, Tensor | None]] = {}
 
@@ -269,7 +270,7 @@ def _moving_modules() -> Iterator[None]:
     def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         if not any(isinstance(buffer, FakeTensor) for buffer in buffers_of(module).values()):
             buffers.setdefault(module, buffers_of(module).copy())
-        return apply(module, *args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]  # torch leaves it untyped
+        return apply(module, *args, **kwargs)  # type: ignore[no-any-return]  # torch leaves it untyped
 
     @wraps(load)
     def loaded(*args: Any, **kwargs: Any) -> None:
@@ -284,8 +285,8 @@ def _moving_modules() -> Iterator[None]:
     try:
         with (
             patched(torch.utils, "swap_tensors", noted),
-            patched(nn.Module, "_apply", applied),
-            patched(nn.Module, "_load_from_state_dict", loaded),
+            patched(nn.Module, APPLY, applied),
+            patched(nn.Module, LOAD, loaded),
         ):
             yield
     finally:
@@ -319,12 +320,7 @@ def patched(owner: Any, name: str, replacement: Any) -> Iterator[None]:
 
 
 def _tensor_patches() -> list[tuple[Any, str, Any]]:
-    make_subclass, to = Tensor._make_subclass, Tensor.to
-    normalize, device_of = FakeTensor._normalize_fake_device, FakeTensor.device
-
-    @wraps(normalize)
-    def normalized(device: torch.device) -> torch.device:
-        return _for_autograd(device) if device.type in ("cuda", "lazy") else normalize(device)
+    make_subclass, to, device_of = getattr(Tensor, MAKE_SUBCLASS), Tensor.to, FakeTensor.device
 
     def named(self: FakeTensor) -> torch.device:
         device: torch.device = _as_cuda(device_of.__get__(self))
@@ -348,8 +344,8 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
         return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
 
     return [
-        (Tensor, "_make_subclass", staticmethod(private)),
-        (FakeTensor, "_normalize_fake_device", staticmethod(normalized)),
+        (Tensor, MAKE_SUBCLASS, staticmethod(private)),
+        device_patch(_for_autograd),
         (FakeTensor, "device", property(named)),
         (FakeTensor, "__deepcopy__", _copied),
         (Tensor, "to", moved),

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from memkit._torch import aten
+from memkit._torch.aten import overloads
 from memkit.planning.card.reductions import Processors, reduction
 from memkit.planning.kernels import RESULTS as CPU_RESULTS
 from memkit.planning.kernels import is_matrix
@@ -20,20 +22,14 @@ _FLOAT, _INDEX = 4, 8  # bytes
 Phases: TypeAlias = tuple[tuple[int, ...], ...]
 
 
-def _overloads(*names: str) -> frozenset[Any]:
-    return frozenset(
-        getattr(getattr(_aten, name), overload) for name in names for overload in getattr(_aten, name).overloads()
-    )
-
-
-_LOSSES = _overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
-MULTIPLYING = _overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
+_LOSSES = overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
+MULTIPLYING = overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
 """Operators that take a handle of cuBLAS."""
 
 RESULTS = {
     operator: result
     for operator, result in CPU_RESULTS.items()
-    if operator in _LOSSES | _overloads("native_layer_norm_backward")
+    if operator in _LOSSES | overloads("native_layer_norm_backward")
 }
 """Results that are as on a CPU, since their code is the same: see `memkit.planning.kernels.RESULTS`."""
 
@@ -146,14 +142,14 @@ def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
 
 
 _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    aten.flash_attention_backward: _flash_backward,
+    aten.efficient_attention_backward: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,
-    _aten._fused_rms_norm_backward.default: _layer_norm_backward,
+    **dict.fromkeys(aten.FUSED_RMS_NORM_BACKWARD, _layer_norm_backward),
     _aten.native_group_norm.default: _group_norm,
     _aten.native_group_norm_backward.default: _group_norm_backward,
     _aten.embedding_dense_backward.default: _embedding_backward,
     **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
     **dict.fromkeys(_LOSSES, _loss),
-    **dict.fromkeys(_overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+    **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }

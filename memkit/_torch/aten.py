@@ -1,0 +1,52 @@
+"""Operators of torch.ops.aten by name, and those whose names are private; what this torch lacks is left out."""
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def overloads(*names: str) -> frozenset[Any]:
+    """Return operators by name: ``"mm"`` for all its overloads, ``"mm.out"`` for one."""
+    found: set[Any] = set()
+    for name in names:
+        packet_name, _, wanted = name.partition(".")
+        packet = getattr(_aten, packet_name, None)
+        there = packet.overloads() if packet is not None else []
+        found.update(getattr(packet, each) for each in there if wanted in ("", each))
+    return frozenset(found)
+
+
+amp_foreach_non_finite_check_and_unscale_ = _aten._amp_foreach_non_finite_check_and_unscale_.default
+amp_update_scale_ = _aten._amp_update_scale_.default
+ctc_loss = _aten._ctc_loss
+cudnn_attention = _aten._scaled_dot_product_cudnn_attention
+efficient_attention = _aten._scaled_dot_product_efficient_attention
+efficient_attention_backward = _aten._scaled_dot_product_efficient_attention_backward.default
+flash_attention = _aten._scaled_dot_product_flash_attention
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward.default
+fused_adagrad_ = _aten._fused_adagrad_.default
+fused_sgd_ = _aten._fused_sgd_.default
+is_all_true = _aten._is_all_true.default
+is_any_true = _aten._is_any_true.default
+local_scalar_dense = _aten._local_scalar_dense.default  # a tensor's value, for Python
+log_softmax = _aten._log_softmax.default
+math_attention = _aten._scaled_dot_product_attention_math
+softmax = _aten._softmax.default
+to_copy = _aten._to_copy.default
+
+FUSED_ATTENTION = overloads(
+    "_scaled_dot_product_flash_attention.default",
+    "_scaled_dot_product_flash_attention_for_cpu.default",
+    "_scaled_dot_product_efficient_attention.default",
+    "_scaled_dot_product_cudnn_attention.default",
+    "_scaled_dot_product_fused_attention_overrideable.default",
+)
+"""The operators of F.scaled_dot_product_attention."""
+
+FUSED_RMS_NORM = overloads("_fused_rms_norm.default")
+"""One operator for RMSNorm; before 2.9 it is made of others everywhere."""
+
+FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
+"""Its backward, since 2.9."""

@@ -1,0 +1,12 @@
+"""Files of torch whose frames stand between a line of code and the operator that it calls."""
+
+WRAPPERS = (
+    "_tensor.py",
+    "_subclasses",
+    "overrides.py",
+    "_ops.py",
+    "_compile.py",
+    "_dynamo",
+    "utils/_stats.py",
+    "utils/_python_dispatch.py",
+)
