@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         MemkitOutOfMemoryError,
         MemkitWarning,
         StateError,
+        TorchVersionError,
     )
     from memkit._eventlog import read_memory_events
     from memkit._loss import Loss
@@ -180,6 +181,7 @@ _HOMES = {
     "SplitLoss": "train.split_loss",
     "Stage": "train.progressive",
     "StateError": "_errors",
+    "TorchVersionError": "_errors",
     "StructurePreservingLoss": "voxel.losses",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
@@ -318,6 +320,7 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "SplitLoss",
     "Stage",
     "StateError",
+    "TorchVersionError",
     "StructurePreservingLoss",
     "Tracker",
     "TrainingConfig",

@@ -1,0 +1,99 @@
+"""Versions of torch: what is said beyond those that were tested, and what a feature says that this one cannot have."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import memkit as mk
+from memkit._torch import aten, optimizers, tensors
+from memkit._torch.versions import NEWEST, OLDEST, parse, require, warn_beyond_tested
+from tests.versions import has
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("version", "number"),
+    [
+        ("2.13.0", (2, 13)),
+        ("2.8.0+cu128", (2, 8)),
+        ("2.16.0.dev20261120+cpu", (2, 16)),
+        ("2.14.0a0+gitabc", (2, 14)),
+        ("3.0", (3, 0)),
+        ("main", (0, 0)),
+    ],
+)
+def test_a_version_is_compared_as_numbers(version, number):
+    assert parse(version) == number
+
+
+@pytest.mark.parametrize("version", ["2.7.1", "2.16.0.dev20261120+cpu", "3.0.0", "1.13.1"])
+def test_beyond_the_tested_range_there_is_a_warning_with_the_range(version):
+    with pytest.warns(mk.MemkitWarning, match=r"tested on PyTorch 2\.\d+ to 2\.\d+, and this is " + re.escape(version)):
+        warn_beyond_tested(version)
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.13.0+cpu", "2.15.1+cu130", torch.__version__])
+def test_within_it_there_is_none(version):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_beyond_tested(version)
+
+
+def test_the_warning_comes_once_in_a_process_and_where_a_component_is_first_used():
+    code = (
+        "import warnings; warnings.simplefilter('always')\n"
+        "import torch; torch.__version__ = '9.9.0'\n"
+        "import memkit\n"
+        "print('imported')\n"
+        "memkit.GradientAccumulator, memkit.VirtualGPU, memkit.Tracker\n"
+        "import memkit.train.wrapper, memkit.planning.predict\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert done.stderr.count("MemkitWarning") == 1
+    assert "9.9.0" in done.stderr
+
+
+def test_what_pyproject_asks_for_is_the_oldest_version_of_the_table_and_the_newest_is_the_last():
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    rows = json.loads((ROOT / "benchmarks/results/torch_versions.json").read_text())["figures"]
+    assert parse(oldest) == OLDEST == min(map(parse, rows))
+    assert max(map(parse, rows)) == NEWEST
+    assert [name for name, row in rows.items() if row["failed"]] == []
+
+
+def test_a_feature_that_this_torch_cannot_have_says_so():
+    with pytest.raises(mk.TorchVersionError, match=r"f\(\): got PyTorch .* which has no Tensor\.x; .*2\.99 or newer"):
+        require(None, name="Tensor.x", since="2.99", feature="f()")
+    require(1, name="Tensor.x", since="2.99", feature="f()")
+
+
+def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
+    """It works, or is refused by name; what needs no other dtype works everywhere."""
+    half = torch.nn.Linear(2, 1).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
+    if has("torch.Tensor.grad_dtype"):
+        mk.GradientAccumulator(optimizer, 2, accumulate_dtype=torch.float32).close()
+        tensors.set_gradient_dtype(half.weight, torch.float32)
+        assert tensors.gradient_dtype(half.weight) == torch.float32
+    else:
+        with pytest.raises(mk.TorchVersionError, match="accumulate_dtype=torch.float32.*Tensor.grad_dtype"):
+            mk.GradientAccumulator(optimizer, 2, accumulate_dtype=torch.float32)
+        assert tensors.gradient_dtype(half.weight) == torch.bfloat16
+    mk.GradientAccumulator(optimizer, 2).close()
+
+
+def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
+    assert aten.overloads("mm", "no_such_operator") == aten.overloads("mm")
+    assert aten.overloads("mm.out") < aten.overloads("mm")
+    assert len(aten.FUSED_ATTENTION) == 5
+    assert len(aten.FUSED_RMS_NORM) == has("torch.ops.aten._fused_rms_norm")
+    assert len(optimizers.MUON) == has("torch.optim.Muon")
