@@ -181,8 +181,8 @@ _HOMES = {
     "SplitLoss": "train.split_loss",
     "Stage": "train.progressive",
     "StateError": "_errors",
-    "TorchVersionError": "_errors",
     "StructurePreservingLoss": "voxel.losses",
+    "TorchVersionError": "_errors",
     "Tracker": "memory.track",
     "TrainingConfig": "planning.config",
     "TrainingPlan": "planning.plan.plan",
@@ -253,7 +253,8 @@ _HOMES = {
     "write_report": "assemble.report",
 }
 
-__all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
+__all__ = [
+    "GPU",
     "Accuracy",
     "Advice",
     "AdviceTable",
@@ -277,7 +278,6 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "DynamicResolutionProcessor",
     "FileFormatError",
     "Finding",
-    "GPU",
     "GradientAccumulator",
     "GridAwareSampler",
     "GridIndex",
@@ -320,8 +320,8 @@ __all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "SplitLoss",
     "Stage",
     "StateError",
-    "TorchVersionError",
     "StructurePreservingLoss",
+    "TorchVersionError",
     "Tracker",
     "TrainingConfig",
     "TrainingPlan",

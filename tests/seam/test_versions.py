@@ -85,7 +85,7 @@ def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
         tensors.set_gradient_dtype(half.weight, torch.float32)
         assert tensors.gradient_dtype(half.weight) == torch.float32
     else:
-        with pytest.raises(mk.TorchVersionError, match="accumulate_dtype=torch.float32.*Tensor.grad_dtype"):
+        with pytest.raises(mk.TorchVersionError, match=r"accumulate_dtype=torch\.float32.*Tensor\.grad_dtype"):
             mk.GradientAccumulator(optimizer, 2, accumulate_dtype=torch.float32)
         assert tensors.gradient_dtype(half.weight) == torch.bfloat16
     mk.GradientAccumulator(optimizer, 2).close()
