@@ -253,8 +253,7 @@ _HOMES = {
     "write_report": "assemble.report",
 }
 
-__all__ = [
-    "GPU",
+__all__ = [  # noqa: RUF022 - in plain order, as dir() gives it
     "Accuracy",
     "Advice",
     "AdviceTable",
@@ -278,6 +277,7 @@ __all__ = [
     "DynamicResolutionProcessor",
     "FileFormatError",
     "Finding",
+    "GPU",
     "GradientAccumulator",
     "GridAwareSampler",
     "GridIndex",
