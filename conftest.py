@@ -1,8 +1,10 @@
 """Collects the code blocks of README.md and docs/ as tests: what a reader copies must run."""
 
 import gc
+from collections.abc import Generator
 from typing import Any
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
@@ -14,6 +16,30 @@ def set_aside(_: dict[str, Any]) -> None:
     """
     gc.collect()  # what is garbage now would never be found again
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    """Skip what an older PyTorch cannot have."""
+    return (yield from skipping_what_torch_lacks())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """Likewise."""
+    return (yield from skipping_what_torch_lacks())
+
+
+def skipping_what_torch_lacks() -> Generator[None]:
+    """Skip what an older PyTorch cannot have; `python -m benchmarks.versions` lists it by version."""
+    from tests.versions import missing
+
+    try:
+        return (yield)
+    except Exception as error:
+        if reason := missing(error):
+            pytest.skip(reason)
+        raise
 
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["*.md"], setup=set_aside).pytest()

@@ -74,7 +74,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     counters = allocator_counters(device)
     if device.type in _WITHOUT_PEAK:
         return counters
-    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    free_bytes, total_bytes = machine.memory_info(device)
     return replace(counters, free_bytes=free_bytes, total_bytes=total_bytes)
 
 
@@ -116,7 +116,7 @@ def peak_bytes(device: torch.device) -> int | None:
 def reset_peak(device: torch.device) -> None:
     """Let the peak counters of a device start again from what is allocated now: for everybody in this process."""
     if device.type not in _WITHOUT_PEAK:
-        torch.accelerator.reset_peak_memory_stats(device)
+        machine.reset_peak(device)
 
 
 def device_name(device: torch.device) -> str:
@@ -171,12 +171,8 @@ def release_cached_memory() -> None:
     """Collect reference cycles, then give the accelerator allocator's unused blocks back to the driver."""
     gc.collect()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return
-    if accelerator.type == "mps":
-        torch.mps.empty_cache()
-    else:
-        torch.accelerator.empty_cache()
+    if accelerator is not None:
+        machine.empty_cache(accelerator.type)
 
 
 def process_rank() -> tuple[int, int]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from memkit._captured import CapturedTensors
 from memkit._errors import InputError, StateError
+from memkit._torch.autocast import without_gradients
 from memkit._torch.graph import keeps_graph
 from memkit._torch.tensors import hooks_of, set_hooks
 
@@ -105,7 +106,7 @@ def sum_of_chunks(
                     gradients.add(index, gradient, part if index < len(cut) else None)
             return value.detach().to(accumulator_dtype(value.dtype))
 
-        with torch.set_grad_enabled(is_grad_enabled), without_hooks(params):
+        with without_gradients(are_off=not is_grad_enabled), without_hooks(params):
             sums = (add(slice(start, start + length)) for start, length in spans(num_rows, chunk_size, head))
             total = functools.reduce(operator.add, sums)
         return total, gradients.buffers

@@ -1,11 +1,21 @@
-"""Skips on versions of PyTorch that lack what a test is about: each names what is missing, as the table wants it."""
+"""Tests on a PyTorch that lacks what a test is about: they are skipped, and the reason names what is missing."""
 
 from __future__ import annotations
 
 import functools
+import re
+import traceback
+from pathlib import Path
 
-import pytest
 import torch
+
+from memkit._errors import TorchVersionError
+
+_TESTS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs"))
+_TORCH = str(Path(torch.__file__).parent)
+_ATTRIBUTE = re.compile(r"module '(torch[\w.]*)' has no attribute '(\w+)'")
+_KERNEL = re.compile(r"Could not run 'aten::(\w+)' with arguments from the 'CPU' backend")
+_REFUSED = re.compile(r"TorchVersionError: .*which has no ([\w.]+)")
 
 
 def has(name: str) -> bool:
@@ -17,6 +27,25 @@ def has(name: str) -> bool:
     return True
 
 
-def needs(name: str, what: str = "what is tested") -> pytest.MarkDecorator:
-    """Skip a test where PyTorch lacks a name."""
-    return pytest.mark.skipif(not has(name), reason=f"PyTorch has no {name} ({what})")
+def lacks(name: str, what: str) -> str:
+    """The reason of a skip, in the form that the table of versions wants."""
+    return f"PyTorch has no {name} ({what})"
+
+
+def missing(error: BaseException) -> str | None:
+    """The reason to skip a test that ended in an error because PyTorch is older than what it is about; None for others.
+
+    Either memkit has refused it by name, or the test itself, and no line of memkit, asked torch for what is not there.
+    """
+    kind = "TorchVersionError: " if isinstance(error, TorchVersionError) else ""
+    if refused := _REFUSED.search(f"{kind}{error}".replace("\n", " ")):
+        return lacks(f"torch.{refused[1]}", "memkit refuses what needs it")
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    asking = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
+    if not asking.startswith(_TESTS):
+        return None
+    if isinstance(error, AttributeError) and (found := _ATTRIBUTE.search(str(error))):
+        return lacks(f"{found[1]}.{found[2]}", "the test is about it")
+    if isinstance(error, NotImplementedError) and (found := _KERNEL.search(str(error))):
+        return lacks(f"torch.ops.aten.{found[1]} for the CPU", "the test is about it")
+    return None

@@ -45,8 +45,8 @@ FUSED_ATTENTION = overloads(
 )
 """The operators of F.scaled_dot_product_attention."""
 
-FUSED_RMS_NORM = overloads("_fused_rms_norm.default")
-"""One operator for RMSNorm; before 2.9 it is made of others everywhere."""
-
 FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
-"""Its backward, since 2.9."""
+"""The backward of RMSNorm in one operator; before 2.9 CUDA made both directions of several."""
+
+FUSED_RMS_NORM = overloads("_fused_rms_norm.default") if FUSED_RMS_NORM_BACKWARD else frozenset()
+"""Its forward: until 2.8 for Metal alone."""

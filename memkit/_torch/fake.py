@@ -39,10 +39,12 @@ __all__ = [
     "FakeTensorMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
+    "current_default_device",
     "default_device",
     "device_context",
     "device_patch",
     "fake_mode_owner",
+    "set_default_device",
     "to_owner",
 ]
 
@@ -69,3 +71,18 @@ def device_patch(name_device: Callable[[torch.device], torch.device]) -> tuple[A
         return new(cls, mode, elem, name_device(torch.device(device)), *args, **kwargs)
 
     return FakeTensor, "__new__", staticmethod(created)
+
+
+def set_default_device(device: torch.device | None) -> None:
+    """Do what `torch.set_default_device` does; in 2.8 `torch.get_default_device` fails once None was set."""
+    torch.set_default_device(device)
+    if device is None and device_context() is None:
+        vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+
+
+def current_default_device() -> torch.device:
+    """Return the device that tensors are made on."""
+    try:
+        return torch.get_default_device()
+    except AttributeError:  # in 2.8, once it was set to None
+        return torch.device(default_device())

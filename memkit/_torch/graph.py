@@ -1,5 +1,7 @@
 """Autograd's graph while a backward runs: which node, which backward, in which order nodes were made."""
 
+import sys
+from types import FrameType
 from typing import Any
 
 from torch._C import _current_autograd_node as current_node  # that the engine runs now
@@ -13,13 +15,14 @@ ENGINE = _engine_run_backward.__code__
 
 __all__ = [
     "ENGINE",
-    "RAW_SAVED",
     "current_backward",
     "current_node",
+    "fields_of",
     "inputs_of",
     "keeps_graph",
     "next_sequence_number",
     "saved",
+    "saved_as_stored",
     "saved_or_none",
     "sequence_number",
 ]
@@ -49,5 +52,47 @@ def inputs_of(node: Any) -> Any:
     return getattr(node, "_input_metadata", ())
 
 
-RAW_SAVED = "_raw_saved_"
-"""How the names of a node's attributes begin that hold what it has saved, as it lies there."""
+def fields_of(kind: type) -> list[str]:
+    """Name what nodes of a class have saved, for `saved_as_stored`."""
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def saved_as_stored(node: Any, field: str) -> list[Any]:
+    """Return what a node has saved under a field as it is stored: the tensors, or what a hook made of them.
+
+    Nothing is unpacked: that would run hooks, which copy or compute again.
+
+    Raises:
+        RuntimeError: A backward has freed it.
+    """
+    value = getattr(node, field)
+    packed = [each for each in (value if isinstance(value, (tuple, list)) else [value]) if each is not None]
+    if all(hasattr(each, "data") for each in packed):
+        return [each.data for each in packed]
+    return _saved_without_hooks(node, field.removeprefix("_raw_saved_"))
+
+
+def _saved_without_hooks(node: Any, name: str) -> list[Any]:
+    """Read tensors the usual way, which calls no Python where there is no hook; a hook is stopped before it begins."""
+    packed: list[Any] = []
+
+    class HookError(Exception):
+        """A hook began."""
+
+    def stop(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":  # of a function that is written in Python, whose last argument is what the other hook made
+            code = frame.f_code
+            packed.append(frame.f_locals.get(code.co_varnames[code.co_argcount - 1]) if code.co_argcount else None)
+            raise HookError
+
+    profile = sys.getprofile()
+    sys.setprofile(stop)
+    try:
+        value = (
+            getattr(node, f"_saved_{name}") if hasattr(type(node), f"_saved_{name}") else getattr(node, f"saved_{name}")
+        )
+    except HookError:
+        value = packed
+    finally:
+        sys.setprofile(profile)
+    return list(value) if isinstance(value, (tuple, list)) else [value]

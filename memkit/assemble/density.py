@@ -17,6 +17,7 @@ from memkit._loss import Loss
 from memkit._protocols import Closing, Uncopied
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
+from memkit._torch.autocast import without_gradients
 from memkit.assemble.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
 from memkit.memory.manager import MemoryManager
 from memkit.points.cells import Lengths
@@ -263,7 +264,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         if self._mode == "cached":
             output = run_again_in_backward(self._model, batch, self._watch)
         else:
-            with torch.set_grad_enabled(not self._is_teacher(clouds[0])):
+            with without_gradients(are_off=self._is_teacher(clouds[0])):
                 output = self._model(batch)
         leaves, structure = pytree.tree_flatten(output)
         _check_rows(leaves, len(batch.coords))

@@ -25,6 +25,7 @@ from memkit._recovery.snapshot import StateWatch
 from memkit._settings import Checker
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
+from memkit._torch.autocast import without_gradients
 from memkit._torch.tensors import version_of
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine_params import parameters_of
@@ -228,7 +229,7 @@ class ChunkedCall:
         """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
         # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
-        with torch.set_grad_enabled(is_kept or is_first):
+        with without_gradients(are_off=not (is_kept or is_first)):
             piece = self._piece(tensors, start, length)
         if captured:
             captured.refuse(piece.results, [*piece.parts, *tensors.params])

@@ -20,6 +20,7 @@ from memkit._errors import InputError
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch import pytree
+from memkit._torch.autocast import without_gradients
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
@@ -61,7 +62,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
     key = (repr(module), modes, form, tuple(dims))
     known = _CACHE.setdefault(module, {})
     if key not in known:
-        with torch.no_grad(), RandomNumbers(held_generators([module])).preserved():
+        with without_gradients(), RandomNumbers(held_generators([module])).preserved():
             probe = _Probe(module, x)
             known[key] = {dim: probe.reach(dim) for dim in dims}
     return known[key]

@@ -14,6 +14,7 @@ from memkit._errors import InputError, InputTypeError
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._settings import Checker
+from memkit._torch.autocast import without_gradients
 from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
@@ -242,7 +243,7 @@ class SparsityAwareProcessor:
 
     def _draws_random(self, form: Tensor) -> bool:
         before = RandomNumbers(held_generators([self._fn]))
-        with torch.no_grad(), before.preserved():
+        with without_gradients(), before.preserved():
             sizes = [min(16 + size % 16, size) for size in form.shape[2:]]
             if isinstance(unless_failed(REFUSALS, self._on_empty, form, sizes), Failed):  # too small
                 self._on_empty(form, form.shape[2:])
@@ -251,7 +252,7 @@ class SparsityAwareProcessor:
     def _tile_out_sizes(self, form: Tensor, kind: object, lengths: tuple[int, ...]) -> tuple[int, ...]:
         key = kind, lengths
         if key not in self._sizes:
-            with torch.no_grad(), RandomNumbers(held_generators([self._fn])).preserved():
+            with without_gradients(), RandomNumbers(held_generators([self._fn])).preserved():
                 outcome = unless_failed(REFUSALS, self._on_empty, form, lengths)
             if isinstance(outcome, Failed):
                 error = outcome.error

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from memkit._errors import InputError
 from memkit._recovery.snapshot import RandomNumbers, held_generators
+from memkit._torch.autocast import without_gradients
 from memkit._voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
 
@@ -82,7 +83,7 @@ def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
     try:
         buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some count their calls
         with (
-            torch.no_grad(),
+            without_gradients(),
             RandomNumbers(held_generators([fn])).preserved(),
             _Replacing(lone, without_batch_norm=True),
         ):

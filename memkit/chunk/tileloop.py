@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from memkit._errors import InputError, InputTypeError
 from memkit._streamed import accumulator_dtype, refuse_second_derivative, without_hooks
+from memkit._torch.autocast import without_gradients
 from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import undone
 from memkit.chunk.tiles import Axis, BlendedAxis, Piece, place_of, tiles
@@ -103,7 +104,8 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, job: TileJob, x: Tensor, *params: Tensor) -> Tensor:
         ctx.job, ctx.replay = job, Circumstances([x], job.module)
         ctx.save_for_backward(x, *params)
-        return run_tiles(job, x, job.module)
+        with without_gradients():  # as autograd has it, and older versions of autocast know it
+            return run_tiles(job, x, job.module)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from memkit._torch.dispatch import TensorBase, without_torch_function
-from memkit._torch.graph import RAW_SAVED, sequence_number
+from memkit._torch.graph import fields_of, saved_as_stored, sequence_number
 from memkit._torch.tensors import sparse_parts, storage_key
 
 # Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
@@ -104,16 +105,11 @@ class GraphWalk:
         """Tensors that a node keeps as they are stored: unpacking would run hooks, copy or compute again."""
         kind = type(node)
         if kind not in self._fields:
-            self._fields[kind] = [name for name in dir(kind) if name.startswith(RAW_SAVED)]
+            self._fields[kind] = fields_of(kind)
         packed: list[object] = list(getattr(node, "__dict__", {}).values())  # of a custom function's context
         for name in self._fields[kind]:
-            try:
-                value = getattr(node, name)
-            except RuntimeError:  # freed by a backward
-                continue
-            packed += [
-                saved.data for saved in (value if isinstance(value, (tuple, list)) else [value]) if saved is not None
-            ]
+            with contextlib.suppress(RuntimeError):  # freed by a backward
+                packed += saved_as_stored(node, name)
         for value in packed:
             for item in value if type(value) in (tuple, list) else [value]:  # type: ignore[attr-defined]
                 if Tensor in type(item).__mro__:

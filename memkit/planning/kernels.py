@@ -12,10 +12,12 @@ from torch import Tensor
 from memkit._torch.aten import ctc_loss, overloads
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
+from memkit._torch.machine import onednn_version
 
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
 _PAGE = 4096
+_ONE_BUFFER_OF_STATES = (3, 8)  # the version of oneDNN since which layers' and steps' states lie in one
 _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
 _PER_HELPER = 2**20  # what each thread beyond the first takes, at most
@@ -81,9 +83,11 @@ def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Te
     return out[0], out[1].to(weight.dtype), out[2].to(weight.dtype)
 
 
-def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *__: Any) -> tuple[Tensor | None, ...]:
-    """The gradient lies in order, whatever the strides of the one that came in."""
-    return (None if out[0] is None else x.new_empty(x.shape)), *out[1:]
+def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """The gradient lies in order, whatever the strides of the one that came in; those of weights have their dtypes."""
+    weights = args[3:5]  # torch 2.8's shape function gives their gradients the dtype of the input
+    typed = (each if each is None else each.to(like.dtype) for each, like in zip(out[1:], weights, strict=True))
+    return (None if out[0] is None else x.new_empty(x.shape)), *typed
 
 
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
@@ -97,6 +101,11 @@ def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any
 def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, *__: Any) -> tuple[Tensor, ...]:
     """OneDNN keeps gates and states for the backward; without a graph it gives them back at once."""
     return *out[:3], out[3].new_empty(_gates_and_states(x, w_hidden) if torch.is_grad_enabled() else 0)
+
+
+def _recurrent_backward(out: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
+    """All gradients are in float32, as torch's shape function says since 2.13."""
+    return tuple(each.float() for each in out)
 
 
 def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
@@ -113,10 +122,11 @@ def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
         return columns + per_line if columns % 256 == 0 else columns
 
     calls, states, widest = num_steps * num_rows, 2 * (num_steps + 1) * num_rows, max(width, width_in)
+    num_states = 1 if onednn_version() >= _ONE_BUFFER_OF_STATES else 3
     num_pages = (
         pages(calls, padded(4 * width, itemsize), itemsize)  # gates
         + pages(calls, padded(width, itemsize), itemsize)  # outputs
-        + pages(states, padded(widest, itemsize), itemsize)  # states
+        + num_states * pages(states, padded(widest, itemsize), itemsize)
         + 2 * pages(states, padded(widest, 4), 4)  # their gradients by layer and by step, in float32
         + pages(states, width, itemsize)  # cells
         + pages(states, width, 4)  # their gradients
@@ -132,6 +142,7 @@ RESULTS: Kernels = {
     **dict.fromkeys(_operators("native_layer_norm_backward"), _layer_norm_backward),
     **dict.fromkeys(_operators("_embedding_bag"), _embedding_bag),
     **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
+    **dict.fromkeys(_operators("mkldnn_rnn_layer_backward"), _recurrent_backward),
 }
 """For operators whose shape function is wrong about memory: what takes its result, then the arguments, to the truth."""
 

@@ -19,6 +19,7 @@ from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
+from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import (
@@ -342,7 +343,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
     def evaluation(self) -> Iterator[Evaluation]:
         """Evaluate in the block: eval mode, no gradients; afterwards all modes are as before. Gives an `Evaluation`."""
         can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
-        with eval_mode(self.model), torch.no_grad(), self.autocast():
+        with eval_mode(self.model), without_gradients(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
     def state_dict(self) -> dict[str, Any]:

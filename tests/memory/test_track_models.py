@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memkit._recording import Recording
+from memkit._torch.versions import parse
 from memkit.memory.track import Tracker
 from tests.allocations import observe_operators, trace_allocations
 from tests.memory.models import CASES as MORE_CASES
@@ -13,9 +14,12 @@ from tests.zoo import CASES, Case, no_mark
 
 ALL_CASES = CASES | MORE_CASES
 NUM_STEPS = 2
+# Until 2.8 torch's own LBFGS takes the number of a loss with a graph, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar:UserWarning")
 # The profiler's peak of a plain run, minus the tracker's with workspace. In all other models the two are equal.
 DIFFERENCES = {
-    "bags": -1600,  # a sparse gradient, which plain autograd takes over, is copied under a dispatch mode: its indices
+    # A sparse gradient, which plain autograd takes over since 2.9, is copied under a dispatch mode: its indices.
+    "bags": -1600 if parse(torch.__version__) >= (2, 9) else 0,
     "meta_learning": 32,  # Python numbers that autograd keeps, as tensors made in C++
     "recomputed_dropout": 9984,  # two random states of 5,056 bytes that checkpoints keep; 128 higher without them
     "vae": 4,  # likewise

@@ -95,5 +95,5 @@ def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
     assert aten.overloads("mm", "no_such_operator") == aten.overloads("mm")
     assert aten.overloads("mm.out") < aten.overloads("mm")
     assert len(aten.FUSED_ATTENTION) == 5
-    assert len(aten.FUSED_RMS_NORM) == has("torch.ops.aten._fused_rms_norm")
+    assert len(aten.FUSED_RMS_NORM) == has("torch.ops.aten._fused_rms_norm_backward")
     assert len(optimizers.MUON) == has("torch.optim.Muon")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._torch.fake import PARSE_TO, FakeTensor, fake_mode_owner, to_owner
+from memkit._torch.fake import PARSE_TO, FakeTensor, current_default_device, fake_mode_owner, to_owner
 from memkit._torch.tensors import storage_key
 from memkit.planning.card.tensors import patched, without_data
 from memkit.planning.guesses import GuessedFloat, GuessedInt
@@ -118,7 +118,7 @@ def _makers() -> list[tuple[Any, str, Any]]:
         @wraps(make)
         def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
             chosen = torch.device(
-                "cuda" if type(device) is int else device if device is not None else torch.get_default_device()
+                "cuda" if type(device) is int else device if device is not None else current_default_device()
             )
             if chosen.type != "cuda":
                 options = {"requires_grad": True} if requires_grad else {}

@@ -23,7 +23,7 @@ from memkit._errors import StateError
 from memkit._torch import aten
 from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
-from memkit._torch.fake import FakeTensor, device_context, device_patch
+from memkit._torch.fake import FakeTensor, device_context, device_patch, set_default_device
 from memkit._torch.modules import APPLY, LOAD, buffers_of
 from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import foreach, lists_of_devices, lists_of_types
@@ -251,7 +251,7 @@ def _keeping_defaults() -> Iterator[None]:
     finally:
         torch.set_default_dtype(dtype)
         if device_context() is not context:
-            torch.set_default_device(None if context is None else context.device)
+            set_default_device(None if context is None else context.device)
 
 
 @contextmanager

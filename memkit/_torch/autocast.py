@@ -1,0 +1,33 @@
+"""The cache of autocast, which differs by version."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from memkit._torch.versions import parse
+
+KEEPS_CASTS_WITHOUT_GRAPHS = parse(torch.__version__) < (2, 13)
+"""Whether autocast keeps a weight's cast that was made without gradients."""
+
+
+@contextlib.contextmanager
+def without_gradients(*, are_off: bool = True) -> Iterator[None]:
+    """A context in which no graph is made, and whose casts of weights nobody meets outside.
+
+    Older versions keep a cast that was made without a graph until autocast ends: whoever uses that weight again, with
+    gradients, would get none for it.
+
+    Args:
+        are_off: False makes graphs after all.
+    """
+    is_cached = torch.is_autocast_cache_enabled()
+    with torch.set_grad_enabled(mode=not are_off):
+        if not (are_off and is_cached and KEEPS_CASTS_WITHOUT_GRAPHS):
+            yield
+            return
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(is_cached)

@@ -1,0 +1,49 @@
+"""The rule by which tests are skipped on an older PyTorch: it must not hide what memkit gets wrong."""
+
+import types
+
+import pytest
+import torch
+
+import memkit as mk
+from memkit._torch.versions import require
+from tests.versions import missing
+
+
+def caught(call):
+    with pytest.raises(Exception) as found:  # noqa: PT011 - each kind is under test
+        call()
+    return found.value
+
+
+def test_what_memkit_refuses_by_name_is_skipped():
+    error = caught(lambda: require(None, name="Tensor.x", since="2.99", feature="f()"))
+    assert missing(error) == "PyTorch has no torch.Tensor.x (memkit refuses what needs it)"
+    child = RuntimeError(f"-- Process 1 terminated:\nmemkit._errors.TorchVersionError: {error}")
+    assert missing(child) == missing(error)
+
+
+def test_what_the_test_itself_asks_torch_for_is_skipped():
+    assert missing(caught(lambda: torch.optim.NoSuchOptimizer)) == (
+        "PyTorch has no torch.optim.NoSuchOptimizer (the test is about it)"
+    )
+
+
+def test_what_memkit_asks_torch_for_is_a_failure():
+    """The same error from a line of memkit."""
+    code = compile("import torch\ntorch.optim.NoSuchOptimizer", mk.__file__, "exec")
+    assert missing(caught(lambda: exec(code, {}))) is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: types.SimpleNamespace().missing,
+        lambda: torch.ones(2).no_such_method,
+        lambda: 1 / 0,
+        lambda: torch.ones(2) + torch.ones(3),
+        lambda: mk.parse_bytes("x"),
+    ],
+)
+def test_other_errors_are_failures(call):
+    assert missing(caught(call)) is None
