@@ -197,22 +197,22 @@ def test_a_forked_process_reads_itself():
 
 
 def test_the_peak_is_this_programs_own_and_can_start_again():
-    """The child of a process of 600 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
+    """The child of a process of 1,200 MiB begins with its peak in ru_maxrss; a restart must reach below it too."""
     out = run("""
         import subprocess, sys, torch
-        held = torch.ones(150 * 2**20)
+        held = torch.ones(300 * 2**20)
         child = '''
         import resource, torch
         from memkit import _device
         peak = _device.ResidentPeak()
         read = peak.read
         MIB = 2**20
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 600 * 1024, read() < 450 * MIB)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 1200 * 1024, read() < 1000 * MIB)
         before = read()
         torch.ones(25 * MIB)  # and gone
         print(90 * MIB < read() - before < 130 * MIB)
-        torch.ones(250 * MIB)
-        print(read() - before > 900 * MIB)  # above what was inherited, the quick count is right
+        torch.ones(400 * MIB)
+        print(read() - before > 1500 * MIB)  # above what was inherited, the quick count is right
         peak.restart()
         print(abs(read() - _device.resident_bytes()) < 4 * MIB)
         '''
@@ -260,7 +260,7 @@ def test_the_rank_is_torchs_where_it_runs_distributed():
         RANK="1",
         WORLD_SIZE="2",
     )
-    assert out == "(0, 1)"
+    assert out.splitlines()[-1] == "(0, 1)"  # older versions of gloo say something before
 
 
 def test_the_cpu_is_no_card():

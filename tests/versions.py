@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from memkit._errors import TorchVersionError
+from memkit._errors import MemkitWarning, TorchVersionError
 
 _TESTS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs"))
 _TORCH = str(Path(torch.__file__).parent)
 _ATTRIBUTE = re.compile(r"module '(torch[\w.]*)' has no attribute '(\w+)'")
 _KERNEL = re.compile(r"Could not run 'aten::(\w+)' with arguments from the 'CPU' backend")
-_REFUSED = re.compile(r"TorchVersionError: .*which has no ([\w.]+)")
+_REFUSED = re.compile(r"(?:TorchVersionError|MemkitWarning): .*PyTorch \S+, which has no ([\w.]+)")
 
 
 def has(name: str) -> bool:
@@ -37,9 +37,11 @@ def missing(error: BaseException) -> str | None:
 
     Either memkit has refused it by name, or the test itself, and no line of memkit, asked torch for what is not there.
     """
-    kind = "TorchVersionError: " if isinstance(error, TorchVersionError) else ""
+    chain = [error, error.__cause__, error.__context__]  # a `pytest.raises` may have wanted something else
+    error = next((each for each in chain if isinstance(each, TorchVersionError)), error)
+    kind = f"{type(error).__name__}: " if isinstance(error, (TorchVersionError, MemkitWarning)) else ""
     if refused := _REFUSED.search(f"{kind}{error}".replace("\n", " ")):
-        return lacks(f"torch.{refused[1]}", "memkit refuses what needs it")
+        return lacks(f"torch.{refused[1].removeprefix('torch.')}", "memkit refuses what needs it")
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     asking = next((file for file in reversed(files) if not file.startswith(_TORCH)), "")
     if not asking.startswith(_TESTS):

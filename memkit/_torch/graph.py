@@ -1,5 +1,6 @@
 """Autograd's graph while a backward runs: which node, which backward, in which order nodes were made."""
 
+import gc
 import sys
 from types import FrameType
 from typing import Any
@@ -80,12 +81,14 @@ def _saved_without_hooks(node: Any, name: str) -> list[Any]:
         """A hook began."""
 
     def stop(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":  # of a function that is written in Python, whose last argument is what the other hook made
+        # A function that is written in Python is called, whose last argument is what the other hook made.
+        if event == "call":
             code = frame.f_code
             packed.append(frame.f_locals.get(code.co_varnames[code.co_argcount - 1]) if code.co_argcount else None)
             raise HookError
 
-    profile = sys.getprofile()
+    profile, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # collections call functions too
     sys.setprofile(stop)
     try:
         value = (
@@ -95,4 +98,6 @@ def _saved_without_hooks(node: Any, name: str) -> list[Any]:
         value = packed
     finally:
         sys.setprofile(profile)
+        if collects:
+            gc.enable()
     return list(value) if isinstance(value, (tuple, list)) else [value]

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 
 def schema_of(func: Any) -> Any:
     """Return an operator's schema: its arguments and results, and which of them it writes to."""
@@ -17,3 +19,14 @@ def remove_kernels(library: Any) -> None:
 def run_kernel_of(func: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator's kernel for one dispatch key."""
     return func._op_dk(key, *args, **kwargs)
+
+
+def pass_through(key: str) -> Any:
+    """Let operators without a kernel for a dispatch key go on to the next, until `remove_kernels`, unless torch does.
+
+    torch itself does for autograd since 2.9.
+    """
+    library = torch.library.Library("_", "IMPL", key)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
+        library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # likewise
+    return library

@@ -34,3 +34,15 @@ def parameter_group(state: Any) -> Any:
 def is_root(state: Any) -> bool:
     """Say whether a state is that of the outermost module."""
     return bool(state._is_root)
+
+
+COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
+"""Names of what a parameter group exchanges parameters and gradients by; since 2.9."""
+
+
+def missing_for_lockstep() -> str:
+    """Name what this torch lacks for ranks of fully_shard to recover together; empty where it has all."""
+    from torch.distributed.fsdp import FSDPModule  # half a second, and whoever shards has it already
+
+    name = "set_custom_all_gather"
+    return "" if hasattr(FSDPModule, name) else f"PyTorch {torch.__version__}, which has no FSDPModule.{name}"

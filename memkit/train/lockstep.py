@@ -27,7 +27,7 @@ from torch import nn
 from memkit._errors import MemkitWarning, StateError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._torch.dispatch import TorchDispatchMode
-from memkit._torch.ranks import is_root, parameter_group, state_of
+from memkit._torch.ranks import COLLECTIVES, is_root, parameter_group, state_of
 from memkit.train.ranks import Shards
 
 
@@ -113,7 +113,7 @@ class Lockstep:
                 group = parameter_group(state)
                 if group is not None:
                     self._modules.append(module)
-                    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                    for name in COLLECTIVES:
                         self._tap(group, name)
             self._close = self._close.pop_all()
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from memkit._errors import MemkitWarning
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
+from memkit._torch.ranks import missing_for_lockstep
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -37,9 +38,10 @@ def may_recover_alone(
     """Say whether this process may run a micro-batch again without the others; warn where it may not."""
     if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
+    obstacle = is_sharded and (missing_for_lockstep() or "with split_fn=..., or this torch shards in another way")
     warnings.warn(
         f"{call}: no recovery from out-of-memory here: the ranks exchange "
-        + ("parameters (and cannot agree, with split_fn=... or this torch)" if is_sharded else "batch statistics")
+        + (f"parameters (and cannot agree: {obstacle})" if is_sharded else "batch statistics")
         + " inside forward and backward, so one of them cannot run a micro-batch again alone. Out-of-memory errors "
         "pass through. Raise accumulation_steps or set checkpoint='auto' instead.",
         MemkitWarning,

@@ -95,12 +95,12 @@ def test_the_process_that_started_this_one_does_not_count():
     """ru_maxrss begins with the size of whoever started the program."""
     out = run("""
         import subprocess, sys, torch
-        torch.ones(150 * 2**20)  # 600 MiB, and gone again
+        torch.ones(300 * 2**20)  # 1,200 MiB, and gone again
         script = "import memkit as mk; print(mk.MemoryManager('cpu').snapshot().host_peak_bytes)"
-        large = torch.ones(150 * 2**20)
+        large = torch.ones(300 * 2**20)
         subprocess.run([sys.executable, "-c", script], check=True)
         """)
-    assert int(out) < 450 * MIB
+    assert int(out) < 1000 * MIB  # builds for CUDA take 500
 
 
 # ---- release

@@ -287,7 +287,7 @@ def check_refusals(rank):
     model, optimizer = make()
     with pytest.MonkeyPatch.context() as another_torch:
         another_torch.delattr("torch.distributed.fsdp.FSDPModule._get_fsdp_state")
-        with pytest.warns(mk.MemkitWarning, match="or this torch"):
+        with pytest.warns(mk.MemkitWarning, match="this torch shards in another way"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
 

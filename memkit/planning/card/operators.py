@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memkit._torch import aten
 from memkit._torch.dispatch import DispatchKey
-from memkit._torch.operators import remove_kernels, run_kernel_of
+from memkit._torch.operators import pass_through, remove_kernels, run_kernel_of
 from memkit.planning.card.attention import attention
 from memkit.planning.card.autocast import CastCache, Kernel, autocast_kernels
 
@@ -29,8 +29,7 @@ _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, *aten.FUSED_
 def cuda_operators(casts: CastCache, capability: tuple[int, int]) -> Iterator[None]:
     """Let tensors of the virtual card take the operators that they would take on a card of this compute capability."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
-    fallthrough = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
-    fallthrough.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # torch's own
+    fallthrough = [pass_through(key) for key in ("AutocastPrivateUse1", "AutogradPrivateUse1")]
     # One operator for a whole layer of inference: what it takes inside, its operators show one by one.
     fused_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(value=False)
@@ -51,7 +50,8 @@ def cuda_operators(casts: CastCache, capability: tuple[int, int]) -> Iterator[No
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_layers)
         remove_kernels(library)
-        remove_kernels(fallthrough)
+        for each in fallthrough:
+            remove_kernels(each)
 
 
 def is_undivided(func: Any) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from memkit._errors import ConfigError
 from memkit._units import GIB, KIB, MIB
 from memkit.planning.card.allocator_settings import AllocatorSettings
+from tests.versions import lacks
 
 parse = AllocatorSettings.parse
 
@@ -40,7 +41,10 @@ def torch_divisions():
     if sys.platform != "linux":
         pytest.skip("the symbol is that of the Linux wheel")
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    divisions = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
+    try:
+        divisions = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
+    except AttributeError:
+        pytest.skip(lacks("torch.c10.CachingAllocator.AcceleratorAllocatorConfig", "the parser under test"))
     divisions.argtypes, divisions.restype = [ctypes.c_size_t], ctypes.c_size_t
     yield divisions
     torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,expandable_segments:False")
