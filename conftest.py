@@ -36,7 +36,7 @@ def skipping_what_torch_lacks() -> Generator[None]:
 
     try:
         return (yield)
-    except Exception as error:
+    except (Exception, pytest.fail.Exception) as error:
         if reason := missing(error):
             pytest.skip(reason)
         raise

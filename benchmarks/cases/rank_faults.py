@@ -34,12 +34,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import write_result
+from memkit._torch.ranks import missing_for_lockstep
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.ranks import local_part
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.train.faults import FailingOperator
 
-KINDS = ("ddp", "fsdp2")
+KINDS = ("ddp",) if missing_for_lockstep() else ("ddp", "fsdp2")
 BETWEEN = "between"  # what memkit does around them: rollback, agreement, company for the others
 NUM_BETWEEN = 20
 PHASES = ("forward", "backward", "clipping", "step")

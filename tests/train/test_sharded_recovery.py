@@ -15,10 +15,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
+from memkit._torch.ranks import missing_for_lockstep
 from memkit.train.lockstep import Lockstep
 from tests.train.faults import FailingOperator
 from tests.train.limit_child import MIB, limit, mlp
 from tests.train.test_ranks import join, leave
+from tests.versions import lacks
+
+TOGETHER = pytest.mark.skipif(
+    bool(missing_for_lockstep()),
+    reason=lacks("torch.distributed.fsdp.FSDPModule.set_custom_all_gather", "ranks cannot recover together"),
+)
 
 STEPS, ROWS = 3, 8
 SHARDING = {}  # options of fully_shard, for the whole process
@@ -162,6 +169,7 @@ def worker(rank, folder):
     leave()
 
 
+@TOGETHER
 def test_two_ranks_recover_together_or_say_that_they_cannot(tmp_path):
     mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
 
@@ -202,6 +210,7 @@ def layouts_worker(rank, folder):
     leave()
 
 
+@TOGETHER
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [everywhere_worker, layouts_worker])
 def test_faults_everywhere(worker, tmp_path):
@@ -319,6 +328,7 @@ def leftover_worker(rank, folder):
     leave()
 
 
+@TOGETHER
 @pytest.mark.slow
 @pytest.mark.parametrize("control", [absent_worker, leftover_worker])
 def test_negative_controls(control, tmp_path):
@@ -374,6 +384,7 @@ def limited_worker(rank, folder):
     leave()
 
 
+@TOGETHER
 @pytest.mark.slow
 def test_a_real_limit_on_one_rank(tmp_path):
     mp.spawn(limited_worker, args=(str(tmp_path),), nprocs=2)
