@@ -31,7 +31,7 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 def skipping_what_torch_lacks() -> Generator[None]:
-    """Skip what an older PyTorch cannot have; `python -m benchmarks.versions` lists it by version."""
+    """Skip what an older PyTorch cannot have; `python -m benchmarks.cases.torch_versions` lists it by version."""
     from tests.versions import missing
 
     try:

@@ -106,6 +106,11 @@ CASES = {
     "step_timeline": Case(0.5, ("*",)),
     "tail_group": Case(0.1, ("*",)),
     "tiled": Case(0.7, (PEAKS, "*/share_of_equal_labels")),
+    "torch_versions": Case(
+        100,
+        needs="an environment of some gigabytes for each version of PyTorch, one after the other",
+        arguments=("2.8.0", "2.10.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0"),
+    ),
     "track_cost": Case(4),
     "track_vs_profiler": Case(0.3, ("*",)),
     "trainer_parts": Case(2, (BYTES,), environment={"HF_HUB_OFFLINE": "1"}),

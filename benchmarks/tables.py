@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables_acceptance, tables_peers, tables_plan, tables_runs, tables_voxel
+from benchmarks import tables_acceptance, tables_peers, tables_plan, tables_runs, tables_versions, tables_voxel
 from benchmarks.markdown import table
 
 ROOT = Path(__file__).parents[1]
@@ -407,6 +407,7 @@ RENDERERS: dict[str, Callable[[dict[str, Any]], str]] = {
         *tables_peers.RENDERERS,
         *tables_plan.RENDERERS,
         *tables_runs.RENDERERS,
+        *tables_versions.RENDERERS,
         *tables_voxel.RENDERERS,
     )
 }

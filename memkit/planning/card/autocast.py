@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memkit._errors import StateError
+from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.operators import schema_of
@@ -40,8 +41,9 @@ class CastCache:
         if not _is_eligible(value) or value.dtype is dtype:
             return value
         is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not is_view(value)
-        # Without gradients nothing is kept: so do the recorded allocations of inference under autocast.
-        if not (is_weight and dtype in _LOW and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()):
+        # Without gradients newer versions keep nothing.
+        is_kept = torch.is_grad_enabled() or KEEPS_CASTS_WITHOUT_GRAPHS
+        if not (is_weight and dtype in _LOW and torch.is_autocast_cache_enabled() and is_kept):
             return value.to(dtype)
         if value not in self._casts:
             self._casts[value] = value.to(dtype)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from memkit import is_out_of_memory, recover_from_oom
 from memkit._device import allocator_counters
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS
 from memkit._torch.versions import parse
 from memkit.planning.card.allocator_settings import AllocatorSettings
 from memkit.planning.card.virtual_gpu import VirtualGPU
@@ -224,7 +225,8 @@ def test_autocast_is_cudas(card, dtype):
     with torch.autocast("cuda", dtype=dtype), torch.no_grad():
         allocated = card.allocated_bytes
         torch.mm(x, weight)
-        assert card.allocated_bytes == allocated  # without gradients no cast is kept
+        kept = weight.nbytes // 2 if KEEPS_CASTS_WITHOUT_GRAPHS else 0
+        assert card.allocated_bytes == allocated + kept  # newer versions keep no cast without gradients
     assert (x @ weight).dtype is torch.float32
 
 

@@ -1,6 +1,6 @@
 """Run the tests on another version of PyTorch, in an environment made for it, and write what passed into the table.
 
-    python -m benchmarks.versions 2.8.0 2.15.0
+    python -m benchmarks.cases.torch_versions 2.8.0 2.15.0
 
 makes an environment for each version in a temporary folder (some gigabytes, removed afterwards), installs memkit with
 its test extras, runs the default tests, predicts the peaks of the tests' models, and writes it all into
@@ -23,27 +23,25 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result, tables
+from benchmarks.tables_versions import only_here
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CASE = "torch_versions"
-REFERENCE = next(
-    line.partition("==")[2].strip() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
-)
-"""The version that CI runs."""
-
 TESTS = ("-n", "2", "--dist", "loadfile", "-q", "-p", "no:cacheprovider")
-LACKS = re.compile(r"^PyTorch has no (torch|transformers)[\w.]* ")
+LACKS = re.compile(r"^(Skipped: )?PyTorch has no torch[\w.]* ")
 """How the reason of a skip begins that is due to the version: see `tests/versions.py`."""
 
 PEAKS = """
 import json, sys
-from benchmarks.versions import predicted_peaks
+from benchmarks.cases.torch_versions import predicted_peaks
 json.dump(predicted_peaks(), sys.stdout)
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cases.torch_versions", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="of PyTorch, such as 2.8.0")
     parser.add_argument("--environment", type=Path, help="an environment with that version, instead of a new one")
     parser.add_argument("--python", default=sys.executable, help="the Python that a new environment is made with")
@@ -114,12 +112,10 @@ def outcome(log: Path) -> dict[str, Any]:
 
 def unexplained(figures: dict[str, Any], version: str) -> list[str]:
     """Tests that a version skips, the one that CI runs does not, and whose reason names nothing that is lacking."""
-    usual = figures.get(REFERENCE, {"skipped": {}})["skipped"]
-    skipped = figures[version]["skipped"]
     return [
         f"skipped without naming what is lacking: {name}: {reason}"
-        for name, reason in skipped.items()
-        if name not in usual and not LACKS.match(reason)
+        for name, reason in only_here(figures, version).items()
+        if not LACKS.match(reason)
     ]
 
 
