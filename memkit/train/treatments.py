@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -75,7 +74,7 @@ class TreatedForward:
         Raises:
             StateError: The block would run again in backward, and has changed its input in place.
         """
-        forward = self._forward or types.MethodType(type(self._block).forward, self._block)
+        forward = self._forward or functools.partial(type(self._block).forward, self._block)
         if self.is_suspended or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.treatment == "offload":

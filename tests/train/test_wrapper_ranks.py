@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memkit as mk
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
+from tests.versions import has
 
 STEPS, ROWS = 4, 8
 
@@ -147,6 +148,8 @@ def check_a_budget_is_refused_where_ranks_exchange_statistics():
 
 def check_a_bfloat16_model():
     """One rank adds up two micro-batches in float32, the other has one in bfloat16: they must exchange one dtype."""
+    if not has("torch.Tensor.grad_dtype"):  # refused, as tests/train/test_accumulate.py says
+        return
     plain, data = make()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     model = DistributedDataParallel(plain.bfloat16())
@@ -165,6 +168,8 @@ def check_a_bfloat16_model():
 
 def check_no_memory_to_convert_gradients_on_one_rank(rank):
     """The other one is told, where it would wait in the sum."""
+    if not has("torch.Tensor.grad_dtype"):  # likewise
+        return
     plain = nn.Linear(4, 2).bfloat16()
     model, optimizer = DistributedDataParallel(plain), torch.optim.SGD(plain.parameters(), lr=0.1)
     with mk.GradientAccumulator(optimizer, model=model, accumulate_dtype=torch.float32) as accumulator:
