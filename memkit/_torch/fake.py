@@ -1,13 +1,14 @@
 """Tensors without data, and what refuses to compute on them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import _guards as fake_mode_owner  # its `detect_fake_mode` says whether tensors have no data
 from torch._C import _get_default_device as default_device
 from torch._C import _nn as to_owner  # its `_parse_to` reads the arguments of `module.to(...)`
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -19,6 +20,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import _BypassDispatchCache as BypassDispatchCache
 from torch._subclasses.fake_tensor import _DispatchCacheKey as DispatchCacheKey
+
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.pytree import tree_map
 
 
 def device_context() -> Any:
@@ -44,6 +48,7 @@ __all__ = [
     "device_context",
     "device_patch",
     "fake_mode_owner",
+    "fallback_patch",
     "set_default_device",
     "to_owner",
 ]
@@ -86,3 +91,27 @@ def current_default_device() -> torch.device:
         return torch.get_default_device()
     except AttributeError:  # in 2.8, once it was set to None
         return torch.device(default_device())
+
+
+def fallback_patch(own: torch.device) -> tuple[Any, str, Any]:
+    """Return a patch by which operators without a shape function run for tensors of a device that is not there.
+
+    torch runs them on zeros, on the device itself; here they run on the CPU.
+    """
+    run: Callable[..., Any] = fake_tensor.run_fallback_kernel
+
+    def moved(value: Any, device: torch.device) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        with no_dispatch():
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return FakeTensor(value.fake_mode, like, device)
+
+    @functools.wraps(run)
+    def run_on_host(mode: Any, func: Any, flat_args: Sequence[Any], *args: Any) -> Any:
+        if not any(isinstance(each, FakeTensor) and each.fake_device.type == own.type for each in flat_args):
+            return run(mode, func, flat_args, *args)
+        out = run(mode, func, [moved(each, torch.device("cpu")) for each in flat_args], *args)
+        return tree_map(lambda value: moved(value, own), out)
+
+    return fake_tensor, "run_fallback_kernel", run_on_host
