@@ -16,6 +16,7 @@ def torch_versions(result: dict[str, Any]) -> str:
         [
             version,
             row["build"],
+            row["commit"],
             row["python"],
             f"{row['num_passed']:,}",
             str(len(row["skipped"])),
@@ -24,7 +25,7 @@ def torch_versions(result: dict[str, Any]) -> str:
         ]
         for version, row in result["figures"].items()
     ]
-    return table(["version", "build", "Python", "passed", "skipped", "... for this version", "failed"], rows)
+    return table(["version", "build", "commit", "Python", "passed", "skipped", "... for this version", "failed"], rows)
 
 
 def only_here(figures: dict[str, Any], version: str) -> dict[str, str]:

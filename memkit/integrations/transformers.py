@@ -290,10 +290,13 @@ def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
 def _check_spread(trainer: Trainer) -> None:
     """Refuse a model that is spread over devices: one process cannot run a part of its batch again alone."""
     kind = trainer.accelerator.distributed_type
-    is_sharded = kind in _SHARDED or trainer.is_distributed_loading_by_transformers
+    # Attributes and methods that transformers 4 does not have; its tensor parallelism marks the model.
+    is_sharded = kind in _SHARDED or getattr(trainer, "is_distributed_loading_by_transformers", False)
+    sizes = (getattr(trainer, name, lambda: 1)() for name in ("get_cp_size", "get_sp_size", "get_tp_size"))
+    is_spread = is_sharded or any(size > 1 for size in sizes) or (getattr(trainer.model, "tp_size", None) or 1) > 1
     if trainer.args.n_gpu > 1:
         got, fix = f"DataParallel over {trainer.args.n_gpu} GPUs", "start one process for each: torchrun, accelerate."
-    elif is_sharded or trainer.get_cp_size() > 1 or trainer.get_sp_size() > 1 or trainer.get_tp_size() > 1:
+    elif is_spread:
         got = f"a model or a sequence that is spread over ranks ({kind.value})"
         fix = "use Trainer with a smaller per_device_train_batch_size and gradient_accumulation_steps; or, with "
         fix += "fully_shard in a loop of your own, MemoryEfficientTrainingWrapper, whose ranks split in step."

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memkit as mk
+from memkit._torch.versions import parse
 from memkit.chunk.cross_entropy import choose_chunk_size, chunked_linear_cross_entropy
 from tests.allocations import trace_allocations
 
@@ -197,7 +198,7 @@ def test_chosen_chunks_are_bounded_by_what_exists_anyway(num_rows, num_classes, 
 
 
 def test_peak_is_the_gradients_and_half_as_much():
-    """Torch's own needs the weight's gradient twice, whatever its chunk; so does every sum over chunks by autograd."""
+    """Torch's own needed the weight's gradient twice, whatever its chunk; so does every sum over chunks by autograd."""
     x, weight, _, targets = make(512, 128, 8000, torch.float32)
     gradients = x.nbytes + weight.nbytes
 
@@ -207,7 +208,8 @@ def test_peak_is_the_gradients_and_half_as_much():
 
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=64, chunking_method=None)
     assert peak(chunked_linear_cross_entropy) < 1.6 * gradients
-    assert peak(lambda *inputs: F.linear_cross_entropy(*inputs, options=options)) > 1.9 * gradients
+    factor = 1.9 if parse(torch.__version__) < (2, 15) else 1.4  # since then as memkit
+    assert peak(lambda *inputs: F.linear_cross_entropy(*inputs, options=options)) > factor * gradients
     assert peak(whole) > 9 * gradients
 
 

@@ -95,9 +95,11 @@ def test_backward_costs_two_forwards_and_recomputation_one_more(settings, ratio)
 
 
 def test_recomputation_leaves_out_what_nobody_needs():
-    flops = measure_flops(Run(TASKS["transformer"](), {"checkpoint": "auto"}))
-    # Of a block's 12 width^2 products per token the last 4, the MLP's second layer, keep nothing for backward.
-    assert 2 < flops["backward_flops"] / flops["forward_flops"] < 2.7
+    plain, flops = (measure_flops(Run(TASKS["transformer"](), {"checkpoint": each})) for each in (None, "auto"))
+    again = flops["backward_flops"] - plain["backward_flops"]
+    # Of a block's 12 width^2 products per token the last 4, the MLP's second layer, keep nothing for backward. (Since
+    # 2.15 torch counts the CPU's attention too.)
+    assert 0 < again / flops["forward_flops"] < 0.75
 
 
 class Noisy(nn.Module):

@@ -224,8 +224,8 @@ class _Stream:
     """A stream: all work of a virtual card is done when its call returns."""
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
-        self.cuda_stream = id(self) if number is None else number
-        self.device = CARD
+        self.cuda_stream = self.stream_id = id(self) if number is None else number
+        self.device, self.device_index, self.device_type = CARD, CARD.index, 1  # c10::DeviceType::CUDA
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
