@@ -63,7 +63,7 @@ def run(version: str, python: str, environment: Path | None) -> int:
         row = figures[version]
         tables.main()
         print(f"{version}: {row['num_passed']} passed, {len(row['skipped'])} skipped, {len(row['failed'])} failed")
-        print(*row["failed"], *unexplained(figures, version), sep="\n")
+        print(*map(": ".join, row["failed"].items()), *unexplained(figures, version), sep="\n")
         return int(bool(row["failed"] or unexplained(figures, version)))
 
 
@@ -103,12 +103,12 @@ def test(home: Path, scratch: Path) -> dict[str, Any]:
 
 def outcome(log: Path) -> dict[str, Any]:
     """Count what passed; name what failed or was skipped, with the reason."""
-    num_passed, failed, skipped = 0, [], dict[str, str]()
+    num_passed, failed, skipped = 0, dict[str, str](), dict[str, str]()
     for case in ET.parse(log).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
-        skip = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
-            failed.append(name)
+        skip, failure = case.find("skipped"), next((each for each in case if each.tag in ("failure", "error")), None)
+        if failure is not None:
+            failed[name] = re.sub(r"\s+", " ", failure.get("message") or "")[:300]
         elif skip is not None:
             skipped[name] = re.sub(r"\s+", " ", skip.get("message") or "")
         else:
