@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers import (
     GPT2Config,
@@ -306,7 +307,15 @@ def test_parts_weigh_what_they_weigh_in_the_models_own_loss(case, tmp_path):
     ("case", "name", "rule"),
     [
         ("translator", "_count_items", lambda loss, part: len(part["labels"])),  # by rows, where tokens differ
-        ("classifier", "_adds_up", lambda *_: True),  # believing a signature
+        pytest.param(
+            "classifier",
+            "_adds_up",
+            lambda *_: True,  # believing a signature
+            marks=pytest.mark.skipif(
+                int(transformers.__version__.partition(".")[0]) < 5,
+                reason="transformers 4 promises no more than it does",
+            ),
+        ),
     ],
 )
 def test_other_weights_train_something_else(case, name, rule, monkeypatch, tmp_path):
