@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import NoReturn
 
 import torch
 
@@ -51,6 +52,21 @@ def require(found: object, *, name: str, since: str, feature: str) -> None:
             expected=f"PyTorch {since} or newer",
             fix=f'pip install "torch>={since}"; the rest of memkit works with this one.',
         )
+
+
+def refuse_unknown(name: str, *, feature: str) -> NoReturn:
+    """Refuse a feature whose part of torch is not as in the versions that were tested.
+
+    Raises:
+        TorchVersionError: Always.
+    """
+    tested = f"{_name(OLDEST)} to {_name(NEWEST)}"
+    raise TorchVersionError(
+        feature,
+        got=f"PyTorch {torch.__version__}, which has no {name}",
+        expected=f"PyTorch {tested}, as its wheels install it",
+        fix="install one of these, or a newer memkit; what needs no virtual GPU works with this one.",
+    )
 
 
 def _name(version: tuple[int, int]) -> str:

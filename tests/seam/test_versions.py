@@ -13,6 +13,7 @@ import torch
 
 import memkit as mk
 from memkit._torch import aten, optimizers, tensors
+from memkit._torch.autocast import operators_by_policy
 from memkit._torch.versions import NEWEST, OLDEST, parse, require, warn_beyond_tested
 from tests.versions import has
 
@@ -97,3 +98,16 @@ def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
     assert len(aten.FUSED_ATTENTION) == 5
     assert len(aten.FUSED_RMS_NORM) == has("torch.ops.aten._fused_rms_norm_backward")
     assert len(optimizers.MUON) == has("torch.optim.Muon")
+
+
+def test_a_header_of_another_form_is_refused_by_name(monkeypatch, tmp_path):
+    folder = tmp_path / "include" / "ATen"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    for text in (None, "#define AT_FORALL_SOMETHING_ELSE(_) _(mm)"):
+        if text:
+            (folder / "autocast_mode.h").write_text(text)
+        with pytest.raises(
+            mk.TorchVersionError, match=r"a virtual GPU: got .* has no AT_FORALL_LOWER_PREC.*2\.8 to"
+        ):
+            operators_by_policy.__wrapped__()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import cache, wraps
-from pathlib import Path
+from functools import wraps
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memkit._errors import StateError
-from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS
+from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS, operators_by_policy
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.operators import schema_of
@@ -50,26 +47,6 @@ class CastCache:
         return self._casts[value]
 
 
-@cache
-def cuda_autocast_lists() -> dict[str, tuple[str, ...]]:
-    """The operators of each of CUDA's autocast policies, read from the header that PyTorch ships."""
-    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-    if not header.is_file():
-        raise StateError(
-            "estimate for a GPU",
-            got="a PyTorch without its header ATen/autocast_mode.h",
-            expected="PyTorch as its wheels install it",
-            fix="pip install torch; the header says which operators autocast lowers.",
-        )
-    text = header.read_text(encoding="utf-8").replace("\\\n", "")
-    lists = {}
-    for policy in ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE"):
-        (line,) = re.findall(rf"#define AT_FORALL_{policy}\(_\)(.*)", text)
-        entries = re.findall(r"_\(\s*(\w+)\s*(?:,\s*(\w+)\s*)?\)", line)
-        lists[policy] = tuple(f"{name}.{overload}" if overload else name for name, overload in entries)
-    return lists
-
-
 def autocast_kernels(casts: CastCache) -> dict[str, Kernel]:
     """CUDA's autocast, operator by operator."""
     policies: dict[str, Callable[[Any], Kernel]] = {
@@ -83,7 +60,7 @@ def autocast_kernels(casts: CastCache) -> dict[str, Kernel]:
     kernels = {
         name: make(_operator(name))
         for policy, make in policies.items()
-        for name in cuda_autocast_lists()[policy]
+        for name in operators_by_policy()[policy]
         if _operator(name) is not None
     }
     for name in ("norm.Scalar", "norm.ScalarOpt_dim"):  # their redispatch has another signature

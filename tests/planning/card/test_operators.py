@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memkit._torch.autocast import operators_by_policy
 from memkit.planning.card.attention import Attention, attention_backend
-from memkit.planning.card.autocast import cuda_autocast_lists
 from memkit.planning.card.reductions import Processors, reduction
 from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.card.workspace import inside
@@ -34,7 +34,7 @@ def names(card):
 
 
 def test_the_lists_are_cudas_own():
-    lists = cuda_autocast_lists()
+    lists = operators_by_policy()
     assert {"matmul", "linear", "conv2d", "scaled_dot_product_attention"} <= set(lists["LOWER_PRECISION_FP"])
     # On a CPU these keep their precision.
     assert {"layer_norm", "group_norm", "exp", "pow.Tensor_Scalar", "log_softmax.int"} <= set(
