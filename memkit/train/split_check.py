@@ -20,7 +20,7 @@ from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._rehearsal import RanksError, Rehearsal, Span
 from memkit._streamed import without_hooks
 from memkit._torch.modules import BatchNorm, Dropout
-from memkit._torch.tensors import hooks_of
+from memkit._torch.tensors import gradient_dtype, hooks_of, set_gradient_dtype
 from memkit._units import MIB
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
@@ -785,7 +785,7 @@ def _half_bytes(model: nn.Module) -> int:
 @contextlib.contextmanager
 def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
     """Run a model of half-precision parameters and its batch in float32."""
-    before = [(each, each.data) for each in _half_tensors(model)]
+    before = [(each, each.data, gradient_dtype(each), each.grad) for each in _half_tensors(model)]
 
     def widen(batch: Any) -> Any:
         return map_leaves(
@@ -793,16 +793,19 @@ def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
         )
 
     try:
-        for tensor, data in before:
-            tensor.data = data.float()
+        for tensor, data, *_ in before:
+            tensor.data, tensor.grad = data.float(), None
+            set_gradient_dtype(tensor, torch.float32)  # sums in float32 have fixed it to the parameter's own
         if before:
             parts = replace(
                 parts, whole=widen(parts.whole), parts=tuple((widen(part), size) for part, size in parts.parts)
             )
         yield parts
     finally:
-        for tensor, data in before:
+        for tensor, data, dtype, gradient in before:
             tensor.data = data
+            set_gradient_dtype(tensor, dtype)
+            tensor.grad = gradient
 
 
 def _add(one: _Gradient, other: _Gradient) -> _Gradient:

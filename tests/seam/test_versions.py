@@ -107,7 +107,5 @@ def test_a_header_of_another_form_is_refused_by_name(monkeypatch, tmp_path):
     for text in (None, "#define AT_FORALL_SOMETHING_ELSE(_) _(mm)"):
         if text:
             (folder / "autocast_mode.h").write_text(text)
-        with pytest.raises(
-            mk.TorchVersionError, match=r"a virtual GPU: got .* has no AT_FORALL_LOWER_PREC.*2\.8 to"
-        ):
+        with pytest.raises(mk.TorchVersionError, match=r"a virtual GPU: got .* has no AT_FORALL_LOWER_PREC.*2\.8 to"):
             operators_by_policy.__wrapped__()

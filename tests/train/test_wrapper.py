@@ -222,6 +222,18 @@ class TestPrecision:
         with pytest.raises(mk.ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
+    def test_true_is_looked_at_in_float32_after_a_step_too(self):
+        """Sums in float32 leave a parameter with a gradient dtype of its own, to which a look was rounded: refused."""
+        model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        with mk.MemoryEfficientTrainingWrapper(
+            model, optimizer, precision="bf16-true", accumulation_steps=2, probe="require"
+        ) as trainer:
+            for rows in torch.randn(9, 16, 6):
+                assert trainer.train_step(rows, row_loss_of_tensor).stepped
+            dtypes = {tensors.gradient_dtype(each) for each in model.parameters()}
+        assert dtypes == {torch.bfloat16}
+
     def test_true_with_a_norm_that_was_put_back_to_float32(self):
         """The first parameter is no measure of the model: the layer after the norm takes what the norm gives."""
 
