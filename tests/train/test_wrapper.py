@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
+from memkit._torch import tensors
 
 
 def make(width=16, **keywords):
