@@ -46,7 +46,7 @@ FUSED_ATTENTION = overloads(
 """The operators of F.scaled_dot_product_attention."""
 
 FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
-"""The backward of RMSNorm in one operator; before 2.9 CUDA made both directions of several."""
+"""The backward of RMSNorm in one operator; 2.8 lacks it, and CUDA makes both directions of several."""
 
 FUSED_RMS_NORM = overloads("_fused_rms_norm.default") if FUSED_RMS_NORM_BACKWARD else frozenset()
-"""Its forward: until 2.8 for Metal alone."""
+"""Its forward: in 2.8 for Metal alone."""

@@ -10,8 +10,8 @@ import torch
 
 from memkit._torch.versions import parse, refuse_unknown
 
-KEEPS_CASTS_WITHOUT_GRAPHS = parse(torch.__version__) < (2, 13)
-"""Whether autocast keeps a weight's cast that was made without gradients."""
+KEEPS_CASTS_WITHOUT_GRAPHS = parse(torch.__version__) < (2, 12)
+"""Whether autocast takes a weight's cast without a graph where a graph is wanted: 2.10 does, 2.12 does not."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,10 @@
-"""What torch.cuda asks of itself before it answers: names for whoever answers in its place."""
+"""What torch.cuda asks of itself before it answers, for whoever answers in its place; and what CUDA prefers."""
+
+import functools
+
+import torch
+
+from memkit._torch.versions import parse
 
 LAZY = ("_lazy_init", "_lazy_call")
 """Functions that start CUDA."""
@@ -8,3 +14,15 @@ EXCHANGE = ("_exchange_device", "_maybe_exchange_device")
 
 RECORD_HISTORY, SNAPSHOT = "_record_memory_history", "_snapshot"
 """Functions of the allocator's history, documented under these names."""
+
+
+@functools.cache
+def prefers_cudnn_attention() -> bool:
+    """Say whether attention asks cuDNN first on Hopper and Blackwell: with cuDNN 9.15.1, so in the wheels since 2.12.
+
+    Source: `check_prefer_cudnn_attention` in torch's `sdp_utils.cpp`. A build for the CPU stands for that wheel.
+    """
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if cudnn is None:
+        return parse(torch.__version__) >= (2, 12)
+    return int(cudnn) > 91500

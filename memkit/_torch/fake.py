@@ -59,7 +59,7 @@ def device_patch(name_device: Callable[[torch.device], torch.device]) -> tuple[A
 
     Where that is the device itself, torch completes it as ever, with the index of a device that is there.
     """
-    normalize = getattr(FakeTensor, "_normalize_fake_device", None)  # since 2.12
+    normalize = getattr(FakeTensor, "_normalize_fake_device", None)  # 2.10 lacks it
     if normalize is not None:
 
         @functools.wraps(normalize)

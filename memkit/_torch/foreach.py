@@ -10,7 +10,7 @@ norm = torch._foreach_norm
 
 
 def clone(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy tensors; before 2.12 one after the other."""
+    """Copy tensors; in 2.10 and before one after the other."""
     if _clone is None:
         return [each.clone() for each in tensors]
     copies: Sequence[Tensor] = _clone(tensors)

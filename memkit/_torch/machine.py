@@ -17,7 +17,7 @@ def has_bfloat16_instructions() -> bool:
 
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Return the free and all bytes of an accelerator, as its driver says."""
-    if hasattr(torch.accelerator, "get_memory_info"):  # since 2.10
+    if hasattr(torch.accelerator, "get_memory_info"):  # 2.8 lacks it
         return torch.accelerator.get_memory_info(device)
     info: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
     return info
@@ -25,7 +25,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 def reset_peak(device: torch.device) -> None:
     """Let an accelerator's peak counters start again."""
-    if hasattr(torch.accelerator, "reset_peak_memory_stats"):  # since 2.9
+    if hasattr(torch.accelerator, "reset_peak_memory_stats"):  # 2.8 lacks it
         torch.accelerator.reset_peak_memory_stats(device)
     else:
         torch.get_device_module(device).reset_peak_memory_stats(device)
@@ -33,7 +33,7 @@ def reset_peak(device: torch.device) -> None:
 
 def empty_cache(device_type: str) -> None:
     """Give an accelerator's unused blocks back to its driver."""
-    if device_type != "mps" and hasattr(torch.accelerator, "empty_cache"):  # since 2.9
+    if device_type != "mps" and hasattr(torch.accelerator, "empty_cache"):  # 2.8 lacks it
         torch.accelerator.empty_cache()
     else:
         torch.get_device_module(device_type).empty_cache()

@@ -24,7 +24,7 @@ def run_kernel_of(func: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str,
 def pass_through(key: str) -> Any:
     """Let operators without a kernel for a dispatch key go on to the next, until `remove_kernels`, unless torch does.
 
-    torch itself does for autograd since 2.9.
+    torch itself does for autograd, except in 2.8.
     """
     library = torch.library.Library("_", "IMPL", key)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):

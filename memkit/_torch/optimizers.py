@@ -10,7 +10,7 @@ from torch.utils import _foreach_utils as foreach  # decides whether several ten
 from torch.utils.hooks import RemovableHandle
 
 MUON: tuple[type[Optimizer], ...] = tuple(filter(None, [getattr(torch.optim, "Muon", None)]))
-"""Since 2.9."""
+"""2.8 lacks it."""
 
 __all__ = [
     "MUON",

@@ -37,7 +37,7 @@ def is_root(state: Any) -> bool:
 
 
 COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
-"""Names of what a parameter group exchanges parameters and gradients by; since 2.9."""
+"""Names of what a parameter group exchanges parameters and gradients by; 2.8 lacks them."""
 
 
 def missing_for_lockstep() -> str:

@@ -8,7 +8,7 @@ from torch._C import _storage_Use_Count as storage_use_count
 
 swap_tensors = torch._C._swap_tensor_impl  # what two tensors are, without torch's questions who else holds them
 
-_IS_DENSE = "is_non_overlapping_and_dense"  # until 2.8; since 2.9 with a suffix, for sizes that are symbols too
+_IS_DENSE = "is_non_overlapping_and_dense"  # until 2.10; 2.12 has it with a suffix, for sizes that are symbols too
 is_dense: Callable[[Tensor], bool] = vars(_prims_common).get(f"{_IS_DENSE}_or_false") or vars(_prims_common)[_IS_DENSE]
 
 __all__ = ["is_dense", "storage_use_count", "swap_tensors"]

@@ -93,4 +93,4 @@ def require_gradient_dtypes(feature: str) -> None:
     require(_HAS_GRADIENT_DTYPE or None, name="Tensor.grad_dtype", since="2.10", feature=feature)
 
 
-_HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since 2.10
+_HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # 2.8 lacks it, 2.10 has it

@@ -17,7 +17,10 @@ from memkit._torch.machine import onednn_version
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
 _PAGE = 4096
-_ONE_BUFFER_OF_STATES = (3, 8)  # the version of oneDNN since which layers' and steps' states lie in one
+_ONE_BUFFER_OF_STATES = (
+    3,
+    8,
+)  # version 3.7 of oneDNN has three buffers, 3.11 one, in which layers' and steps' states lie in one
 _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
 _PER_HELPER = 2**20  # what each thread beyond the first takes, at most
@@ -104,7 +107,7 @@ def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, 
 
 
 def _recurrent_backward(out: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    """All gradients are in float32, as torch's shape function says since 2.13."""
+    """All gradients are in float32, as torch's shape function says in 2.13; in 2.12 it does not yet."""
     return tuple(each.float() for each in out)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from memkit._torch import aten
+from memkit._torch.cuda import prefers_cudnn_attention
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -73,7 +74,7 @@ def attention(capability: tuple[int, int]) -> Callable[..., Any]:
 
 def attention_backend(call: Attention, capability: tuple[int, int]) -> str:
     """Which of "cudnn", "flash", "efficient" and "math" takes a call, in PyTorch's order of preference."""
-    prefers_cudnn = capability[0] in (9, 10)
+    prefers_cudnn = capability in ((9, 0), (10, 0)) and prefers_cudnn_attention()
     if call.query.dim() != 4 or 0 in (call.query.shape[-2], call.key.shape[-2]) or capability > (12, 1):
         return "math"
     choices = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memkit._torch.autocast import KEEPS_CASTS_WITHOUT_GRAPHS, operators_by_policy
+from memkit._torch.autocast import operators_by_policy
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.operators import schema_of
@@ -38,11 +38,11 @@ class CastCache:
         if not _is_eligible(value) or value.dtype is dtype:
             return value
         is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not is_view(value)
-        # Without gradients newer versions keep nothing.
-        is_kept = torch.is_grad_enabled() or KEEPS_CASTS_WITHOUT_GRAPHS
-        if not (is_weight and dtype in _LOW and torch.is_autocast_cache_enabled() and is_kept):
+        # Nothing is kept in inference mode: so do the recorded allocations of inference under autocast.
+        is_kept = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        if not (is_weight and dtype in _LOW and is_kept):
             return value.to(dtype)
-        if value not in self._casts:
+        if value not in self._casts or (torch.is_grad_enabled() and not self._casts[value].requires_grad):
             self._casts[value] = value.to(dtype)
         return self._casts[value]
 

@@ -45,6 +45,10 @@ def torch_divisions():
         divisions = library._ZN3c1016CachingAllocator26AcceleratorAllocatorConfig24roundup_power2_divisionsEm
     except AttributeError:
         pytest.skip(lacks("torch.c10.CachingAllocator.AcceleratorAllocatorConfig", "the parser under test"))
+    try:
+        torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20")
+    except ValueError:
+        pytest.skip(lacks("torch.c10.CachingAllocator.AcceleratorAllocatorConfig.large_segment_size_mb", "a setting"))
     divisions.argtypes, divisions.restype = [ctypes.c_size_t], ctypes.c_size_t
     yield divisions
     torch._C._accelerator_setAllocatorSettings("large_segment_size_mb:20,expandable_segments:False")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit._torch.autocast import operators_by_policy
+from memkit._torch.cuda import prefers_cudnn_attention
 from memkit.planning.card.attention import Attention, attention_backend
 from memkit.planning.card.reductions import Processors, reduction
 from memkit.planning.card.virtual_gpu import VirtualGPU
@@ -65,17 +66,32 @@ def test_autocast_takes_each_operator_as_its_list_says(function, dtype):
         assert function(x).dtype is dtype
 
 
-@pytest.mark.parametrize("has_gradient", [True, False])
-def test_a_cast_weight_is_kept_until_autocast_ends_but_not_without_gradients(card, has_gradient):
+@pytest.mark.parametrize(
+    ("context", "is_kept"), [(torch.enable_grad, True), (torch.no_grad, True), (torch.inference_mode, False)]
+)
+def test_a_cast_weight_is_kept_until_autocast_ends_but_not_in_inference(card, context, is_kept):
+    """As the allocator shows on a CPU, and as inference was recorded on a GPU."""
     layer = nn.Linear(512, 512, bias=False, device="cuda")
     x = torch.ones(4, 512, device="cuda", dtype=torch.bfloat16)
     layer(x.float())  # cuBLAS has its workspace
     before = card.allocated_bytes
-    with torch.set_grad_enabled(has_gradient), torch.autocast("cuda", torch.bfloat16):
+    with context(), torch.autocast("cuda", torch.bfloat16):
         for _ in range(2):
             layer(x)
-            assert card.allocated_bytes - before == (512 * 512 * 2 if has_gradient else 0)
+            assert card.allocated_bytes - before == (512 * 512 * 2 if is_kept else 0)
     assert card.allocated_bytes == before
+
+
+@pytest.mark.usefixtures("card")
+def test_a_cast_that_was_made_without_a_graph_is_not_taken_where_one_is_wanted():
+    layer = nn.Linear(8, 8, bias=False, device="cuda")
+    x = torch.ones(4, 8, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        with torch.no_grad():
+            layer(x)
+        out = layer(x)
+    out.sum().backward()
+    assert layer.weight.grad is not None
 
 
 # --------------------------------------------------------------------------------------------------- attention
@@ -92,8 +108,9 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     [
         (call(), TURING, "efficient"),
         (call(), AMPERE, "flash"),
-        (call(), HOPPER, "cudnn"),
-        (call(), BLACKWELL, "cudnn"),
+        (call(), HOPPER, "cudnn" if prefers_cudnn_attention() else "flash"),
+        (call(), BLACKWELL, "cudnn" if prefers_cudnn_attention() else "flash"),
+        (call(), (10, 3), "flash"),
         (call(), GAMING_BLACKWELL, "flash"),
         (call(torch.bfloat16), TURING, "math"),
         (call(torch.bfloat16), ADA, "flash"),
