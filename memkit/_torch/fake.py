@@ -1,6 +1,7 @@
 """Tensors without data, and what refuses to compute on them."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ __all__ = [
     "current_default_device",
     "default_device",
     "device_context",
-    "device_patch",
+    "device_patches",
     "fake_mode_owner",
     "fallback_patch",
     "set_default_device",
@@ -54,11 +55,12 @@ __all__ = [
 ]
 
 
-def device_patch(name_device: Callable[[torch.device], torch.device]) -> tuple[Any, str, Any]:
-    """Return a patch (owner, name, replacement) by which tensors without data keep ``name_device(device)``.
+def device_patches(name_device: Callable[[torch.device], torch.device]) -> list[tuple[Any, str, Any]]:
+    """Return patches (owner, name, replacement) by which tensors without data keep ``name_device(device)``.
 
     Where that is the device itself, torch completes it as ever, with the index of a device that is there.
     """
+    patches: list[tuple[Any, str, Any]] = []
     normalize = getattr(FakeTensor, "_normalize_fake_device", None)  # 2.10 lacks it
     if normalize is not None:
 
@@ -67,15 +69,16 @@ def device_patch(name_device: Callable[[torch.device], torch.device]) -> tuple[A
             named = name_device(device)
             return named if named is not device else normalize(device)
 
-        return FakeTensor, "_normalize_fake_device", staticmethod(normalized)
-
+        patches.append((FakeTensor, "_normalize_fake_device", staticmethod(normalized)))
     new = FakeTensor.__new__
+    if "fake_mode_or_elem" not in inspect.signature(new).parameters:  # until 2.12 a tensor is made before that
 
-    @functools.wraps(new)
-    def created(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        return new(cls, mode, elem, name_device(torch.device(device)), *args, **kwargs)
+        @functools.wraps(new)
+        def created(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            return new(cls, mode, elem, name_device(torch.device(device)), *args, **kwargs)
 
-    return FakeTensor, "__new__", staticmethod(created)
+        patches.append((FakeTensor, "__new__", staticmethod(created)))
+    return patches
 
 
 def set_default_device(device: torch.device | None) -> None:

@@ -41,8 +41,9 @@ COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
 def missing_for_lockstep() -> str:
-    """Name what this torch lacks for ranks of fully_shard to recover together; empty where it has all."""
+    """Name what this torch lacks for ranks of fully_shard to recover together; empty where it has all, as 2.13 does."""
     from torch.distributed.fsdp import FSDPModule  # half a second, and whoever shards has it already
 
-    name = "set_custom_all_gather"
-    return "" if hasattr(FSDPModule, name) else f"PyTorch {torch.__version__}, which has no FSDPModule.{name}"
+    needed = ("set_custom_all_gather", "reset_iter_state")
+    lacking = next((name for name in needed if not hasattr(FSDPModule, name)), None)
+    return f"PyTorch {torch.__version__}, which has no FSDPModule.{lacking}" if lacking else ""

@@ -17,10 +17,7 @@ from memkit._torch.machine import onednn_version
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
 _PAGE = 4096
-_ONE_BUFFER_OF_STATES = (
-    3,
-    8,
-)  # version 3.7 of oneDNN has three buffers, 3.11 one, in which layers' and steps' states lie in one
+_ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in three buffers, 3.11 in one
 _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
 _PER_HELPER = 2**20  # what each thread beyond the first takes, at most

@@ -24,7 +24,7 @@ from tests.versions import lacks
 
 TOGETHER = pytest.mark.skipif(
     bool(missing_for_lockstep()),
-    reason=lacks("torch.distributed.fsdp.FSDPModule.set_custom_all_gather", "ranks cannot recover together"),
+    reason=lacks("torch.distributed.fsdp.FSDPModule.reset_iter_state", "ranks cannot recover together"),
 )
 
 STEPS, ROWS = 3, 8

@@ -23,7 +23,7 @@ from memkit._errors import StateError
 from memkit._torch import aten
 from memkit._torch.dispatch import fake_mode, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
-from memkit._torch.fake import FakeTensor, device_context, device_patch, fallback_patch, set_default_device
+from memkit._torch.fake import FakeTensor, device_context, device_patches, fallback_patch, set_default_device
 from memkit._torch.modules import APPLY, LOAD, buffers_of
 from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import foreach, lists_of_devices, lists_of_types
@@ -345,7 +345,7 @@ def _tensor_patches() -> list[tuple[Any, str, Any]]:
 
     return [
         (Tensor, MAKE_SUBCLASS, staticmethod(private)),
-        device_patch(_for_autograd),
+        *device_patches(_for_autograd),
         fallback_patch(_for_autograd(CARD)),
         (FakeTensor, "device", property(named)),
         (FakeTensor, "__deepcopy__", _copied),
