@@ -27,7 +27,7 @@ from torch import nn
 from memkit._errors import MemkitWarning, StateError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._torch.dispatch import TorchDispatchMode
-from memkit._torch.ranks import COLLECTIVES, is_root, parameter_group, state_of
+from memkit._torch.ranks import COLLECTIVES, is_root, missing_for_lockstep, parameter_group, state_of
 from memkit.train.ranks import Shards
 
 
@@ -120,6 +120,8 @@ class Lockstep:
     @classmethod
     def find(cls, model: nn.Module, shards: Shards) -> Self | None:
         """Return the lockstep of a model; None where this torch or the sharding is too strange."""
+        if missing_for_lockstep():
+            return None
         try:
             return cls(model, shards)
         except (AttributeError, AssertionError):
