@@ -29,7 +29,7 @@ from memkit._torch.operators import schema_of
 from memkit._torch.optimizers import foreach, lists_of_devices, lists_of_types
 from memkit._torch.pytree import tree_map
 from memkit._torch.storage import swap_tensors
-from memkit._torch.tensors import MAKE_SUBCLASS
+from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 from memkit.planning.card.autocast import CastCache
 from memkit.planning.card.operators import cuda_operators
 from memkit.planning.card.workspace import RESULTS
@@ -65,7 +65,9 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
         super().__init__(selected_fraction)
         self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
-    def dispatch(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+    def dispatch(  # noqa: C901 - where an operator runs is one decision
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operator: on the host with data, on the card without."""
         args = tuple(map(_as_cuda, args))
         kwargs = {name: _as_cuda(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -97,7 +99,15 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
         with _without_values(args if names_card else ()), self._inside():
             out = super().dispatch(func, types, args, kwargs)
         is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
-        return self._where_its_arguments_are(out, args) if is_known and device is None else out
+        if not is_known or device is not None:
+            return out
+        on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
+        if _is_view(func, out, on_card):
+            with _without_values(on_card), self._inside():
+                view = super().dispatch(func, types, args, kwargs)
+            return self._known(view, out.constant)
+        # PyTorch puts what it computes from known values on the CPU.
+        return self._on_card(out.constant, on_card[0].fake_device) if on_card else out
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -148,16 +158,21 @@ class CardMode(DryMode):  # type: ignore[no-untyped-call]  # torch's own class h
             return value.constant
         return torch.full(value.shape, self.guesses.array(value.dtype), dtype=value.dtype, device="cpu")
 
-    def _where_its_arguments_are(self, out: Any, args: Any) -> Tensor:
-        """PyTorch puts what it computes from known values on the CPU."""
-        on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
-        return self._on_card(out.constant, on_card[0].fake_device) if on_card else out
-
     def _on_card(self, constant: Tensor, device: torch.device) -> Tensor:
         elem = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device="meta")
-        fake = FakeTensor(self, elem, device, constant=constant)
+        return self._known(FakeTensor(self, elem, device), constant)
+
+    def _known(self, fake: Any, constant: Tensor) -> Tensor:
+        fake.constant = constant
         self.fake_tensor_converter.add_constant_storage_mapping(fake)
-        return fake
+        return cast("Tensor", fake)
+
+
+def _is_view(func: Any, out: FakeTensor, args: Sequence[FakeTensor]) -> bool:
+    """Whether an operator on known values only looks at them, and so takes no memory."""
+    storages = {storage_key(arg.constant.untyped_storage()) for arg in args if arg.constant is not None}
+    is_alias = out.constant is not None and storage_key(out.constant.untyped_storage()) in storages
+    return is_alias and not schema_of(func).is_mutable
 
 
 @contextmanager

@@ -283,6 +283,19 @@ def test_fused_optimizers_take_nothing_beyond_their_state(card, make):
     assert card.peak_bytes <= allocated + 4 * KIB  # scalars
 
 
+def test_a_view_of_whole_numbers_that_are_known_takes_nothing_and_stays_known(card):
+    rows = torch.arange(4096).view(64, 64).cuda()
+    allocated = card.allocated_bytes
+    views = [rows[:, :-1], rows[:, 1:], rows[3], rows.T, rows.view(-1), rows[::2].unsqueeze(0)]
+    assert card.allocated_bytes == allocated
+    assert (views[2].tolist()[:3], int(views[1][0, 0])) == ([192, 193, 194], 1)
+    copy = rows[:, :-1].contiguous()
+    assert card.allocated_bytes == allocated + 64 * 63 * 8
+    assert int(copy[1, 0]) == 64
+    rows += 1  # written in place: what was known of its views is no more
+    assert card.allocated_bytes == allocated + 64 * 63 * 8
+
+
 @pytest.mark.usefixtures("card")
 def test_recurrent_layers_run_without_a_warning():
     layer = nn.LSTM(8, 16, num_layers=2, batch_first=True).cuda()
