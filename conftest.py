@@ -20,18 +20,18 @@ def set_aside(_: dict[str, Any]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup() -> Generator[None]:
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
     """Skip what an older PyTorch cannot have."""
-    return (yield from skipping_what_torch_lacks())
+    return (yield from skipping_what_torch_lacks(item))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Likewise."""
-    return (yield from skipping_what_torch_lacks())
+    return (yield from skipping_what_torch_lacks(item))
 
 
-def skipping_what_torch_lacks() -> Generator[None]:
+def skipping_what_torch_lacks(item: pytest.Item) -> Generator[None]:
     """Skip what an older PyTorch cannot have; `python -m benchmarks.cases.torch_versions` lists it by version."""
     from tests.versions import missing
 
@@ -39,7 +39,7 @@ def skipping_what_torch_lacks() -> Generator[None]:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:
         if reason := missing(error):
-            if torch.distributed.is_initialized():  # a page that ends in the middle
+            if item.path.suffix == ".md" and torch.distributed.is_initialized():  # a page that ends in the middle
                 torch.distributed.destroy_process_group()
             pytest.skip(reason)
         raise
