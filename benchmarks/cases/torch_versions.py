@@ -108,7 +108,8 @@ def outcome(log: Path) -> dict[str, Any]:
         name = f"{case.get('classname')}::{case.get('name')}"
         skip, failure = case.find("skipped"), next((each for each in case if each.tag in ("failure", "error")), None)
         if failure is not None:
-            failed[name] = re.sub(r"\s+", " ", failure.get("message") or "")[:300]
+            said = re.sub(r"/(?:[^\s/\"':]+/)+", "", failure.get("message") or "")  # no paths of this machine
+            failed[name] = re.sub(r"\s+", " ", said)[:300]
         elif skip is not None:
             skipped[name] = re.sub(r"\s+", " ", skip.get("message") or "")
         else:

@@ -32,8 +32,10 @@ def device_context() -> Any:
 
 
 PARSE_TO = "_parse_to"
+FAKE_LOGGER = fake_tensor.__name__  # where torch says which operator it could not run without data
 
 __all__ = [
+    "FAKE_LOGGER",
     "PARSE_TO",
     "BypassDispatchCache",
     "DataDependentOutputException",

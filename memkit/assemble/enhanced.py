@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, final
 
-import torch
 from torch import nn
 
 from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
 from memkit._recovery.sizes import SizeMemory
 from memkit._settings import Checker
+from memkit._torch.autocast import without_gradients
 from memkit._units import parse_bytes
 from memkit.assemble.foreign import Counters, FunctionLoop, diffusion_losses, images_and_condition, stateful_parts
 from memkit.memory.manager import MemoryManager
@@ -367,7 +367,7 @@ def _validation(
 
     def run() -> dict[str, Any] | None:
         evaluate = Evaluation(model, sizes, can_split=True)
-        with eval_mode(model), torch.no_grad():
+        with eval_mode(model), without_gradients():
             return validate(evaluate, batches, fn, device=device, reducers=reducers, should_stop=stop.is_set)
 
     return run

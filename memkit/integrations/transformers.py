@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from memkit._errors import ConfigError, InputError
 from memkit._loss import Loss
 from memkit._recovery.snapshot import Rollback, StateWatch
+from memkit._torch.autocast import without_gradients
 from memkit._torch.graph import saved
 from memkit.memory.manager import MemoryManager
 from memkit.train.gradients import graph_nodes
@@ -239,7 +240,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         if self._is_divided is None:
             losses = []
             for number in (num_items, 2 * num_items):
-                with torch.no_grad(), Rollback(StateWatch(model)).undone():
+                with without_gradients(), Rollback(StateWatch(model)).undone():
                     losses.append(float(compute_loss(model, copy.copy(part), num_items_in_batch=number)))
             once, twice = losses
             if once == 0 or not math.isfinite(once):  # says nothing: this part adds nothing, or has a count of 0

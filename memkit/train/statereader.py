@@ -20,6 +20,7 @@ import torch
 
 from memkit._events import short
 from memkit._pickles import Noted, load_noted, name_of, rebuild, refuse
+from memkit._torch.pickles import GET_LAYOUT, REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 
 _PICKLE = "data.pkl"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of what comes after it
@@ -40,7 +41,6 @@ _STORAGES: Final = {
     "torch.LongStorage": torch.int64,
     "torch.ShortStorage": torch.int16,
 }
-_TENSOR, _TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 
 
 def _ordered(noted: Noted) -> OrderedDict[Any, Any]:
@@ -75,9 +75,9 @@ _CALLS: Final[Mapping[str, Callable[[Noted], object]]] = {
     "_codecs.encode": lambda noted: _encoded(*noted.args),
     "torch.Size": lambda noted: torch.Size(*noted.args),
     "torch.device": lambda noted: _device(*noted.args),
-    "torch.serialization._get_layout": lambda noted: _layout(*noted.args),
+    GET_LAYOUT: lambda noted: _layout(*noted.args),
 }
-_NAMES: Final = frozenset({*DTYPES, *_STORAGES, *_CALLS, _TENSOR, _TENSOR_OF_DTYPE})
+_NAMES: Final = frozenset({*DTYPES, *_STORAGES, *_CALLS, REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE})
 
 
 class _Storage(NamedTuple):
@@ -137,8 +137,8 @@ class TensorFile:
             return refuse(f"{name} without a call", "a dtype") if found is None else found
         if not noted.name:
             return self._storage(*noted.args)
-        if noted.name in {_TENSOR, _TENSOR_OF_DTYPE}:
-            return self._tensor(*noted.args, has_dtype=noted.name == _TENSOR_OF_DTYPE)
+        if noted.name in {REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE}:
+            return self._tensor(*noted.args, has_dtype=noted.name == REBUILD_TENSOR_OF_DTYPE)
         if noted.name not in _CALLS:
             refuse(f"a call of {noted.name}", "plain values and tensors")
         if noted.name != "collections.OrderedDict" and (noted.items or noted.state is not None):

@@ -16,6 +16,7 @@ import torch
 
 from memkit._events import short
 from memkit._pickles import Noted, load_noted, name_of, rebuild, refuse
+from memkit._torch.pickles import GET_LAYOUT, MEMORY_FORMATS, STORAGE_INFO
 from memkit.train.statefiles import read_file
 from memkit.train.statereader import DTYPES, read_tensor
 
@@ -26,11 +27,11 @@ _NAMES: Final = frozenset(
     {
         *DTYPES,
         *(f"{_RECORDS}{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-        *(f"{_RECORDS}{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING")),
+        *(f"{_RECORDS}{name}" for name in ("TensorStorageMetadata", "ChunkStorageMetadata", MEMORY_FORMATS)),
         *(f"{module}.{system}Path" for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
         "torch.Size",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
+        STORAGE_INFO,
+        GET_LAYOUT,
     }
 )
 

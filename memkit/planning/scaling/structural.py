@@ -15,6 +15,7 @@ import numpy as np
 
 from memkit._errors import InputError
 from memkit._recording import IntArray
+from memkit._torch.fake import FAKE_LOGGER
 from memkit.planning.gpus import CapacityLike, capacity_bytes
 from memkit.planning.scaling.law import Tier, checked_size
 from memkit.planning.scaling.polynomials import (
@@ -240,7 +241,7 @@ def _holds_between(trace: Callable[[int], StepTrace], size: int, first: StepTrac
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Keep torch from logging what a model says to a size that it does not take."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_LOGGER)
     was_disabled, log.disabled = log.disabled, True
     try:
         yield
