@@ -4,7 +4,8 @@ from benchmarks.cases.torch_versions import outcome, unexplained
 
 LOG = """<testsuites><testsuite>
 <testcase classname="tests.a" name="passes"/>
-<testcase classname="tests.a" name="fails"><failure message="File &quot;/home/me/x/spawn.py&quot;, line 3&#10;boom"/></testcase>
+<testcase classname="tests.a" name="fails">
+<failure message="File &quot;/home/me/x/spawn.py&quot;, line 3&#10;boom"/></testcase>
 <testcase classname="tests.a" name="breaks"><error message="in setup"/></testcase>
 <testcase classname="tests.a" name="named"><skipped message="PyTorch has no torch.optim.Muon (the test)"/></testcase>
 <testcase classname="tests.a" name="other"><skipped message="too slow today"/></testcase>
