@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from memkit._loss import Loss
     from memkit._recovery.attempt import recover_from_oom
     from memkit._recovery.errors import is_out_of_memory
+    from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
+    from memkit._simulation.shard import Shard
     from memkit._units import format_bytes, parse_bytes
     from memkit._voxels import SparseVoxels
     from memkit.assemble.advice.advise import advise
@@ -50,9 +52,6 @@ if TYPE_CHECKING:
     from memkit.chunk.tiled import tiled_apply
     from memkit.memory.manager import MemoryManager
     from memkit.memory.track import Tracker
-    from memkit.planning.card.allocator import CachingAllocator
-    from memkit.planning.card.allocator_settings import AllocatorSettings
-    from memkit.planning.card.virtual_gpu import VirtualGPU
     from memkit.planning.config import TrainingConfig
     from memkit.planning.estimate import Holder, MemoryEstimate
     from memkit.planning.gpus import GPU, all_gpus, find_gpu
@@ -67,8 +66,8 @@ if TYPE_CHECKING:
     from memkit.planning.scaling.profile import profile_scaling
     from memkit.planning.scaling.result import ScalingResult
     from memkit.planning.scaling.sweep import run_memory_test
-    from memkit.planning.shard import Shard
     from memkit.planning.summary import print_config_summary
+    from memkit.planning.virtual_gpu import VirtualGPU
     from memkit.points.batches import BudgetBatchSampler
     from memkit.points.edges import sample_edges
     from memkit.points.grid import GridIndex
@@ -118,10 +117,10 @@ _HOMES = {
     "Accuracy": "train.reducers",
     "Advice": "assemble.advice.record",
     "AdviceTable": "assemble.advice.record",
-    "AllocatorSettings": "planning.card.allocator_settings",
+    "AllocatorSettings": "_simulation.cuda.allocator",
     "AugmentationParams": "voxel.params",
     "BudgetBatchSampler": "points.batches",
-    "CachingAllocator": "planning.card.allocator",
+    "CachingAllocator": "_simulation.cuda.allocator",
     "ChamferConvention": "voxel.clouds",
     "ChamferLoss": "voxel.losses",
     "Checkpointing": "train.checkpointing",
@@ -174,7 +173,7 @@ _HOMES = {
     "ResumableLoader": "train.order",
     "ScalingPoint": "planning.scaling.points",
     "ScalingResult": "planning.scaling.result",
-    "Shard": "planning.shard",
+    "Shard": "_simulation.shard",
     "SliceLoss": "voxel.perceptual",
     "SparseVoxels": "_voxels",
     "SparsityAwareProcessor": "chunk.sparse",
@@ -188,7 +187,7 @@ _HOMES = {
     "TrainingPlan": "planning.plan.plan",
     "TrainingStateManager": "train.state",
     "ValidationMonitor": "train.validation",
-    "VirtualGPU": "planning.card.virtual_gpu",
+    "VirtualGPU": "planning.virtual_gpu",
     "VoxelAugmentation": "voxel.augment",
     "VoxelDataset": "voxel.dataset",
     "VoxelDraw": "voxel.params",

@@ -12,6 +12,38 @@ import torch
 from memkit._errors import InputTypeError
 
 
+class Card(Protocol):
+    """What a simulation knows of a GPU; `memkit.GPU` is one."""
+
+    @property
+    def name(self) -> str:
+        """As people write it."""
+
+    @property
+    def vendor(self) -> str:
+        """Who makes it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """What torch reports as its memory."""
+
+    @property
+    def context_bytes(self) -> int:
+        """What driver and libraries hold."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Major and minor number."""
+
+    @property
+    def num_multiprocessors(self) -> int | None:
+        """None where it is not known."""
+
+    @property
+    def cublas_workspace_bytes(self) -> int | None:
+        """What torch takes for each handle of cuBLAS; None where it is not known."""
+
+
 class Closing(ABC):
     """What is closed at the end of a ``with`` block, or by `close`."""
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,13 @@ from memkit._errors import StateError
 from memkit._gradops import ACCUMULATIONS, ADD, FILLS, REUSING
 from memkit._recording import Category, IntArray, Label, Phase, Recording, lifetimes, resolve_categories
 from memkit._resizing import UNSHARD, telling
-from memkit._torch.dispatch import TorchDispatchMode, current_modes, is_traceable_wrapper_subclass_type
+from memkit._torch.dispatch import (
+    TorchDispatchMode,
+    current_modes,
+    is_traceable_wrapper_subclass_type,
+    pop_mode,
+    push_mode,
+)
 from memkit._torch.graph import sequence_number
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.storage import is_dense, storage_use_count
@@ -34,6 +41,79 @@ _DEVICE = torch.ops.prim.device.default
 # Existing storages of these categories were there before the block; others only since the current step began.
 _LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
 _Holders = tuple[int, int, int]
+
+
+class Beneath(Protocol):
+    """What lies beneath the tensors of a device that is simulated: its kernels, and perhaps its allocator.
+
+    The recorder tells it what becomes of storages, before it counts them itself: what does not fit was never there.
+    """
+
+    def counts(self, device: torch.device) -> bool:
+        """Say whether storages on a device are its own; others are not recorded."""
+
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:
+        """Return the device of a storage whose tensors nobody knows."""
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Take memory for a new storage, until it dies."""
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take memory for a storage that has another size now."""
+
+    def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Let a storage have the memory of another one, whose `id` is ``key``."""
+
+    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+        """Take and give back what an operator's kernels take inside; return how much more they may take at most."""
+
+    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return what runs an operator as the operators that it is made of; None where it comes undivided."""
+
+
+class Marks(Protocol):
+    """What marks each operator for somebody else who watches: see `memkit._workspace.WorkspaceMarks`."""
+
+    accelerator: torch.device | None
+
+    def begin(self) -> None:
+        """Begin with the recorder's block."""
+
+    def end(self) -> None:
+        """End with the recorder's block."""
+
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+        """Run an operator between two marks."""
+
+    def added_to(self, recording: Recording) -> Recording:
+        """Return a recording with what was seen between the marks."""
+
+
+class Moment(NamedTuple):
+    """How far a recorder is: events and phases so far, and where the operator that runs now comes from."""
+
+    num_events: int
+    num_phases: int
+    place: Place
+
+
+class Events(NamedTuple):
+    """What a recorder saw from one event on.
+
+    Attributes:
+        live: int64, shape ``(num_events + 1,)``: live bytes at the start and after each event.
+        operators: For each event the operator that made its storage.
+        is_growth: For each event whether memory was taken.
+        places: For each event where its storage was made.
+        bounds: int64, shape ``(num_kernels,)``: for each kernel that may take something inside of itself, live bytes
+            with the most that it may.
+    """
+
+    live: IntArray
+    operators: tuple[str, ...]
+    is_growth: tuple[bool, ...]
+    places: tuple[Place, ...]
+    bounds: IntArray
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
@@ -52,6 +132,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     the threads that autograd starts for its backward. One recorder records one block.
 
     Args:
+        beneath: Of a device that is simulated: what is told of storages and kernels.
+        marks: Marks operators; what is seen between the marks is in `recording` once the block is over.
         as_without_recorder: Any dispatch mode makes autograd sum gradients out of place where it would otherwise
             reuse one of them. True reports the memory that the step takes without the recorder; False reports what
             this very run allocates.
@@ -68,8 +150,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     supports_higher_order_operators = True
 
-    def __init__(self, *, as_without_recorder: bool = True) -> None:
+    def __init__(
+        self, *, beneath: Beneath | None = None, marks: Marks | None = None, as_without_recorder: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._beneath, self._marks = beneath, marks
+        self._operator: Any = ""  # the one whose storages are being counted
+        self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
         self._reusing = REUSING if as_without_recorder else frozenset()
         self._unshared: _Holders | None = None  # references to a gradient that nobody shares
         self._is_probing = False
@@ -116,6 +203,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             ):
                 cleanup.callback(handle.remove)
             cleanup.enter_context(telling(self._note_resized))
+            if self._marks is not None:
+                self._marks.begin()
+                cleanup.callback(self._marks.end)
             self._cleanup = cleanup.pop_all()
         return self
 
@@ -144,16 +234,51 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         live_after = np.cumsum(changes) - changes.sum() + self.live_bytes(device)
         return int(max(live_after.max(initial=0), self.live_bytes(device) - changes.sum()))
 
+    def events_since(self, event: int) -> Events:
+        """What happened from an event on, one by one."""
+        before = sum(num_bytes for _, _, num_bytes in self._adopted) + sum(self._event_bytes[:event])
+        live = before + np.cumsum([0, *self._event_bytes[event:]], dtype=np.int64)
+        storages = self._event_storage[event:]
+        names = {operator: str(operator) for operator in set(self._operators)}
+        return Events(
+            live,
+            operators=tuple(names[self._operators[number]] for number in storages),
+            is_growth=tuple(num_bytes > 0 for num_bytes in self._event_bytes[event:]),
+            places=tuple(self._places[number] for number in storages),
+            bounds=_int64([int(live[index - event]) + bound for index, bound in self._bounds if index >= event]),
+        )
+
+    def moment(self) -> Moment:
+        """How far it is."""
+        return Moment(len(self._event_bytes), len(self._phases), self._where.place())
+
+    @property
+    def operator(self) -> Any:
+        """The operator whose storages are being counted; "" before the first."""
+        return self._operator
+
     # ------------------------------------------------------------------------------------------- operators
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        if self._marks is None:
+            return self._run(func, types, args, kwargs or {})
+        return self._marks.around(func, partial(self._run, func, types, args, kwargs or {}), self.moment)
+
+    def _run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
             return getattr(args[0], "fake_device", None) or args[0].device
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
+        beneath = self._beneath
+        divided = None if beneath is None else beneath.divided(func, args)
+        if divided is not None:
+            push_mode(self)
+            try:
+                return divided(*args, **kwargs)
+            finally:
+                pop_mode()
         where = self._where
         where.update()
         is_candidate = func in self._reusing and where.phase == "backward"
@@ -171,7 +296,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if func in ACCUMULATIONS and where.phase == "backward":
             node = running_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
-                self._label(out, "gradient")
+                self.label(out, "gradient")
+        if beneath is not None:
+            self._operator = func
+            bound = beneath.run_inside(func, args, kwargs, out)
+            if bound:
+                self._bounds.append((len(self._event_bytes), bound))
         return out
 
     def _note_all(self, value: Any, operator: Any) -> None:
@@ -194,22 +324,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 if part is not tensor:
                     self._note(part, operator)
             return None
-        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator)
+        device = tensor.device
+        if self._marks is not None and device.type != "cpu":
+            self._marks.accelerator = device
+        return None if is_zero_tensor(tensor) else self._book(storage, device, operator)
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
-        number = self._book(storage, storage.device, UNSHARD) if self._is_active() else None
+        if not self._is_active():
+            return
+        device = storage.device if self._beneath is None else self._beneath.device_of(storage)
+        number = self._book(storage, device, UNSHARD)
         if number is not None and self._operators[number] == UNSHARD:
             self._categories[number] = "parameter"
 
     def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
+        beneath = self._beneath
+        if beneath is not None and not beneath.counts(device):
+            return None
         block = self._blocks.get(id(storage))
         nbytes = storage.nbytes()
         if block is not None:
             if nbytes != self._bytes[block.number]:
+                if beneath is not None:
+                    self._operator = operator
+                    beneath.resize(storage)
                 self._change(block.number, nbytes - self._bytes[block.number])
             return block.number
         if nbytes == 0:
             return None
+        if beneath is not None:
+            self._operator = operator
+            beneath.hold(storage)
         number = len(self._bytes)
         self._bytes.append(nbytes)
         self._devices.append(device)
@@ -301,6 +446,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _reuse(self, block: _Block, out: torch.Tensor) -> None:
         """Count the result as written into `block`, whose own storage is about to die unseen."""
+        if self._beneath is not None:
+            self._beneath.pass_on(block.key, out.untyped_storage())
         del self._blocks[block.key]
         self._follow(out.untyped_storage(), block.number)
 
@@ -326,9 +473,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._where.outside_backward = "forward"
         for child in module.modules():
             owner = self._where.name_of(child)
-            self._label(list(child.parameters(recurse=False)), "parameter", owner)
-            self._label(list(child.buffers(recurse=False)), "buffer", owner)
-        self._label(inputs, "input")
+            self.label(list(child.parameters(recurse=False)), "parameter", owner)
+            self.label(list(child.buffers(recurse=False)), "buffer", owner)
+        self.label(inputs, "input")
 
     def _after_module(self, *_: Any) -> None:
         if self._is_active():
@@ -338,17 +485,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if self._is_active():
             self._where.outside_backward = "optimizer"
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self._label(parameters, "parameter")
-            self._label([p.grad for p in parameters], "gradient")
-            self._label(list(optimizer.state.values()), "optimizer")
+            self.label(parameters, "parameter")
+            self.label([p.grad for p in parameters], "gradient")
+            self.label(list(optimizer.state.values()), "optimizer")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._is_active():
-            self._label(list(optimizer.state.values()), "optimizer")
+            self.label(list(optimizer.state.values()), "optimizer")
             self._where.outside_backward = "other"
             self._step_start = len(self._event_storage)
 
-    def _label(self, value: Any, category: Category, module: str = "") -> None:
+    def label(self, value: Any, category: Category, module: str = "") -> None:
         """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor):
@@ -363,7 +510,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     # ---------------------------------------------------------------------------------------------- reading
 
     def recording(self) -> Recording:
-        """Everything seen so far, as plain data."""
+        """Everything seen so far, as plain data; with `Marks` what was seen between them too."""
+        live = self.live_recording()
+        return live if self._marks is None else self._marks.added_to(live)
+
+    def live_recording(self) -> Recording:
+        """The storages that were seen so far, as plain data."""
         before = [0 if self._categories.get(number) in _LASTING else event for event, number, _ in self._adopted]
         event_storage = np.insert(_int64(self._event_storage), before, [number for _, number, _ in self._adopted])
         event_bytes = np.insert(_int64(self._event_bytes), before, [nbytes for *_, nbytes in self._adopted])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, count
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from memkit._errors import StateError
-from memkit._recorder import Recorder
+from memkit._recorder import Moment
 from memkit._recording import IntArray, Label, Recording, lifetimes
 from memkit._torch.profiler import (
     ActiveProfilerType,
@@ -25,7 +24,6 @@ from memkit._torch.profiler import (
     start_profiler,
     stop_profiler,
 )
-from memkit._whereabouts import Place
 
 _MARK = "memkit-operator:"
 _Memory = Literal["cpu", "accelerator"]
@@ -34,10 +32,8 @@ _Memory = Literal["cpu", "accelerator"]
 class _Call(NamedTuple):
     """One call of an operator."""
 
-    num_events: int  # of the recorder's events, those up to the call's end
-    num_phases: int  # of the recorder's phases likewise
+    end: Moment
     operator: Any
-    place: Place
     accelerator: torch.device | None  # the one that was in use, if any
 
     def device(self, memory: _Memory) -> str:
@@ -52,12 +48,12 @@ class _Workspace(NamedTuple):
     nbytes: int
 
 
-class WorkspaceRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """A Recorder that also sees what an operator takes and gives back inside of itself, as category ``"workspace"``.
+class WorkspaceMarks:
+    """For a Recorder that also sees what an operator takes and gives back inside: category ``"workspace"``.
 
-    It puts a mark around each operator. torch's profiler writes the marks and the allocations of a thread into one
-    list, in the order in which they came: no clocks have to be aligned, no running totals trusted, and nothing outside
-    of the operators counts.
+    Use it as ``Recorder(marks=WorkspaceMarks())``. It puts a mark around each operator. torch's profiler writes the
+    marks and the allocations of a thread into one list, in the order in which they came: no clocks have to be aligned,
+    no running totals trusted, and nothing outside of the operators counts.
 
     The profiler is the one beneath `torch.autograd.profiler_legacy`. Unlike Kineto's it prints nothing, and stays in
     its own thread (with those of autograd), so that a profiler in another thread is not disturbed. torch calls it
@@ -65,13 +61,17 @@ class WorkspaceRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's o
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._accelerator: torch.device | None = None
+        self.accelerator: torch.device | None = None
         self._calls: dict[int, _Call] = {}
         self._numbers = count()
         self._workspaces: list[_Workspace] | None = None  # None until the block is over
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Start the profiler.
+
+        Raises:
+            StateError: One runs in this thread.
+        """
         if running_profiler() != ActiveProfilerType.NONE:
             raise StateError(
                 "track(workspace=True)",
@@ -79,44 +79,37 @@ class WorkspaceRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's o
                 expected="none: workspace is read from a profiler's events, and torch runs one at a time",
                 fix="leave that profiler (or the outer track(workspace=True)) first, or use track().",
             )
-        super().__enter__()
         shapes, memory, stack, flops, modules = False, True, False, False, False
         start_profiler(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, modules, ExperimentalConfig()))
         record_functions(False)  # noqa: FBT003 - only the marks are wanted, not each operator's own record
-        return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def end(self) -> None:
+        """Stop the profiler, and read its events."""
         record_functions(True)  # noqa: FBT003
         threads = stop_profiler()
-        super().__exit__(exc_type, exc, traceback)
         risen = sorted(found for events in threads for found in _risen(events))
         self._workspaces = [
             _Workspace(self._calls[number], self._calls[number].device(memory), nbytes)
             for number, memory, nbytes in risen
         ]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+        """Run an operator between two marks."""
         number = next(self._numbers)
         try:
             record_functions(True)  # noqa: FBT003 - C++ takes no keyword
             with Mark(f"{_MARK}{number}"):
                 record_functions(False)  # noqa: FBT003
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return run()
         finally:  # an operator that failed counts too: its workspace may be what did not fit
-            place = self._where.place()
-            self._calls[number] = _Call(len(self._event_bytes), len(self._phases), func, place, self._accelerator)
+            self._calls[number] = _Call(moment(), func, self.accelerator)
 
-    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
-        if not tensor.is_cpu:
-            self._accelerator = tensor.device
-        return super()._note(tensor, operator)
+    def added_to(self, recording: Recording) -> Recording:
+        """Return a recording with the workspaces: each is a storage that comes and goes within its operator.
 
-    def recording(self) -> Recording:
-        """Everything seen, as plain data: a workspace is a storage that comes and goes within its operator."""
+        Raises:
+            StateError: The block is not over.
+        """
         if self._workspaces is None:
             raise StateError(
                 "track(workspace=True)",
@@ -124,7 +117,7 @@ class WorkspaceRecorder(Recorder):  # type: ignore[no-untyped-call]  # torch's o
                 expected="questions after the block: the profiler hands out its events when it ends",
                 fix="read the tracker after the block, or use track().",
             )
-        return _with_workspaces(super().recording(), self._workspaces)
+        return _with_workspaces(recording, self._workspaces)
 
 
 def _risen(events: Sequence[ProfilerEvent]) -> Iterator[tuple[int, _Memory, int]]:
@@ -165,17 +158,17 @@ def _with_workspaces(recording: Recording, workspaces: Sequence[_Workspace]) -> 
     num_events = len(recording.event_bytes)
     happened = np.delete(np.arange(num_events), births[was_before])
     after = np.concatenate([happened[:1] if len(happened) else [num_events], happened + 1])
-    positions = np.repeat(after[[found.call.num_events for found in workspaces]], 2)
+    positions = np.repeat(after[[found.call.end.num_events for found in workspaces]], 2)
     ids = np.repeat(np.arange(num_old, num_old + num_new), 2)
     changes = np.outer([found.nbytes for found in workspaces], [1, -1]).ravel()
-    phases_before = np.sort([found.call.num_phases for found in workspaces])
+    phases_before = np.sort([found.call.end.num_phases for found in workspaces])
     texts: dict[Label, list[str]] = {
         "category": ["workspace"] * num_new,
         "device": [found.device for found in workspaces],
-        "module": [found.call.place.module for found in workspaces],
+        "module": [found.call.end.place.module for found in workspaces],
         "operator": [str(found.call.operator) for found in workspaces],
-        "phase": [found.call.place.phase for found in workspaces],
-        "source": [str(found.call.place.line or "") for found in workspaces],
+        "phase": [found.call.end.place.phase for found in workspaces],
+        "source": [str(found.call.end.place.line or "") for found in workspaces],
     }
     names = {label: tuple(dict.fromkeys([*recording.names[label], *new])) for label, new in texts.items()}
     codes: dict[Label, IntArray] = {}

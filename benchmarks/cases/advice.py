@@ -29,12 +29,12 @@ from torch.utils._pytree import tree_map
 import memkit as mk
 from benchmarks.models import Decoder, UNet
 from benchmarks.result import write_result
+from memkit._simulation.simulation import Host
 from memkit.assemble.advice.advise import advise
 from memkit.assemble.advice.record import Advice
 from memkit.assemble.advice.remedies import nothing
 from memkit.assemble.advice.step import Observation, Training, observe
 from memkit.assemble.advice.submodules import held_by_modules
-from memkit.planning.dryrun import on_cpu
 
 Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor], dict[str, Any]]
 
@@ -241,7 +241,7 @@ def measure(build: Callable[[], Case]) -> dict[str, Any]:
     torch.manual_seed(0)
     model, batch, loss_fn, options = build()
     table = advise(model, batch, loss_fn, **options)
-    plain = observe(Training(model, batch, loss_fn, options.get("optimizer", "adamw"), None, None), nothing, on_cpu)
+    plain = observe(Training(model, batch, loss_fn, options.get("optimizer", "adamw"), None, None), nothing, Host)
     rows = {}
     for each in table:
         row = asdict(each) | {"naive_saved_bytes": None}

@@ -17,7 +17,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.result import write_result
-from memkit.planning.card.allocator import CachingAllocator
+from memkit._simulation.cuda.allocator import CachingAllocator
 from tests.planning.card.allocator_replay import ALLOC, FOLDER, FREE_COMPLETED, FREE_REQUESTED, TRACES, replay
 from tests.planning.card.test_allocator import WRONG, is_faithful
 

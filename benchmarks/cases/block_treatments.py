@@ -36,7 +36,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import Decoder
 from benchmarks.result import write_result
 from memkit import estimate_memory_usage
-from memkit.planning.dryrun import StepRecorder
+from memkit._recorder import Recorder
+from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import KEPT_OPERATORS
 from tests.allocations import trace_allocations
@@ -166,10 +167,10 @@ def peaks(subject: Subject) -> dict[str, int]:
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=1e-3)
     subject.model.zero_grad()
     for is_recorded in (False, True):
-        recorder = StepRecorder()
+        recorder = Recorder()
         with recorder if is_recorded else contextlib.nullcontext():
             if is_recorded:
-                recorder.hold(subject.model, subject.x)
+                hold(recorder, subject.model, subject.x)
             subject.step()
             optimizer.step()
             optimizer.zero_grad()

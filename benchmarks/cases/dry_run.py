@@ -37,13 +37,14 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.models import transformer
 from benchmarks.result import write_result
-from memkit.planning.dryrun import StepRecorder
+from memkit._recorder import Recorder
+from memkit._simulation.simulation import hold
 from memkit.planning.predict import estimate_memory_usage
 from tests.allocations import trace_allocations
 from tests.planning.steps import STEPS, Step
 from tests.planning.steps_transformers import STEPS as TRANSFORMERS
 from tests.planning.test_dryrun import build
-from tests.planning.truth import NUMBERS, dry_run, real_step
+from tests.planning.truth import NUMBERS, estimate_of, real_step
 
 ROUNDS = 9
 
@@ -66,8 +67,8 @@ class Count(TorchDispatchMode):
 
 def allocator_peak(step: Step) -> int:
     run = real_step(step)
-    with StepRecorder() as recorder:
-        recorder.hold(step.model, step.batch)
+    with Recorder() as recorder:
+        hold(recorder, step.model, step.batch)
         run()
     there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
     return trace_allocations(run).peak + there_before
@@ -132,7 +133,7 @@ def truth() -> dict[str, Any]:
     models = {name: partial(build, name) for name in STEPS} | TRANSFORMERS
     rows: dict[str, dict[str, Any]] = {}
     for name, make_step in models.items():
-        low, high = dry_run(make_step()).estimate().peak_interval
+        low, high = estimate_of(make_step()).peak_interval
         rows[name] = {
             "allocator_peak_bytes": allocator_peak(make_step()),
             "interval_end_bytes": high,
@@ -161,12 +162,12 @@ def speed() -> dict[str, Any]:
     cases["transformer of 12 blocks"] = Step(task.model, task.batch, task.loss_fn)
     for name, step in cases.items():
         with Count() as count:
-            dry_run(step).estimate()
+            estimate_of(step)
         times = []
         for _ in range(ROUNDS):
             gc.collect()
             start = time.process_time()
-            dry_run(step).estimate()
+            estimate_of(step)
             times.append(time.process_time() - start)
         seconds = min(times)  # other programs on the machine only add to it
         rows[name] = {

@@ -209,9 +209,10 @@ def watch(script: str, where: str) -> None:
     """In a process of its own."""
     import torch
 
-    from memkit.planning.card.imports import AtImport
-    from memkit.planning.card.script import ScriptGPU, Steps, _EndOfStepsError
-    from memkit.planning.dryrun import StepRecorder
+    from memkit._recorder import Recorder
+    from memkit.planning.script.imports import AtImport
+    from memkit.planning.script.process import Steps, _EndOfStepsError
+    from memkit.planning.virtual_gpu import VirtualGPU
 
     sys.path[0] = str(Path(script).resolve().parent)
     sys.meta_path.insert(0, AtImport(lambda path: path))  # so that torchvision can be imported
@@ -221,11 +222,11 @@ def watch(script: str, where: str) -> None:
     steps = Steps(STEPS)
     if where == "cpu":  # for scripts that know of no CPU
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
-    gpu = StepRecorder() if where == "cpu" else ScriptGPU(GPU)
+    gpu = Recorder() if where == "cpu" else VirtualGPU(GPU)
     gpu.__enter__()
     with steps.counted(), suppress(_EndOfStepsError):
         exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
-    recording = (gpu if where == "cpu" else gpu._recorder).recording()  # noqa: SLF001 - what it saw
+    recording = gpu.recording() if isinstance(gpu, Recorder) else gpu.record().recording
     highest = {name: _highest(recording, name) for name in CATEGORIES} | {"num_steps": steps.num_done}
     Path(f"{where}.json").write_text(json.dumps(highest))
 

@@ -23,12 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.result import write_result
-from memkit.planning.card.allocator_settings import AllocatorSettings
-from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import DryRun
+from memkit._simulation.ranks import as_first_rank
+from memkit._simulation.shard import Shard
+from memkit._simulation.simulation import Gpu, TrainingStep
+from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import find_gpu
-from memkit.planning.shard import Shard
-from memkit.planning.shards import as_first_rank
 
 _aten = torch.ops.aten
 WIDTH, NUM_BLOCKS, HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4096, 32, 32, 8, 14336, 128256
@@ -121,8 +120,9 @@ def measure(ranks: int, settings: str) -> dict[str, Any]:
         model = Llama()
     shard = Shard("fsdp2", ranks, ("layers.*",), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    card = partial(on_card, find_gpu("H100"), settings=AllocatorSettings.parse(settings))
-    estimate = DryRun(model, tokens, loss_fn, "adamw", None, 1, None, card, partial(as_first_rank, shard)).estimate()
+    card = Gpu(find_gpu("H100"), settings=settings)
+    record = TrainingStep(model, tokens, loss_fn).record(card, spread=partial(as_first_rank, shard))
+    estimate = MemoryEstimate.of(record)
     reserved_gib = (estimate.reserved_bytes or 0) / 2**30
     return {
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -13,12 +13,12 @@ MUON: tuple[type[Optimizer], ...] = tuple(filter(None, [getattr(torch.optim, "Mu
 """2.8 lacks it."""
 
 __all__ = [
+    "LISTS_OF_DEVICES",
     "MUON",
     "call_first",
     "foreach",
     "has_step_hooks",
     "init_group_of",
-    "lists_of_devices",
     "lists_of_types",
     "makes_state",
     "mark_stepped",
@@ -65,9 +65,8 @@ def states_of_scaler(scaler: object) -> dict[int, dict[str, Any]]:
     return states
 
 
-def lists_of_devices() -> list[str]:
-    """Name the functions that list the devices on which several tensors are stepped at once, or by one kernel."""
-    return ["_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices"]
+LISTS_OF_DEVICES = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
+"""Names of the functions that list the devices on which several tensors are stepped at once, or by one kernel."""
 
 
 def lists_of_types() -> list[list[Any]]:

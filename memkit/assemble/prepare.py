@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from memkit import _rng
 from memkit._errors import ConfigError
 from memkit._protocols import Scheduler
+from memkit._recorder import Recorder
+from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, check_model, optimizer_maker
 from memkit._units import format_bytes
-from memkit._workspace import WorkspaceRecorder
+from memkit._workspace import WorkspaceMarks
 from memkit.assemble.prepare_checks import (
     PrecisionName,
     allowed_counts,
@@ -29,10 +31,8 @@ from memkit.assemble.prepare_checks import (
     rows_to_plan,
     shown,
 )
-from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, check_model, on_cpu, warn_of_doubts
+from memkit.planning.estimate import warn_of_doubts
 from memkit.planning.gpus import GPU, CapacityLike
-from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.plan.plan import TrainingPlan
 from memkit.planning.plan.search import fastest, search
 from memkit.planning.plan.speeds import card_speeds, host_speeds
@@ -129,7 +129,7 @@ def plan_training(
         loss_fn=loss_fn,
         optimizer=optimizer,
         selected_fraction=selected_fraction,
-        stage=on_cpu if gpu is None else partial(on_card, gpu),
+        make_place=Host if gpu is None else partial(Gpu, gpu),
         arrange=partial(_wrapped, most_steps=2),
         speeds=speeds,
         blocks=_blocks(model),
@@ -308,7 +308,7 @@ def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial
     least_bytes = trial.required_bytes - (trial.estimate.workspace_bytes or 0)
     if not least_bytes <= budget_bytes < trial.required_bytes:
         return trial
-    recorder = WorkspaceRecorder()
+    recorder = Recorder(marks=WorkspaceMarks())
     with run_for_real(trial.arrangement) as step, recorder:
         step()
     unseen_bytes = trial.required_bytes - trial.estimate.required_bytes

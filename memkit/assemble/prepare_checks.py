@@ -8,8 +8,8 @@ from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError
 from memkit._settings import Checker
+from memkit._simulation.simulation import LossFn
 from memkit._units import parse_bytes
-from memkit.planning.dryrun import LossFn
 from memkit.planning.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.planning.plan.search import micro_batch_counts
 from memkit.train.models import device_of, unwrap_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from memkit._recorder import Recorder
 from memkit._streamed import accumulator_dtype, without_hooks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
-from memkit._workspace import WorkspaceRecorder
+from memkit._workspace import WorkspaceMarks
 from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import modes_of, modules_of, undone, unpacked
 from memkit.chunk.sizing import Measurement
@@ -156,7 +156,8 @@ def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
     Bytes of storages on all devices, and of what operators take and give back inside. Where a profiler is running the
     latter is not seen: torch runs one at a time.
     """
-    recorder = Recorder() if running_profiler() != ActiveProfilerType.NONE else WorkspaceRecorder()
+    is_free = running_profiler() == ActiveProfilerType.NONE
+    recorder = Recorder(marks=WorkspaceMarks() if is_free else None)
     with recorder:
         result = run()
     recording = recorder.recording()

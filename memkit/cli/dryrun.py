@@ -153,7 +153,7 @@ class _Script:
         }
 
     def run(self, answers: str, sizes: Path, *, is_quiet: bool = False, timeout: float | None = None) -> dict[str, Any]:
-        """Run it once; return what `memkit.planning.card.script` reports.
+        """Run it once; return what `memkit.planning.script.process` reports.
 
         Args:
             answers: How the card answers what it does not know.
@@ -170,7 +170,7 @@ class _Script:
             order = self._order | {"folder": folder, "answers": answers, "sizes": str(sizes)}
             settings = {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
             code = subprocess.run(
-                [sys.executable, "-m", "memkit.planning.card.script", json.dumps(order)],
+                [sys.executable, "-m", "memkit.planning.script.process", json.dumps(order)],
                 cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
                 env=os.environ | settings,  # noqa: TID251 - handed on
                 stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),

@@ -64,28 +64,29 @@ def watch(limit: Limit, *held: object) -> Watch:
 
         return Watch(tracker, lambda: tracker.peak_bytes, table)
     if limit.gpu is not None:
-        from memkit.planning.card.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
+        from memkit.planning.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
 
         card = VirtualGPU(limit.gpu, selected_fraction=limit.selected_fraction)
         return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
-    from memkit.planning.dryrun import StepRecorder, as_by_itself, summarise
-    from memkit.planning.fakes import DryMode
-    from memkit.planning.leftovers import empty_caches
+    from memkit._simulation.leftovers import empty_caches
+    from memkit._simulation.simulation import Host, Simulation, as_by_itself
+    from memkit.planning.estimate import MemoryEstimate
 
-    fakes, recorder = DryMode(limit.selected_fraction), StepRecorder()
+    simulation = Simulation(Host(), selected_fraction=limit.selected_fraction)
+    recorded = simulation.watch()
 
     @contextmanager
     def without_data() -> Iterator[None]:
         try:
-            with as_by_itself(), fakes.standing_in(*held), fakes, recorder:
+            with as_by_itself(), simulation.running(*held), recorded:
                 yield
         finally:
-            empty_caches(fakes)
+            empty_caches(simulation.tensors)
 
     def estimate() -> MemoryEstimate:
-        return summarise(recorder, fakes.guesses)
+        return MemoryEstimate.of(recorded.record())
 
-    return Watch(without_data(), lambda: recorder.recording().peak_bytes(), lambda: estimate().explain(), estimate)
+    return Watch(without_data(), lambda: estimate().peak_bytes, lambda: estimate().explain(), estimate)
 
 
 def assert_no_leak(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:

@@ -99,9 +99,9 @@ class Tracker(Uncopied):
     def _make_recorder(self) -> Recorder:
         if not self._workspace:
             return Recorder()
-        from memkit._workspace import WorkspaceRecorder  # needs a part of torch that may go: only on demand
+        from memkit._workspace import WorkspaceMarks  # needs a part of torch that may go: only on demand
 
-        return WorkspaceRecorder()
+        return Recorder(marks=WorkspaceMarks())
 
     @property
     def _entered(self) -> Recorder:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
+from memkit._errors import MemkitWarning
 from memkit._printable import printable
 from memkit._units import format_bytes
 from memkit.planning.gpus import CapacityLike, capacity_bytes
 
+if TYPE_CHECKING:  # a config's estimate needs no torch
+    from memkit._simulation.simulation import Record
+
+_NUM_HOLDERS = 8
 Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 
 
@@ -253,8 +259,55 @@ class MemoryEstimate:
         return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
 
     @classmethod
+    def of(cls, record: Record) -> MemoryEstimate:
+        """Take the peak of a simulated step apart."""
+        recording, figures = record.recording, record.figures
+        parts, peak = recording.peak_by("category"), recording.peak_storage()
+        where = (peak.module, peak.operator, peak.phase, peak.source.replace(record.caller, "")) if peak else ()
+        # Of a GPU the allocator knows more: rounding, and what libraries hold.
+        unseen_bytes = 0 if figures is None else figures.allocated_bytes - recording.peak_bytes()
+        return cls(
+            parameters_bytes=parts.get("parameter", 0) - (record.unsharded_bytes or 0),
+            gradients_bytes=parts.get("gradient", 0),
+            optimizer_bytes=parts.get("optimizer", 0),
+            activations_bytes=parts.get("activation", 0),
+            temporaries_bytes=parts.get("temporary", 0),
+            other_bytes=parts.get("input", 0) + parts.get("buffer", 0) + unseen_bytes,
+            unsharded_bytes=record.unsharded_bytes,
+            workspace_bytes=record.workspace_bytes,
+            reserved_bytes=None if figures is None else figures.reserved_bytes,
+            context_bytes=None if figures is None else figures.context_bytes,
+            peak_where=", ".join(part for part in where if part),
+            confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",
+            guesses=record.guesses,
+            doubts=record.doubts,
+            assumptions=record.assumptions,
+            holders=tuple(
+                Holder(
+                    nbytes=storage.nbytes,
+                    category=storage.category,
+                    module=storage.module,
+                    operator=storage.operator,
+                    source=storage.source.replace(record.caller, ""),
+                )
+                for storage in recording.top(_NUM_HOLDERS)
+            ),
+        )
+
+    @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
         """Return the estimate that `as_dict` described, also after a way through JSON."""
         given = {each.name: figures[each.name] for each in fields(cls)}
         lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
         return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
+
+
+def warn_of_doubts(call: str, estimate: MemoryEstimate, stacklevel: int = 3) -> None:
+    """Warn where an estimate is used that is not known to hold; ``stacklevel`` leads to the user's call."""
+    if estimate.doubts:
+        warnings.warn(
+            f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "
+            "the step depend on values of its tensors.",
+            MemkitWarning,
+            stacklevel=stacklevel,
+        )

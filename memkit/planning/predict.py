@@ -10,15 +10,14 @@ from memkit._settings import Checker
 from memkit.planning.config import TrainingConfig
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.formula import estimate_by_formula
-from memkit.planning.gpus import GPU, find_gpu
+from memkit.planning.gpus import GPU, capability_of, find_gpu
 
 if TYPE_CHECKING:  # a config's estimate needs no torch
     from torch import nn
     from torch.optim import Optimizer
 
-    from memkit.planning.dryrun import LossFn
-    from memkit.planning.optimizers import MakeOptimizer
-    from memkit.planning.shard import Shard
+    from memkit._simulation.shard import Shard
+    from memkit._simulation.simulation import LossFn, MakeOptimizer
 
 
 # The signature of a model stands here and below: an overload cannot be told in fewer words.
@@ -125,7 +124,7 @@ def estimate_memory_usage(
         return estimate_by_formula(model)
     if sample_batch is None and loss_fn is None:
         return estimate_by_formula(model)  # type: ignore[arg-type]  # says what is expected
-    from memkit.planning.dryrun import DryRun, alone, on_cpu
+    from memkit._simulation.simulation import Gpu, Host, TrainingStep, alone
 
     if loss_fn is None:
         raise InputTypeError(
@@ -140,20 +139,18 @@ def estimate_memory_usage(
     if precision not in precisions:
         raise check.refuse("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
     accumulation_steps = check.whole("accumulation_steps", accumulation_steps, 1)
-    stage, spread = on_cpu, alone
-    if gpu is not None:
-        from memkit.planning.card.stage import on_card
-
-        stage = partial(on_card, gpu)
+    spread = alone
     if shard is not None:
-        from memkit.planning.shard import Shard
-        from memkit.planning.shards import as_first_rank
+        from memkit._simulation.ranks import as_first_rank
+        from memkit._simulation.shard import Shard
 
         if not isinstance(shard, Shard):
             raise check.refuse("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
         spread = partial(as_first_rank, shard)
-    step = model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction
-    return DryRun(*step, stage, spread).estimate()
+    if gpu is not None:
+        capability_of(gpu)  # refuses cards whose operators are not known
+    step = TrainingStep(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction)
+    return MemoryEstimate.of(step.record(Host() if gpu is None else Gpu(gpu), spread=spread))
 
 
 def _refuse_beside_a_config(**is_given: bool) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from memkit._units import MIB
 
-# The allocator's sizes, as in `memkit.planning.card.allocator`, which needs torch.
+# The allocator's sizes, as in `memkit._simulation.cuda.allocator`, which needs torch.
 _SMALLEST_BLOCK = 512
 _LARGEST_SMALL = MIB
 _SHARED_SEGMENT = 20 * MIB  # of requests under

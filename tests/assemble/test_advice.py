@@ -14,11 +14,11 @@ from torch import nn
 
 import memkit as mk
 from benchmarks.models import transformer
+from memkit._simulation.simulation import Host
 from memkit.assemble.advice.advise import _difference, advise
 from memkit.assemble.advice.remedies import nothing
 from memkit.assemble.advice.step import Training, observe
 from memkit.assemble.advice.submodules import held_by_modules
-from memkit.planning.dryrun import on_cpu
 from memkit.points.edges import sample_edges
 
 
@@ -74,7 +74,7 @@ class TestOneTable:
             assert each.measured_flops_ratio == pytest.approx(each.predicted_flops_ratio, rel=0.01)
 
     def test_reckoning_by_what_blocks_hold_would_be_wrong(self, model, batch, table):
-        plain = observe(Training(model, batch, classify, "adamw", None, None), nothing, on_cpu)
+        plain = observe(Training(model, batch, classify, "adamw", None, None), nothing, Host)
         held = held_by_modules(plain)
         advice = by_name(table)["checkpoint 2 of 2 blocks"]
         reckoned = held["1"] + held["2"]

@@ -15,10 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from memkit.planning.dryrun import DryRun, StepRecorder
-from memkit.planning.optimizers import optimizer_maker
-from memkit.planning.shard import Shard
-from memkit.planning.shards import as_first_rank
+from memkit._recorder import Recorder
+from memkit._simulation.ranks import as_first_rank
+from memkit._simulation.shard import Shard
+from memkit._simulation.simulation import Host, TrainingStep, hold, optimizer_maker
+from memkit.planning.estimate import MemoryEstimate
 from tests.planning.step import Step, classify, labels, language, momentum, regress
 from tests.planning.steps import STEPS
 from tests.planning.test_dryrun import real_step
@@ -123,10 +124,14 @@ def build(name):
     return CASES[name].build()
 
 
-def rank_run(name):
+def rank_run(name, place=None):
     step = build(name)
-    options = step.loss_fn, step.optimizer, step.precision, step.accumulation_steps, None
-    return DryRun(step.model, step.batch, *options, spread=partial(as_first_rank, CASES[name].shard))
+    run = TrainingStep(step.model, step.batch, step.loss_fn, step.optimizer, step.precision, step.accumulation_steps)
+    return run.record(place or Host(), spread=partial(as_first_rank, CASES[name].shard))
+
+
+def rank_estimate(name, place=None):
+    return MemoryEstimate.of(rank_run(name, place))
 
 
 def figures(recording):
@@ -173,8 +178,8 @@ def real_figures(name):
 
 def recorded(run, model, batch):
     """Record a step; return with it how many storages were there before."""
-    with StepRecorder() as recorder:
-        recorder.hold(model, batch)
+    with Recorder() as recorder:
+        hold(recorder, model, batch)
         num_held = recorder.recording().num_storages
         run()
     return recorder.recording(), num_held

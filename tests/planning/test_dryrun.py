@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit.planning.dryrun import StepRecorder
+from memkit._recorder import Recorder
+from memkit._simulation.simulation import hold
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import find_gpu
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.presets import get_preset_config
 from tests.allocations import trace_allocations
 from tests.planning.steps import STEPS, Step, classify, labels
-from tests.planning.truth import NUMBERS, assert_equals_the_real_step, dry_run, real_step
+from tests.planning.truth import NUMBERS, assert_equals_the_real_step, estimate_of, real_step
 
 # A view that was written in place: its backward frees two blocks of the same size in another order.
 OTHER_ORDER = {"unet3d", "unet3d_bfloat16"}
@@ -40,10 +41,10 @@ def test_equals_the_real_step(name):
 @pytest.mark.parametrize("name", STEPS)
 def test_the_interval_holds_what_the_profiler_saw(name):
     step = build(name)
-    low, high = dry_run(step).estimate().peak_interval
+    low, high = estimate_of(step).peak_interval
     run = real_step(step)
-    with StepRecorder() as recorder:
-        recorder.hold(step.model, step.batch)
+    with Recorder() as recorder:
+        hold(recorder, step.model, step.batch)
         run()
     there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
     peak = trace_allocations(run).peak + there_before
@@ -51,7 +52,7 @@ def test_the_interval_holds_what_the_profiler_saw(name):
 
 
 def test_the_class_says_whether_kernels_may_hide_memory():
-    classes = {name: dry_run(build(name)).estimate().confidence for name in ("physics_informed", "resnet", "lstm")}
+    classes = {name: estimate_of(build(name)).confidence for name in ("physics_informed", "resnet", "lstm")}
     assert classes == {"physics_informed": "exact", "resnet": "workspace", "lstm": "workspace"}
 
 
@@ -378,7 +379,7 @@ def test_hooks_run_and_what_they_close_over_is_as_before():
 
 
 def test_the_answer():
-    estimate = dry_run(build("resnet")).estimate()
+    estimate = estimate_of(build("resnet"))
     assert estimate.reserved_bytes is estimate.context_bytes is estimate.total_bytes is None
     assert estimate.required_bytes == estimate.peak_bytes + estimate.workspace_bytes
     assert estimate.fits(estimate.required_bytes)

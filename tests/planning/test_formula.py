@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from memkit._errors import InputError, InputTypeError
 from memkit._units import MIB
-from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.config import TrainingConfig
 from memkit.planning.formula import NUM_HANDLES, RESERVED_PER_PEAK, estimate_by_formula
 from memkit.planning.gpus import find_gpu
 from memkit.planning.presets import PRESETS, get_preset_config
+from memkit.planning.virtual_gpu import VirtualGPU
 
 PRESET_CONFIGS = {name: get_preset_config(name) for name in PRESETS}
 OTHER_CONFIGS = {

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit.planning.virtual_gpu import VirtualGPU
 from tests.planning.reads import (
     DECIDING,
     ORDINARY,

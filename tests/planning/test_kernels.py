@@ -8,26 +8,26 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memkit._workspace import WorkspaceRecorder
-from memkit.planning.dryrun import StepRecorder
-from memkit.planning.fakes import DryMode
-from memkit.planning.kernels import workspace_bound
+from memkit._recorder import Recorder
+from memkit._simulation.host import workspace_bound
+from memkit._simulation.simulation import Host, Simulation
+from memkit._workspace import WorkspaceMarks
 from tests.allocations import trace_allocations
 
 NUMBERS = 64
 
 
-class Bounds(WorkspaceRecorder):
+class Bounds(WorkspaceMarks):
     """Notes next to each operator's workspace what it was expected to be at most."""
 
     def __init__(self):
         super().__init__()
         self.bounds = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        if self._calls:
-            self.bounds[id(self._calls[max(self._calls)])] = workspace_bound(func, args, out)
+    def around(self, func, run, moment):
+        out = super().around(func, run, moment)
+        _, _, args, _ = run.args
+        self.bounds[id(self._calls[max(self._calls)])] = workspace_bound(func, args, out)
         return out
 
 
@@ -108,11 +108,12 @@ def test_workspace_stays_below_its_bound(precision, threads):
     torch.set_num_threads(threads)
     try:
         for name, call in CALLS.items():
-            with Bounds() as recorder:
+            marks = Bounds()
+            with Recorder(marks=marks):
                 (half(call) if precision == "bfloat16" else call)().sum().backward()
-            for found in recorder._workspaces:
-                if found.nbytes > recorder.bounds[id(found.call)] + NUMBERS:
-                    over[name, str(found.call.operator)] = found.nbytes, recorder.bounds[id(found.call)]
+            for found in marks._workspaces:
+                if found.nbytes > marks.bounds[id(found.call)] + NUMBERS:
+                    over[name, str(found.call.operator)] = found.nbytes, marks.bounds[id(found.call)]
     finally:
         torch.set_num_threads(num_threads)
     assert over == {}
@@ -142,11 +143,11 @@ def test_what_a_recurrent_layer_keeps_for_the_backward(sizes, dtype):
 
     real = kept()
     assert real > 0
-    with DryMode(None):
+    with Host().make_tensors(None):
         assert kept() == real
     with torch.no_grad():
         assert kept() == 0
-        with DryMode(None):
+        with Host().make_tensors(None):
             assert kept() == 0
 
 
@@ -157,11 +158,12 @@ def test_what_a_recurrent_layer_takes_inside_without_a_graph(sizes):
     with torch.no_grad():
         layer(x)
         real = trace_allocations(lambda: layer(x)).peak
-        mode, recorder = DryMode(None), StepRecorder()
-        with mode.standing_in(layer, x) as (fake_layer, fake_x), mode, recorder:
+        simulation = Simulation(Host())
+        with simulation.running(layer, x) as (fake_layer, fake_x), simulation.watch() as watch:
             fake_layer(fake_x)
+        record = watch.record()
     held = x.nbytes + sum(each.nbytes for each in layer.parameters())
-    assert recorder.recording().peak_bytes() - held <= real <= recorder.highest_peak_bytes() - held
+    assert record.recording.peak_bytes() - held <= real <= record.highest_bytes - held
 
 
 RESULTS = {
@@ -216,5 +218,5 @@ def test_results_are_as_large_as_the_kernels_make_them(name):
         return [tensor.untyped_storage().nbytes() for tensor in tree_leaves(RESULTS[name]())]
 
     real = sizes()
-    with DryMode(None):
+    with Host().make_tensors(None):
         assert sizes() == real

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit.planning.dryrun import StepRecorder
+from memkit._recorder import Recorder
+from memkit._simulation.shard import Shard
+from memkit._simulation.simulation import hold
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.shard import Shard
 from tests.allocations import trace_allocations
 from tests.planning.ranks import (
     FOUR,
@@ -22,6 +23,7 @@ from tests.planning.ranks import (
     SHARDED,
     figures,
     outcome,
+    rank_estimate,
     rank_run,
     run_for_real,
     spread,
@@ -112,11 +114,11 @@ def group_of_two():
 @pytest.mark.parametrize("name", SHARDED)
 def test_the_interval_holds_what_the_allocator_saw(name, request):
     """Real fully_shard and real memory, in a group that takes none for itself as gloo does."""
-    low, high = rank_run(name).estimate().peak_interval
+    low, high = rank_estimate(name).peak_interval
     request.getfixturevalue("group_of_two")
     run, model, batch = spread(name)
-    with StepRecorder() as recorder:
-        recorder.hold(model, batch)
+    with Recorder() as recorder:
+        hold(recorder, model, batch)
         run()
     there_before = sum(storage.nbytes for storage in recorder.recording().storages() if not storage.operator)
     assert low <= there_before + trace_allocations(run).peak <= high + NUMBERS

@@ -1,8 +1,5 @@
 """One rank on a virtual card: against the same rank on the CPU's stand-ins, and what its allocator must follow."""
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,13 +7,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memkit._errors import ConfigError, StateError
-from memkit.planning.card.memory import CardMemory
-from memkit.planning.card.stage import on_card
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit._simulation.cuda.memory import CudaMemory
+from memkit._simulation.shard import Shard
+from memkit._simulation.simulation import Gpu
 from memkit.planning.gpus import find_gpu
 from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.shard import Shard
-from tests.planning.ranks import REPLICATED, SHARDED, build, rank_run
+from memkit.planning.virtual_gpu import VirtualGPU
+from tests.planning.ranks import REPLICATED, SHARDED, build, rank_estimate
 
 MIB = 2**20
 WORKSPACES = 2 * 32 * MIB  # of the handles of forward and backward on an H100
@@ -45,8 +42,8 @@ def slow_but(*quick):
 
 @pytest.mark.parametrize("name", slow_but("uneven", "accumulated, bfloat16", "tied", "odd, ddp", "wide, zero1"))
 def test_a_rank_holds_on_a_card_what_it_holds_on_the_cpu(name):
-    on_cpu = rank_run(name).estimate()
-    on_h100 = replace(rank_run(name), stage=partial(on_card, find_gpu("H100"))).estimate()
+    on_cpu = rank_estimate(name)
+    on_h100 = rank_estimate(name, Gpu(find_gpu("H100")))
     assert on_h100.parameters_bytes == on_cpu.parameters_bytes
     num_counts = len(list(build(name).model.parameters()))  # an optimizer counts steps on the host, 4 bytes each
     assert 0 <= on_cpu.optimizer_bytes - on_h100.optimizer_bytes <= 4 * num_counts
@@ -71,7 +68,7 @@ def test_the_allocator_holds_the_tensors_and_no_more(kind):
 def test_freed_parameters_must_reach_the_allocator(monkeypatch):
     """Negative control: they would be there until the end."""
     right = estimate(Shard("fsdp2", 8, ("*",)))
-    monkeypatch.setattr(CardMemory, "resize", lambda *_: None)
+    monkeypatch.setattr(CudaMemory, "resize", lambda *_: None)
     assert estimate(Shard("fsdp2", 8, ("*",))).peak_bytes >= right.peak_bytes + 4 * MIB
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memkit._simulation.cuda.allocator import CachingAllocator
 from memkit._units import KIB, MIB
-from memkit.planning.card.allocator import CachingAllocator
 from memkit.planning.tape import Block, Tape, allocated_bytes
 
 

@@ -10,19 +10,23 @@ import torch
 from memkit._loss import Loss, detached
 from memkit._recorder import Recorder
 from memkit._recording import Recording
-from memkit._workspace import WorkspaceRecorder
-from memkit.planning.dryrun import DryRun, StepRecorder, summarise
+from memkit._simulation.simulation import Host, Record, TrainingStep, hold
+from memkit._workspace import WorkspaceMarks
+from memkit.planning.estimate import MemoryEstimate
 from tests.planning.step import Step
 
 # Python numbers that C++ wraps in tensors, inside of operators and for the backward.
 NUMBERS = 64
 
 
-def dry_run(step: Step) -> DryRun:
-    selected_fraction = None
-    return DryRun(
-        step.model, step.batch, step.loss_fn, step.optimizer, step.precision, step.accumulation_steps, selected_fraction
-    )
+def dry_run(step: Step) -> Record:
+    return TrainingStep(
+        step.model, step.batch, step.loss_fn, step.optimizer, step.precision, step.accumulation_steps
+    ).record(Host())
+
+
+def estimate_of(step: Step) -> MemoryEstimate:
+    return MemoryEstimate.of(dry_run(step))
 
 
 def real_step(step: Step):
@@ -64,12 +68,6 @@ def levels(recording: Recording) -> list[int]:
     return [*timeline[turns].tolist(), recording.live_bytes()]
 
 
-class Truth(WorkspaceRecorder):
-    """A real step with all that the allocator did, and what it starts with."""
-
-    hold = StepRecorder.hold
-
-
 def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order: bool = False) -> None:
     """Live bytes at every turning point, the peak by module and category, and the interval around the workspace.
 
@@ -79,14 +77,14 @@ def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order
     """
     step = make_step()
     run = real_step(step)
-    with Truth() as truth:
-        truth.hold(step.model, step.batch)
+    with Recorder(marks=WorkspaceMarks()) as truth:
+        hold(truth, step.model, step.batch)
         run()
-    real = Recorder.recording(truth)
+    real = truth.live_recording()
 
     step = make_step()
-    recorder, guesses = dry_run(step).record()
-    fake = recorder.recording()
+    record = dry_run(step)
+    fake = record.recording
     if not is_other_order:
         assert fake.peak_by("module") == real.peak_by("module")
         if step.accumulation_steps <= 2:
@@ -94,8 +92,8 @@ def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order
     assert fake.peak_bytes() == real.peak_bytes()
     assert fake.peak_by("category") == real.peak_by("category")
 
-    estimate = summarise(recorder, guesses)
-    assert estimate.guesses == ()
-    low, high = estimate.peak_interval
+    predicted = MemoryEstimate.of(record)
+    assert predicted.guesses == ()
+    low, high = predicted.peak_interval
     assert low == real.peak_bytes()
     assert low <= truth.recording().peak_bytes() <= high + NUMBERS

@@ -17,7 +17,7 @@ from torch import nn
 
 import memkit as mk
 from memkit._recorder import Recorder
-from memkit.planning.fakes import DryMode
+from memkit._simulation.tensors import Tensors
 from memkit.train.offload import offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
 from tests.allocations import trace_allocations
@@ -318,7 +318,7 @@ def test_a_compiler_that_gave_a_layer_up_does_not_compile_the_hooks():
 def test_fake_tensors_move_without_being_written():
     """A dry run holds as much as the real run: what is moved goes, and what comes back is new memory."""
     held = []
-    for mode in (contextlib.nullcontext(), DryMode(None)):
+    for mode in (contextlib.nullcontext(), Tensors()):
         with mode:
             model, x = deep(depth=3), torch.randn(512, 128)
             offload = offload_activations(to="disk", model=model)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from memkit._errors import FileFormatError, InputTypeError, MemkitWarning, StateError
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.order import ResumableBatchSampler, ResumableLoader
 from memkit.train.state import TrainingStateManager

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
 from memkit._recorder import Recorder
-from memkit.planning.dryrun import StepRecorder
+from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
 from tests.train.faults import FailingOperator
@@ -122,8 +122,8 @@ def recorded_peak(model, x):
         optimizer.zero_grad()
 
     step()
-    with StepRecorder() as recorder:
-        recorder.hold(model, x)
+    with Recorder() as recorder:
+        hold(recorder, model, x)
         step()
     return recorder.recording().peak_bytes()
 

@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 from memkit._device import host_memory
 from memkit._errors import ConfigError, MemkitError
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
+from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, Place, check_model
 from memkit._units import format_bytes
 from memkit.assemble.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.assemble.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
-from memkit.assemble.advice.step import Change, MakeStage, Observation, Precision, Training, for_real, observe
-from memkit.planning.card.stage import on_card
-from memkit.planning.dryrun import LossFn, check_model, on_cpu, warn_of_doubts
+from memkit.assemble.advice.step import Change, Observation, Precision, RealHost, Training, observe
+from memkit.planning.estimate import warn_of_doubts
 from memkit.planning.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
-from memkit.planning.optimizers import MakeOptimizer
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
@@ -131,15 +130,15 @@ class _Trial:
         self._budget = target if self.on_card and budget is None else budget
         if self._budget is not None:
             capacity_bytes(self._budget)  # refuses what is none before any step is run
-        self._stage: MakeStage = partial(on_card, find_gpu(target)) if self.on_card else on_cpu
-        self.plain = observe(training, nothing, self._stage)
+        self._make_place: Callable[[], Place] = partial(Gpu, find_gpu(target)) if self.on_card else Host
+        self.plain = observe(training, nothing, self._make_place)
         # On a card torch's optimizers take all parameters at once; on the CPU they must be told.
         settings = self.plain.optimizer[1]
         unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
         self._as_on_target: Change = takes_foreach if unasked else nothing
-        self._plain_here = observe(training, self._as_on_target, on_cpu) if self.on_card else self.plain
+        self._plain_here = observe(training, self._as_on_target, Host) if self.on_card else self.plain
         self._is_without_data = any(each.is_meta for each in [*training.model.parameters(), *training.model.buffers()])
-        self.real_plain = None if self._obstacle(self._plain_here) else self._observe_here(training, nothing, for_real)
+        self.real_plain = None if self._obstacle(self._plain_here) else self._observe_here(training, nothing, RealHost)
 
     @property
     def peak_where(self) -> str:
@@ -159,8 +158,8 @@ class _Trial:
             return replace(advice, status=f"not run: {remedy.obstacle}")
         training = self._training if remedy.batch is None else replace(self._training, batch=remedy.batch)
         try:
-            predicted = observe(training, remedy.change_step, self._stage)
-            expected = self._observe_here(training, remedy.change_step, on_cpu) if self.on_card else predicted
+            predicted = observe(training, remedy.change_step, self._make_place)
+            expected = self._observe_here(training, remedy.change_step, Host) if self.on_card else predicted
         except Exception as error:  # noqa: BLE001 - a remedy may meet anything in the user's code
             return replace(advice, status=f"not run: {_reason(error)}")
         if self.plain.peak_bytes - predicted.peak_bytes < _WORTH_TELLING * self.plain.peak_bytes:
@@ -178,7 +177,7 @@ class _Trial:
         )
         if obstacle := self._obstacle(expected):
             return replace(advice, status=f"not run: {obstacle}")
-        outcome = attempt(self._observe_here, training, remedy.change_step, for_real, others=(Exception,))
+        outcome = attempt(self._observe_here, training, remedy.change_step, RealHost, others=(Exception,))
         if isinstance(outcome, Done):
             return self._compared(advice, remedy, expected, outcome.result)
         status = "not run" if isinstance(outcome, OutOfMemory) else "failed"
@@ -193,7 +192,7 @@ class _Trial:
         for one, other in itertools.combinations(good[:_PAIRED], 2):
             pair = one.with_other(other)
             with suppress(Exception):  # they exclude each other
-                peak_bytes = observe(self._training, pair.change_step, self._stage).peak_bytes
+                peak_bytes = observe(self._training, pair.change_step, self._make_place).peak_bytes
                 if peak_bytes < least:
                     best, least = pair, peak_bytes
         advice = None if best is None else self.judge(best)
@@ -205,8 +204,8 @@ class _Trial:
         worth = (saved_bytes or 0) / (advice.predicted_flops_ratio or 1)
         return not advice.is_verified, not advice.exact, remedy.moves, -worth
 
-    def _observe_here(self, training: Training, change: Change, make_stage: MakeStage) -> Observation:
-        return observe(training, both(self._as_on_target, change), make_stage)
+    def _observe_here(self, training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
+        return observe(training, both(self._as_on_target, change), make_place)
 
     def _obstacle(self, expected: Observation) -> str:
         """Say why a step cannot run here; empty where it can."""

@@ -17,20 +17,17 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from memkit._loss import Loss, detached
 from memkit._recorder import Recorder
 from memkit._recording import Recording
+from memkit._simulation.guesses import Guesses
+from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
+from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
-from memkit._workspace import WorkspaceRecorder
-from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, mean_of, summarise
+from memkit._workspace import WorkspaceMarks
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.fakes import DryMode
-from memkit.planning.leftovers import leaving_nothing
-from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 Precision: TypeAlias = Literal["bf16-mixed"] | None
-MakeStage: TypeAlias = Callable[[float | None], AbstractContextManager[Stage]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +73,7 @@ class Step:
         return lambda: trainer.train_step(self.batch, self.loss_fn)
 
     def _run_plainly(self, optimizer: Optimizer) -> None:
-        with torch.autocast(self.device_type, torch.bfloat16) if self.precision else nullcontext():
-            loss = self.loss_fn(self.model, self.batch)
-        _outputs = detached(loss.outputs) if isinstance(loss, Loss) else None  # held, as by a real step's result
-        loss = mean_of(loss)
+        loss, _outputs = loss_of(self.model, self.batch, self.loss_fn, self.device_type, self.precision)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimizer.step()
         optimizer.zero_grad()
@@ -132,51 +126,44 @@ class Observation:
 Change: TypeAlias = Callable[[Step, ExitStack], None]
 
 
-def observe(training: Training, change: Change, make_stage: MakeStage) -> Observation:
+def observe(training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
     """Run two steps with a change applied, and record the second; the user's objects are as before afterwards.
 
     Args:
         training: What is trained.
         change: What a remedy does to the step.
-        make_stage: Where it runs: `on_cpu` and `on_card` without data, `for_real` with data.
+        make_place: Where it runs: `Host` and `Gpu` without data, `RealHost` with data.
     """
-    roots = training.model, training.optimizer, training.loss_fn, training.batch
-    return leaving_nothing("advise", roots, partial(_observe, training, change, make_stage))
+    simulation = Simulation(make_place(), selected_fraction=training.selected_fraction)
+    values = training.model, training.optimizer, training.loss_fn, training.batch
+    return simulate("advise", simulation, values, partial(_observe, training, change, simulation))
 
 
 def _observe(
-    training: Training, change: Change, make_stage: MakeStage, watch: Callable[[DryMode], None]
+    training: Training, change: Change, simulation: Simulation, model: nn.Module, optimizer: Any, *others: Any
 ) -> Observation:
-    with (
-        as_by_itself(),
-        make_stage(training.selected_fraction) as (device_type, mode, make_recorder, has_past),
-        mode.standing_in(training.model, training.optimizer, training.loss_fn, training.batch) as stand_ins,
-        mode,
-        ExitStack() as stack,
-    ):
-        watch(mode)
-        model, optimizer, loss_fn, batch = stand_ins
-        has_data = isinstance(mode, Copies)
+    loss_fn, batch = others
+    has_data, device_type = isinstance(simulation.place, RealHost), simulation.place.device_type
+    first = simulation.first_watch()
+    with ExitStack() as stack:
         step = Step(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
         made = step.make_optimizer(step.model.parameters())
         run = step.begin(made, stack)
-        recorder = make_recorder()
-        with recorder if has_past else nullcontext():
-            if has_past:
-                recorder.hold(model, step.batch)
+        with first:
+            first.hold(model, step.batch)
             with Operations() as operations, seen.watching(made):
                 run()
-        recorder = make_recorder()
-        with recorder:
-            recorder.hold(model, step.batch)
+        second = simulation.watch()
+        with second:
+            second.hold(model, step.batch)
             run()
-    recording = Recorder.recording(recorder)  # live tensors
-    estimate = None if has_data else summarise(recorder, mode.guesses)
+    recording = second.live_recording()
+    estimate = None if has_data else MemoryEstimate.of(second.record())
     return Observation(
         peak_bytes=recording.peak_bytes() if estimate is None else estimate.peak_bytes,
-        allocator_peak_bytes=recorder.recording().peak_bytes() if has_data else None,
+        allocator_peak_bytes=second.record().recording.peak_bytes() if has_data else None,
         num_flops=operations.num_flops,
         recording=recording,
         calls=seen.calls,
@@ -214,33 +201,58 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return out
 
 
-class Copies(DryMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Stand-ins with data: copies in the CPU's memory. It is no mode: operators run as they are."""
+class RealTensors:
+    """Copies with data, in the CPU's memory, that stand in for the user's tensors: operators run as they are."""
 
     def __init__(self) -> None:
-        super().__init__(selected_fraction=None)
+        self.guesses = Guesses()  # nothing is guessed
+
+    @contextmanager
+    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Exchange the tensors within the block."""
+        copies, made = StorageCopies(), dict[int, tuple[Tensor, Tensor]]()
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                copy = copies.view(tensor.detach(), "cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copy = nn.Parameter(copy) if is_parameter else copy
+                made[id(tensor)] = tensor, copy.requires_grad_(tensor.requires_grad)
+            return made[id(tensor)][1]
+
+        with StandIns(copied).put(*values) as replaced:
+            yield replaced
+
+    def survivors(self) -> list[Tensor]:
+        """Nobody is looked for: they have data."""
+        return []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
-
-    def _has_values(self, tensor: Tensor) -> bool:  # noqa: ARG002 - all have: no need to tell them apart
-        return False
-
-    def _without_data(self, tensor: Tensor) -> Tensor:
-        return self._copy(tensor, "cpu")
+        """It is no mode."""
 
 
-class RealRecorder(StepRecorder, WorkspaceRecorder):  # type: ignore[no-untyped-call]
-    """Records a step by the CPU allocator's own events, with what kernels take and give back inside."""
+class RealHost:
+    """The CPU, with data: recorded by its allocator's own events, with what kernels take and give back inside."""
 
+    device_type, has_past = "cpu", False
 
-@contextmanager
-def for_real(selected_fraction: float | None) -> Iterator[Stage]:  # noqa: ARG001 - as all stages
-    """The CPU, with data."""
-    yield Stage("cpu", Copies(), RealRecorder, has_past=False)
+    def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - as all places
+        """Copies."""
+        return RealTensors()
+
+    def make_recorder(self) -> Recorder:
+        """What sees inside of kernels."""
+        return Recorder(marks=WorkspaceMarks())
+
+    def on_stage(self, tensors: RealTensors) -> AbstractContextManager[None]:  # noqa: ARG002 - as all places
+        """Everything is there."""
+        return nullcontext()
+
+    def figures(self) -> None:
+        """The CPU's allocator keeps no books."""
 
 
 class _Seen:

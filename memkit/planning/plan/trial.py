@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -14,12 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._recording import Recording
-from memkit.planning.dryrun import LossFn, Stage, StepRecorder, as_by_itself, summarise
+from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.fakes import DryMode
-from memkit.planning.guesses import Guesses
-from memkit.planning.leftovers import leaving_nothing
-from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
 from memkit.planning.plan.operations import StepTimes
 from memkit.planning.plan.speeds import Speeds
 
@@ -96,9 +90,8 @@ Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractConte
 class _Recorded(NamedTuple):
     """A planned step as it was recorded, and how many bytes each micro-batch leaves until its end."""
 
-    recorder: StepRecorder
+    record: Record
     trace: StepTimes
-    guesses: Guesses
     left_bytes: int
     device_type: str
 
@@ -118,7 +111,7 @@ class Rehearsal:
     loss_fn: LossFn
     optimizer: str | MakeOptimizer | Optimizer
     selected_fraction: float | None
-    stage: Callable[[float | None], AbstractContextManager[Stage]]
+    make_place: Callable[[], Place]
     arrange: Arrange
     speeds: Speeds
     blocks: Mapping[str, nn.Module]
@@ -132,42 +125,35 @@ class Rehearsal:
             arrangement: How.
             plain: The trial of the same micro-batches without treatments; None where there are none.
         """
-        roots = self.model, self.optimizer, self.loss_fn, self.batch
-        recorder, trace, guesses, left_bytes, device_type = leaving_nothing(
-            "plan_training", roots, partial(self._record, arrangement)
-        )
-        estimate = summarise(recorder, guesses)
+        record, trace, left_bytes, device_type = self._record(arrangement)
+        estimate = MemoryEstimate.of(record)
         num_run = min(2, arrangement.accumulation_steps)
         required_bytes = estimate.required_bytes + (arrangement.accumulation_steps - num_run) * left_bytes
         if device_type == "cpu":
             required_bytes += torch.get_rng_state().nbytes * (1 + len(arrangement.treatments)) + _NUMBERS_BYTES
         seconds = self._seconds(trace.parts, arrangement)
         if plain is None:
-            costs = self._block_costs(trace, recorder.recording(), arrangement)
+            costs = self._block_costs(trace, record.recording, arrangement)
             return Trial(arrangement, estimate, required_bytes, seconds, costs)
         seconds += sum(plain.block_costs[name][treatment].unseen_seconds for name, treatment in arrangement.treatments)
         return Trial(arrangement, estimate, required_bytes, seconds, plain.block_costs)
 
-    def _record(self, arrangement: Arrangement, watch: Callable[[DryMode], None]) -> _Recorded:
+    def _record(self, arrangement: Arrangement) -> _Recorded:
+        place = self.make_place()
+        simulation = Simulation(place, selected_fraction=self.selected_fraction)
         names = {block: name for name, block in self.blocks.items()}
-        with (
-            as_by_itself(),
-            self.stage(self.selected_fraction) as (device_type, mode, make_recorder, has_past),
-            mode.standing_in(self.model, self.optimizer, self.loss_fn, self.batch) as (model, given, loss_fn, batch),
-            mode,
-        ):
-            watch(mode)
+
+        def run(model: nn.Module, given: Any, loss_fn: LossFn, batch: Any) -> _Recorded:
             optimizer = optimizer_maker(given)(model.parameters())
             with self.arrange(model, optimizer, arrangement) as train_step:
-                for is_recorded in (has_past, True):
-                    trace, recorder = StepTimes(self.speeds, names, self.kept_operators), make_recorder()
-                    with contextlib.ExitStack() as stack:
-                        if is_recorded:
-                            stack.enter_context(trace)
-                            stack.enter_context(recorder)
-                            recorder.hold(model, batch)
+                for watch in simulation.passes():
+                    trace = StepTimes(self.speeds, names, self.kept_operators)
+                    with trace if watch.is_recording else nullcontext(), watch:
+                        watch.hold(model, batch)
                         left_bytes = train_step(batch, _announced(loss_fn, trace))
-        return _Recorded(recorder, trace, mode.guesses, left_bytes, device_type)
+            return _Recorded(watch.record(), trace, left_bytes, place.device_type)
+
+        return simulate("plan_training", simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
     def _seconds(self, parts: Sequence[float], arrangement: Arrangement) -> float:
         before, *micro_batches, after = parts

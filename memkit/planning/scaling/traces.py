@@ -11,7 +11,6 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -19,11 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from memkit._errors import InputError, InputTypeError, MemkitError
 from memkit._recording import IntArray
+from memkit._simulation.simulation import Host, Simulation, Watch, simulate
+from memkit._simulation.tensors import CALL
 from memkit._whereabouts import Place
-from memkit.planning.dryrun import StepRecorder, as_by_itself
-from memkit.planning.fakes import CALL, DryMode
-from memkit.planning.guesses import Guesses
-from memkit.planning.leftovers import leaving_nothing
 from memkit.planning.scaling.points import Mode, ScalingPoint
 
 Step: TypeAlias = Callable[[], object]
@@ -83,10 +80,11 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
         InputTypeError: ``build_step`` returned no function.
         InputError: The step asks for data that a fake tensor does not have.
     """
-    fake = DryMode(selected_fraction)
+    simulation = Simulation(Host(), selected_fraction=selected_fraction)
     call = f"build_step({size}), traced for mode={mode!r}"
+    run = partial(_trace, simulation, size, mode, call, takes_mode(build_step))
     try:
-        return leaving_nothing(call, (build_step,), partial(_trace, build_step, size, mode, call, fake))
+        return simulate(call, simulation, (build_step, _named_in(build_step)), run, roots=(build_step,))
     except MemkitError as error:
         if error.call == CALL:  # here it is known who calls
             raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
@@ -103,22 +101,16 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
 
 
 def _trace(
-    build_step: BuildStep,
+    simulation: Simulation,
     size: int,
     mode: Mode,
     call: str,
-    fake: DryMode,
-    watch: Callable[[DryMode], None],
+    tells_mode: bool,  # noqa: FBT001 - bound by name
+    build: BuildStep,
+    _: object,
 ) -> StepTrace:
-    watch(fake)
-    with (
-        as_by_itself(),
-        _without_collector(),
-        fake.standing_in(build_step, _named_in(build_step)) as (build, _),
-        fake,
-        _Trace() as trace,
-    ):
-        step = build(size, mode=mode) if takes_mode(build_step) else build(size)
+    with _without_collector(), simulation.watch() as watch:
+        step = build(size, mode=mode) if tells_mode else build(size)
         if not callable(step):
             raise InputTypeError(
                 call,
@@ -128,9 +120,9 @@ def _trace(
             )
         with nullcontext() if mode == "train" else forward_alone():
             step()
-            start = trace.num_events()
+            start = watch.num_events()
             step()
-        return trace.since(start, size, mode, fake.guesses)
+        return _since(start, watch, simulation, size, mode)
 
 
 def takes_mode(build_step: BuildStep) -> bool:
@@ -155,26 +147,18 @@ class _NoBackward(TorchFunctionMode):
         return None if func is torch.Tensor.backward else func(*args, **(kwargs or {}))
 
 
-class _Trace(StepRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """A recorder that can be asked for the events from one moment on."""
-
-    def since(self, start: int, size: int, mode: Mode, guesses: Guesses) -> StepTrace:
-        there_before = sum(num_bytes for _, _, num_bytes in self._adopted)
-        live = there_before + np.cumsum([sum(self._event_bytes[:start]), *self._event_bytes[start:]], dtype=np.int64)
-        bounds = [int(live[event - start]) + num_bytes for event, num_bytes in self._bounds if event >= start]
-        storages = self._event_storage[start:]
-        signs = [num_bytes > 0 for num_bytes in self._event_bytes[start:]]
-        names = {operator: str(operator) for operator in set(self._operators)}
-        return StepTrace(
-            size,
-            mode,
-            live,
-            np.asarray(bounds, dtype=np.int64),
-            events=tuple((names[self._operators[k]], sign) for k, sign in zip(storages, signs, strict=True)),
-            places=tuple(self._places[k] for k in storages),
-            guesses=tuple(guesses),
-            doubts=(*guesses.doubts, *(self.starved() if mode == "train" else ())),
-        )
+def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: Mode) -> StepTrace:
+    events, guesses = watch.events_since(start), simulation.tensors.guesses
+    return StepTrace(
+        size,
+        mode,
+        events.live,
+        events.bounds,
+        events=tuple(zip(events.operators, events.is_growth, strict=True)),
+        places=events.places,
+        guesses=tuple(guesses),
+        doubts=(*guesses.doubts, *(watch.without_gradients() if mode == "train" else ())),
+    )
 
 
 @contextmanager

@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from memkit._simulation.cuda.allocator import ACTIVE, CACHED, AllocatorSettings, Block, CachingAllocator, Driver, Pool
 from memkit._units import MIB
-from memkit.planning.card.allocator import CachingAllocator
-from memkit.planning.card.allocator_blocks import ACTIVE, CACHED, Block, Driver, Pool
-from memkit.planning.card.allocator_settings import AllocatorSettings
 
 FOLDER = Path(__file__).parents[2] / "data" / "allocator_traces"
 TRACES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads((FOLDER / "index.json").read_text())}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 from memkit._units import MIB
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit.planning.virtual_gpu import VirtualGPU
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "liger_rows.json").read_text())["rows"]
 _NUM_RUNS = 3  # of ten: from the second on all are alike

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memkit.planning.card.allocator_blocks import Block
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit._simulation.cuda.allocator import Block
+from memkit.planning.virtual_gpu import VirtualGPU
 from tests.planning.card.allocator_replay import ALLOC, FREE_REQUESTED
 from tests.planning.card.allocator_replay import FOLDER as TRACES
 
@@ -322,7 +322,7 @@ class Played:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """The block holds the recorded step."""
-        allocator = self._gpu._memory.allocator
+        allocator = self._gpu.memory.allocator
         allocate, free = allocator.allocate, allocator.free
 
         def taken(num_bytes: int, stream: int = 0) -> Block:

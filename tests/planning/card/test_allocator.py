@@ -5,11 +5,9 @@ import torch
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._recovery.errors import is_out_of_memory
+from memkit._simulation.cuda import allocator
+from memkit._simulation.cuda.allocator import AllocatorSettings, Block, CachingAllocator, Pool
 from memkit._units import GIB, MIB
-from memkit.planning.card import allocator
-from memkit.planning.card.allocator import CachingAllocator
-from memkit.planning.card.allocator_blocks import Block, Pool
-from memkit.planning.card.allocator_settings import AllocatorSettings
 from tests.planning.card.allocator_replay import TRACES, Replay, replay
 
 # Torch 2.13 on a GPU, from a public log; the figures are the log's own, so that only the words are compared.

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._units import MIB
-from memkit.planning.card.allocator import CachingAllocator
-from memkit.planning.card.allocator_settings import AllocatorSettings
 
 CARD = 160 * MIB
 OTHER = 10 * MIB

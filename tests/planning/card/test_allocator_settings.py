@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memkit._errors import ConfigError
+from memkit._simulation.cuda.allocator import AllocatorSettings
 from memkit._units import GIB, KIB, MIB
-from memkit.planning.card.allocator_settings import AllocatorSettings
 from tests.versions import lacks
 
 parse = AllocatorSettings.parse

@@ -7,7 +7,7 @@ import torch
 from torch.cuda import _memory_viz as viewer
 
 from memkit._eventlog import read_memory_events
-from memkit.planning.card.virtual_gpu import VirtualGPU
+from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.report.figures import read_figures
 from tests.report.foreign import judge_snapshot
 

@@ -5,12 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memkit._simulation.cuda.attention import Attention, attention_backend
+from memkit._simulation.cuda.kernels import Processors, inside, reduction
 from memkit._torch.autocast import operators_by_policy
-from memkit._torch.cuda import prefers_cudnn_attention
-from memkit.planning.card.attention import Attention, attention_backend
-from memkit.planning.card.reductions import Processors, reduction
-from memkit.planning.card.virtual_gpu import VirtualGPU
-from memkit.planning.card.workspace import inside
+from memkit._torch.cuda import Rules
+from memkit.planning.virtual_gpu import VirtualGPU
 from tests.versions import has
 
 _aten = torch.ops.aten
@@ -27,7 +26,7 @@ def card():
 
 
 def names(card):
-    recording = card._recorder.recording()
+    recording = card.record().recording
     return [name.removeprefix("aten.") for name in recording.names["operator"]]
 
 
@@ -108,8 +107,8 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     [
         (call(), TURING, "efficient"),
         (call(), AMPERE, "flash"),
-        (call(), HOPPER, "cudnn" if prefers_cudnn_attention() else "flash"),
-        (call(), BLACKWELL, "cudnn" if prefers_cudnn_attention() else "flash"),
+        (call(), HOPPER, "cudnn" if Rules().prefers_cudnn_attention else "flash"),
+        (call(), BLACKWELL, "cudnn" if Rules().prefers_cudnn_attention else "flash"),
         (call(), (10, 3), "flash"),
         (call(), GAMING_BLACKWELL, "flash"),
         (call(torch.bfloat16), TURING, "math"),
@@ -126,19 +125,19 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     ],
 )
 def test_the_kernel_that_takes_attention(made, capability, backend):
-    assert attention_backend(made, capability) == backend
+    assert attention_backend(made, capability, Rules()) == backend
 
 
 def test_wide_heads_with_a_gradient_do_not_flash_on_gaming_cards():
     query = torch.empty(2, 8, 64, 256, dtype=torch.float16, device="meta", requires_grad=True)
     wide = Attention(query, query, query, None, 0.1, is_causal=False, enable_gqa=False)
-    assert attention_backend(wide, AMPERE) == "flash"
-    assert attention_backend(wide, GAMING_AMPERE) == attention_backend(wide, ADA) == "efficient"
+    assert attention_backend(wide, AMPERE, Rules()) == "flash"
+    assert attention_backend(wide, GAMING_AMPERE, Rules()) == attention_backend(wide, ADA, Rules()) == "efficient"
 
 
 def test_what_the_user_forbids_is_not_taken():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert attention_backend(call(), ADA) == "math"
+        assert attention_backend(call(), ADA, Rules()) == "math"
 
 
 def test_inference_mode_takes_the_same_attention_and_shows_it(card):

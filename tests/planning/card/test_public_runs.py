@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from memkit.planning.card import operators, workspace
+from memkit._simulation.cuda import kernels, tensors
 from tests.planning.card.liger_rows import ROWS, as_printed, peak_bytes
 from tests.planning.card.public_runs import RUNS, num_alike
 
@@ -48,9 +48,9 @@ def test_every_published_operator_is_exact_in_every_digit():
 
 
 WRONG = {
-    "silu_backward in parts": ("swiglu", mock.patch.object(operators, "_WHOLE", ())),
-    "no factors of channels": ("group_norm", mock.patch.dict(workspace._KERNELS, clear=True)),
-    "no partial sums": ("jsd", mock.patch.object(workspace, "reduction", return_value=())),
+    "silu_backward in parts": ("swiglu", mock.patch.object(tensors, "_WHOLE", ())),
+    "no factors of channels": ("group_norm", mock.patch.dict(kernels._KERNELS, clear=True)),
+    "no partial sums": ("jsd", mock.patch.object(kernels, "reduction", return_value=())),
 }
 
 
@@ -58,7 +58,7 @@ WRONG = {
 def test_a_wrong_rule_is_seen(wrong):
     kernel, change = WRONG[wrong]
     rows = [row for row in ROWS if row["kernel"] == kernel]
-    operators._has_parts.cache_clear()
+    tensors._has_parts.cache_clear()
     with change:
         assert any(as_printed(peak_bytes(row)) != row["measured_mib"] for row in rows)
-    operators._has_parts.cache_clear()
+    tensors._has_parts.cache_clear()

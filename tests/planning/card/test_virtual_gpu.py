@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint
 from memkit import is_out_of_memory, recover_from_oom
 from memkit._device import allocator_counters
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._torch.cuda import prefers_cudnn_attention
+from memkit._simulation.cuda.allocator import AllocatorSettings
+from memkit._torch.cuda import Rules
 from memkit._torch.versions import parse
-from memkit.planning.card.allocator_settings import AllocatorSettings
-from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.predict import estimate_memory_usage
+from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
-FIRST_ON_HOPPER = "cudnn" if prefers_cudnn_attention() else "flash"
+FIRST_ON_HOPPER = "cudnn" if Rules().prefers_cudnn_attention else "flash"
 KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
 
@@ -36,7 +36,7 @@ def perceptron():
 
 
 def operators(card):
-    recording = card._recorder.recording()
+    recording = card.record().recording
     return {name.removeprefix("aten.").split(".")[0] for name in recording.names["operator"]}
 
 
@@ -256,7 +256,7 @@ def test_a_step_takes_cudas_operators(card):
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     out = model(torch.randn(8, 64, device="cuda"))
-    mask_bytes = {s.nbytes for s in card._recorder.recording().top(20) if "native_dropout" in s.operator}
+    mask_bytes = {s.nbytes for s in card.record().recording.top(20) if "native_dropout" in s.operator}
     assert mask_bytes == {8 * 64 * 4, 8 * 64}  # the mask is of bytes
     out.sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

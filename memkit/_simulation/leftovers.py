@@ -17,21 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from sysconfig import get_paths
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memkit._errors import StateError
+from memkit._simulation.guesses import GuessedFloat, GuessedInt, Guesses
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS
-from memkit.planning.fakes import DryMode
-from memkit.planning.guesses import GuessedFloat, GuessedInt
 
 T = TypeVar("T")
 Kind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
-Simulate: TypeAlias = Callable[[Callable[[DryMode], None]], T]
 
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 _MOST_OBJECTS = 50_000  # that are looked at: what lies farther away is found afterwards, and refused
@@ -44,31 +42,39 @@ _MISSING = object()
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def leaving_nothing(call: str, roots: Iterable[object], simulate: Simulate[T]) -> T:
+class Simulated(Protocol):
+    """What makes tensors without data: knows which are alive, and what was guessed."""
+
+    guesses: Guesses
+
+    def survivors(self) -> list[Tensor]:
+        """The tensors that are alive."""
+
+
+def leaving_nothing(call: str, roots: Iterable[object], tensors: Simulated, run: Callable[[], T]) -> T:
     """Run a simulation, and see to it that no tensor without data outlives it.
 
     Args:
         call: The user's call, for the error.
         roots: The user's objects: model, loss function, optimizer.
-        simulate: Runs it, and hands each mode that it makes to the function that it is given. What it returns holds no
-            tensor.
+        tensors: What makes tensors without data.
+        run: Runs it. What it returns holds no tensor.
 
     Raises:
         StateError: Somebody holds a tensor without data who cannot be made to let go.
     """
     surroundings = _Surroundings(roots)
-    modes: list[DryMode] = []
     try:
-        result = simulate(modes.append)
+        result = run()
     except BaseException:
-        surroundings.clean(modes)  # the traceback holds tensors: nobody can be blamed
+        surroundings.clean(tensors)  # the traceback holds tensors: nobody can be blamed
         raise
-    if any(mode.guesses for mode in modes) or _are_alive(modes):
-        surroundings.clean(modes)
-    if _are_alive(modes):
-        surroundings.clean_by_search(modes)
-        if _are_alive(modes):
-            holders = surroundings.holders(modes)
+    if tensors.guesses or _are_alive(tensors):
+        surroundings.clean(tensors)
+    if _are_alive(tensors):
+        surroundings.clean_by_search(tensors)
+        if _are_alive(tensors):
+            holders = surroundings.holders(tensors)
             raise StateError(
                 call,
                 got="tensors without data that are still held after the step, by "
@@ -80,20 +86,20 @@ def leaving_nothing(call: str, roots: Iterable[object], simulate: Simulate[T]) -
     return result
 
 
-def empty_caches(mode: DryMode) -> None:
-    """Empty each `functools.lru_cache` of the process that holds tensors of a mode: it may always be filled again."""
-    if mode.survivors():
-        search = _Search([mode])
+def empty_caches(tensors: Simulated) -> None:
+    """Empty each `functools.lru_cache` that holds tensors without data: it may always be filled again."""
+    if tensors.survivors():
+        search = _Search(tensors)
         for each in gc.get_objects():
             if type(each) is _CACHE and search.leads(gc.get_referents(each)):
                 each.cache_clear()
 
 
-def _are_alive(modes: list[DryMode]) -> bool:
-    if not any(mode.survivors() for mode in modes):
+def _are_alive(tensors: Simulated) -> bool:
+    if not tensors.survivors():
         return False
     gc.collect()  # most of what is left is in cycles
-    return any(mode.survivors() for mode in modes)
+    return bool(tensors.survivors())
 
 
 class _Saved(NamedTuple):
@@ -215,30 +221,30 @@ class _Surroundings:
 
     # ------------------------------------------------------------------------------------------------- after
 
-    def clean(self, modes: list[DryMode]) -> None:
+    def clean(self, tensors: Simulated) -> None:
         """Take out what the step has put in, where it holds a tensor without data or a guessed number."""
-        search = _Search(modes)
+        search = _Search(tensors)
         for saved in self._saved.values():
             _put_back(saved, search)
-        has_guessed = any(mode.guesses for mode in modes)  # a plain number may come of a guess
+        has_guessed = bool(tensors.guesses)  # a plain number may come of a guess
         for cache, num_misses in self._caches:
             is_new = cache.cache_info().misses != num_misses
             if is_new and (has_guessed or search.leads(gc.get_referents(cache))):
                 cache.cache_clear()
 
-    def clean_by_search(self, modes: list[DryMode]) -> None:
+    def clean_by_search(self, tensors: Simulated) -> None:
         """Empty the caches of other people's modules that hold tensors without data."""
         while True:
-            ends = [path[-1] for path in _holders_of(modes, self._is_end)]
+            ends = [path[-1] for path in _holders_of(tensors, self._is_end)]
             caches = {id(end): end for end in ends if isinstance(end, _CACHE) and end.cache_info().currsize}
             if not caches:
                 return
             for cache in caches.values():
                 cache.cache_clear()
 
-    def holders(self, modes: list[DryMode]) -> list[str]:
+    def holders(self, tensors: Simulated) -> list[str]:
         """Who holds tensors without data, for people."""
-        paths = _holders_of(modes, self._is_end)
+        paths = _holders_of(tensors, self._is_end)
         return list(dict.fromkeys(map(self._name_of, paths)))
 
     def _is_end(self, value: Any) -> bool:
@@ -308,8 +314,8 @@ def _in_slots(value: Any) -> dict[str, Any]:
 class _Search:
     """Finds out whether values lead to a tensor without data, or to a guessed number."""
 
-    def __init__(self, modes: list[DryMode]) -> None:
-        self._modes = modes
+    def __init__(self, tensors: Simulated) -> None:
+        self._tensors = tensors
 
     def leads(self, values: Iterable[Any]) -> bool:
         """Whether one of these is one, or holds one, in containers and objects of any depth."""
@@ -317,10 +323,10 @@ class _Search:
         while stack and len(seen) < _MOST_OBJECTS:
             value = stack.pop()
             if isinstance(value, FakeTensor):
-                if any(value.fake_mode is mode for mode in self._modes):
+                if id(value.fake_mode) == id(self._tensors):
                     return True
             elif isinstance(value, (GuessedFloat, GuessedInt)):
-                if any(value.guesses is mode.guesses for mode in self._modes):
+                if value.guesses is self._tensors.guesses:
                     return True
             elif id(value) not in seen and not isinstance(value, (ModuleType, type)):
                 seen.add(id(value))
@@ -370,9 +376,9 @@ class _Own(list[Any]):
     """A list of the search itself: it holds what it looks for, and is no holder."""
 
 
-def _holders_of(modes: list[DryMode], is_end: Callable[[Any], bool]) -> list[_Own]:
+def _holders_of(tensors: Simulated, is_end: Callable[[Any], bool]) -> list[_Own]:
     """Paths from tensors that are alive to who holds them, up to the nearest holder with a name."""
-    alive, found = _Own(each for mode in modes for each in mode.survivors()), list[_Own]()
+    alive, found = _Own(tensors.survivors()), list[_Own]()
     del alive[:-_MOST_TRIED]
     while alive and len(found) < _MOST_NAMED:
         path = _path_from(alive.pop(), is_end)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from memkit._torch import aten
-from memkit._torch.cuda import prefers_cudnn_attention
+from memkit._torch.cuda import Rules
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -33,7 +33,7 @@ class Attention(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
 
 
-def attention(capability: tuple[int, int]) -> Callable[..., Any]:
+def attention(capability: tuple[int, int], rules: Rules) -> Callable[..., Any]:
     """`scaled_dot_product_attention` as CUDA dispatches it (sdp_utils.cpp and attention.cpp of PyTorch 2.13)."""
 
     def kernel(  # the operator's own signature
@@ -48,7 +48,7 @@ def attention(capability: tuple[int, int]) -> Callable[..., Any]:
         enable_gqa: bool = False,
     ) -> Tensor:
         call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        backend = attention_backend(call, capability)
+        backend = attention_backend(call, capability, rules)
         if backend == "flash":
             return _flash(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
         mask = _additive(attn_mask, query.dtype)
@@ -72,9 +72,9 @@ def attention(capability: tuple[int, int]) -> Callable[..., Any]:
     return kernel
 
 
-def attention_backend(call: Attention, capability: tuple[int, int]) -> str:
+def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules) -> str:
     """Which of "cudnn", "flash", "efficient" and "math" takes a call, in PyTorch's order of preference."""
-    prefers_cudnn = capability in ((9, 0), (10, 0)) and prefers_cudnn_attention()
+    prefers_cudnn = capability in ((9, 0), (10, 0)) and rules.prefers_cudnn_attention
     if call.query.dim() != 4 or 0 in (call.query.shape[-2], call.key.shape[-2]) or capability > (12, 1):
         return "math"
     choices = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from memkit.planning.libraries import TRANSFORMERS_UTILS
+from memkit._simulation.simulation import TRANSFORMERS_UTILS
 
 # The operators for which torchvision 0.28 registers shape functions when it is imported: arguments -> results.
 _SIZES = "SymInt pooled_height, SymInt pooled_width"
@@ -89,7 +89,7 @@ class AtImport(MetaPathFinder):
 
 
 def _believe_in_data(utils: ModuleType) -> None:
-    """See `memkit.planning.libraries`."""
+    """See `memkit._simulation.simulation`."""
     utils.is_fake_tensor = lambda _: False  # type: ignore[attr-defined]
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, Driver, SegmentRecord
 from memkit._whereabouts import Place
-from memkit.planning.card.allocator import CachingAllocator
-from memkit.planning.card.allocator_blocks import PENDING, Driver
-from memkit.planning.card.allocator_report import SegmentRecord
 
 _WAITING = "active_awaiting_free"  # PyTorch's name in snapshots
 _POOL = (0, 0)  # the one that all allocations come from outside of CUDA graphs

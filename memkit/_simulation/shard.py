@@ -1,4 +1,4 @@
-"""How a step is spread over ranks: what the user says of it. `memkit.planning.shards` does it."""
+"""How a step is spread over ranks: what the user says of it. `memkit._simulation.ranks` does it."""
 
 from __future__ import annotations
 

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import os
 import pickle
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.compiler import set_stance
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from memkit._atomic import write_bytes
 from memkit._errors import StateError
 from memkit._protocols import Uncopied
-from memkit.planning.card.allocator import CachingAllocator
-from memkit.planning.card.allocator_settings import AllocatorSettings
-from memkit.planning.card.answers import cuda_answers
-from memkit.planning.card.history import History
-from memkit.planning.card.memory import CardMemory, CardRecorder
-from memkit.planning.card.tensors import CARD, CardMode, on_stage
-from memkit.planning.dryrun import summarise
+from memkit._recorder import Recorder
+from memkit._simulation.cuda.allocator import AllocatorSettings
+from memkit._simulation.cuda.tensors import CARD
+from memkit._simulation.leftovers import empty_caches
+from memkit._simulation.patches import patched
+from memkit._simulation.simulation import Gpu, Record, Simulation
+from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
-from memkit.planning.leftovers import empty_caches
-from memkit.planning.libraries import told_that_tensors_are_real
 
 
 class VirtualGPU(Uncopied):
@@ -59,6 +63,7 @@ class VirtualGPU(Uncopied):
 
     Attributes:
         gpu: The card.
+        memory: What its tensors take: the allocator, the current stream.
         guesses: How often each ``"operator at line"`` was answered without data.
 
     Memory cost:
@@ -92,16 +97,11 @@ class VirtualGPU(Uncopied):
     ) -> None:
         self.gpu = find_gpu(gpu)
         capability_of(self.gpu)
-        self._mode = CardMode(selected_fraction)
-        self.guesses = self._mode.guesses
-        allocator = CachingAllocator(
-            self.gpu.total_bytes,
-            other_bytes=self.gpu.context_bytes,
-            settings=allocator_settings,
-        )
-        self._history = History(allocator, f"{self.gpu.vendor} {self.gpu.name}")
-        self._memory = CardMemory(self.gpu, allocator, self._history)
-        self._recorder = CardRecorder(self._memory)
+        place = Gpu(self.gpu, capacity_bytes=self.gpu.total_bytes, settings=allocator_settings, has_history=True)
+        self.memory = place.memory
+        self._simulation = Simulation(place, selected_fraction=selected_fraction)
+        self.guesses = self._simulation.tensors.guesses
+        self._watch = self._simulation.watch()
         self._stack = ExitStack()
         self._was_entered = False
 
@@ -115,13 +115,9 @@ class VirtualGPU(Uncopied):
             )
         self._was_entered = True
         with ExitStack() as stack:
-            stack.enter_context(on_stage(self._mode, capability_of(self.gpu)))
-            stack.enter_context(cuda_answers(self.gpu, self._memory))
-            stack.enter_context(set_stance("force_eager"))
-            stack.enter_context(told_that_tensors_are_real())
-            stack.enter_context(self._mode)
-            stack.enter_context(self._recorder)
-            stack.enter_context(self._recorder.noting_modules())
+            stack.enter_context(self._simulation.running())
+            stack.enter_context(self._watch)
+            stack.enter_context(_noting_modules(self._watch.recorder))
             self._stack = stack.pop_all()
         return self
 
@@ -129,7 +125,7 @@ class VirtualGPU(Uncopied):
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-        empty_caches(self._mode)
+        empty_caches(self._simulation.tensors)
 
     @property
     def device(self) -> torch.device:
@@ -139,22 +135,22 @@ class VirtualGPU(Uncopied):
     @property
     def allocated_bytes(self) -> int:
         """Bytes in tensors on the card and in its libraries' workspaces now."""
-        return self._memory.allocator.allocated_bytes
+        return self.memory.allocator.allocated_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Their largest number: what ``torch.cuda.max_memory_allocated`` would say."""
-        return self._memory.allocator.peak_allocated_bytes
+        return self.memory.allocator.peak_allocated_bytes
 
     @property
     def reserved_peak_bytes(self) -> int:
         """What ``torch.cuda.max_memory_reserved`` would say."""
-        return self._memory.allocator.peak_reserved_bytes
+        return self.memory.allocator.peak_reserved_bytes
 
     @property
     def timeline(self) -> NDArray[np.int64]:
         """Allocated bytes after each block that was taken or given back, (num_events,)."""
-        return np.asarray(self._memory.timeline, dtype=np.int64)
+        return np.asarray(self.memory.timeline, dtype=np.int64)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
         """Write all that the allocator did so far as a CUDA memory snapshot, for viewers of real ones.
@@ -180,7 +176,7 @@ class VirtualGPU(Uncopied):
             >>> mk.read_memory_events(path).events[-1].requested_bytes
             4000000
         """
-        write_bytes(path, pickle.dumps(self._history.snapshot(), protocol=4))
+        write_bytes(path, pickle.dumps(self.memory.snapshot(), protocol=4))
 
     def estimate(self) -> MemoryEstimate:
         """Return what the card held at the peak, taken apart by category, module and line.
@@ -188,4 +184,33 @@ class VirtualGPU(Uncopied):
         Returns:
             As of `memkit.estimate_memory_usage`, of everything so far.
         """
-        return summarise(self._recorder, self.guesses)
+        return MemoryEstimate.of(self.record())
+
+    def record(self) -> Record:
+        """Return what was recorded so far: storages, from birth to death, and what the allocator says."""
+        return self._watch.record()
+
+
+@contextmanager
+def _noting_modules(recorder: Recorder) -> Iterator[None]:
+    """Know parameters and buffers from the moment when a module has them on the card, before any step uses them."""
+    apply = getattr(nn.Module, APPLY)
+
+    @wraps(apply)
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        moved: nn.Module = apply(module, *args, **kwargs)
+        recorder.label([each for each in parameters_of(moved).values() if each is not None], "parameter")
+        recorder.label([each for each in buffers_of(moved).values() if each is not None], "buffer")
+        return moved
+
+    def note_parameter(module: nn.Module, name: str, parameter: Any) -> None:  # noqa: ARG001 - torch's own form
+        recorder.label([] if parameter is None else [parameter], "parameter")
+
+    def note_buffer(module: nn.Module, name: str, buffer: Any) -> None:  # noqa: ARG001 - torch's own form
+        recorder.label([] if buffer is None else [buffer], "buffer")
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(note_parameter).remove)
+        stack.callback(register_module_buffer_registration_hook(note_buffer).remove)
+        stack.enter_context(patched(nn.Module, APPLY, applied))
+        yield

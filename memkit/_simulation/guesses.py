@@ -1,5 +1,7 @@
 """Numbers that code reads from tensors without data: what it is told, and whether it matters.
 
+The methods by which code reads them stand at the end, as `READING`.
+
 A tensor without data answers with 1, or False. The answer is a number that remembers what it is: arithmetic makes more
 of its kind, text does not count, and a comparison, a condition or a conversion that takes the memory away is noted with
 its line. So is a number that goes where it cannot be followed, unless the source says that it becomes text or a sum.
@@ -9,18 +11,24 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
+from memkit._simulation.uses import Site, Use, operation_of, site_of
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
 from memkit._whereabouts import Whereabouts
-from memkit.planning.uses import Site, Use, operation_of, site_of
 
 READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
+KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
@@ -307,3 +315,126 @@ def _follow(kind: Any, base: type) -> None:
 for _base, _kind in _KINDS.items():
     _follow(_kind, _base)
     _kind.__name__ = _base.__name__  # what logs and errors call it
+
+
+# -------------------------------------------------------------------------------------- methods that read numbers
+
+
+def known_value(tensor: Any) -> float | None:
+    """The number that all elements of a tensor are, where it is known."""
+    return getattr(tensor, KNOWN, None) if isinstance(tensor, FakeTensor) else None
+
+
+def _guesses_of(tensor: Any) -> Guesses | None:
+    """Whose guess a tensor's numbers are; None where it has data, or is out of use."""
+    mode = tensor.fake_mode
+    guesses = getattr(mode, "guesses", None)
+    is_guessed = isinstance(guesses, Guesses) and tensor.constant is None and mode.is_open
+    return guesses if is_guessed else None
+
+
+def _answered(guesses: Guesses, tensor: Any, kind: Callable[[Any], Any], guess: Callable[[], Any]) -> Any:
+    value = known_value(tensor)
+    if value is None:
+        return guess()
+    guesses.finite()
+    return kind(value)
+
+
+def _as_dtype(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return bool if dtype is torch.bool else float if dtype.is_floating_point else int
+
+
+def _item(guesses: Guesses, tensor: Any) -> Any:
+    return _answered(guesses, tensor, _as_dtype(tensor.dtype), lambda: guesses.number(tensor.dtype))
+
+
+def _truth(guesses: Guesses, tensor: Any) -> bool:
+    return bool(_answered(guesses, tensor, bool, guesses.truth))
+
+
+def _index(guesses: Guesses, tensor: Any) -> int:
+    return int(_answered(guesses, tensor, int, guesses.size))
+
+
+def _number(kind: type) -> Callable[[Guesses, Any], Any]:
+    return lambda guesses, tensor: _answered(guesses, tensor, kind, lambda: guesses.plain(tensor.dtype, kind))
+
+
+def _of_one(answer: Callable[[Guesses, Any], Any]) -> Callable[[Any], Any]:
+    """A method of tensors with one element, such as `Tensor.item`."""
+
+    def make(original: Any) -> Any:
+        @wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            guesses = _guesses_of(self)
+            if guesses is None or self.numel() != 1:
+                return original(self, *args, **kwargs)
+            return answer(guesses, self)
+
+        return method
+
+    return make
+
+
+def _listing(original: Any) -> Any:
+    @wraps(original)
+    def tolist(self: Any) -> Any:
+        guesses = _guesses_of(self)
+        if guesses is None:
+            return original(self)
+        if 0 in self.shape:
+            return np.empty(self.shape).tolist()
+        return _nested(_item(guesses, self), tuple(self.shape))
+
+    return tolist
+
+
+def _nested(number: Any, shape: tuple[int, ...]) -> Any:
+    return [_nested(number, shape[1:]) for _ in range(shape[0])] if shape else number
+
+
+def _formatting(original: Any) -> Any:
+    @wraps(original)
+    def shown(self: Any, specification: str) -> str:
+        guesses = _guesses_of(self)
+        if guesses is None or self.dim():
+            return str(original(self, specification))
+        return format(plain_number(_item(guesses, self)), specification)
+
+    return shown
+
+
+def _array(original: Any) -> Any:
+    @wraps(original)
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        guesses = _guesses_of(self)
+        if self.is_cuda and not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
+            )
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        with no_dispatch():
+            if self.constant is not None:
+                return self.constant.detach().numpy()
+            if guesses is None:
+                return original(self, force=force)
+            return torch.full(self.shape, guesses.array(self.dtype), dtype=self.dtype, device="cpu").numpy()
+
+    return numpy
+
+
+READING: dict[str, Callable[[Any], Any]] = {
+    "item": _of_one(_item),
+    "__bool__": _of_one(_truth),
+    "__index__": _of_one(_index),
+    "__int__": _of_one(_number(int)),
+    "__float__": _of_one(_number(float)),
+    "__complex__": _of_one(_number(complex)),
+    "tolist": _listing,
+    "numpy": _array,
+    "__format__": _formatting,
+}
+"""Methods of tensors without data that read numbers: by name what makes them, given torch's own."""

@@ -1,20 +1,24 @@
-"""What CPU kernels do with memory that shape functions do not say: larger results, and workspace inside of them."""
+"""What the CPU's kernels do with memory that shape functions do not say.
+
+Some results are larger than the tensors that they look like, and kernels take workspace inside of themselves. The CPU's
+allocator keeps no books: what is live is what storages say.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from memkit._simulation.tensors import Kernels, is_matrix
 from memkit._torch.aten import ctc_loss, overloads
 from memkit._torch.convolution import ConvBackend, select_conv_backend
 from memkit._torch.fake import DynamicOutputShapeException, FakeTensor
 from memkit._torch.machine import onednn_version
 
-Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 _aten = torch.ops.aten
 _PAGE = 4096
 _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in three buffers, 3.11 in one
@@ -22,11 +26,42 @@ _SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
 _LIBRARY = 8192  # what oneDNN takes for itself
 _PER_HELPER = 2**20  # what each thread beyond the first takes, at most
 _TRANSPOSED = 2**14  # a block that is turned around at a time
-_MEAN, _SUM = 1, 2  # at::Reduction
+_CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be cut evenly
 
 
 def _operators(*names: str) -> frozenset[Any]:
     return overloads(*(f"{name}.default" for name in names))
+
+
+class HostMemory:
+    """What kernels of the CPU take inside; nothing is known of an allocator."""
+
+    def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - as beneath all places
+        """All storages count, of whichever device they say they are."""
+        return True
+
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:
+        """Its own."""
+        return storage.device
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """The storage itself says what it takes."""
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """As `hold`."""
+
+    def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
+        """As `hold`."""
+
+    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+        """Return the most that a kernel may take inside."""
+        if func.name() == _CHUNK_CAT:
+            return int(kwargs["out"].nbytes)
+        return workspace_bound(func, args, out)
+
+    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:  # noqa: ARG002 - as all
+        """Operators run as they come."""
+        return None
 
 
 def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
@@ -67,27 +102,12 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
 # ------------------------------------------------------------------------------------------------- true results
 
 
-def _reduced_in_place(out: Tensor, x: Tensor, target: Tensor, *options: Any) -> Tensor:
-    """These losses are reduced in place: the one number lies in a storage as large as all losses."""
-    reduction = next((option for option in options if isinstance(option, int)), _MEAN)
-    if reduction not in (_MEAN, _SUM):
-        return out
-    return torch.empty_like(x + target).as_strided((), ())
-
-
 def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """With an input of half precision and weights in float32, mean and deviation are kept in float32."""
     weight = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if weight is None or weight.dtype == x.dtype:
         return out
     return out[0], out[1].to(weight.dtype), out[2].to(weight.dtype)
-
-
-def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """The gradient lies in order, whatever the strides of the one that came in; those of weights have their dtypes."""
-    weights = args[3:5]  # torch 2.8's shape function gives their gradients the dtype of the input
-    typed = (each if each is None else each.to(like.dtype) for each, like in zip(out[1:], weights, strict=True))
-    return (None if out[0] is None else x.new_empty(x.shape)), *typed
 
 
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
@@ -135,16 +155,12 @@ def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
 
 
 RESULTS: Kernels = {
-    **dict.fromkeys(
-        _operators("binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"), _reduced_in_place
-    ),
     **dict.fromkeys(_operators("native_layer_norm", "native_batch_norm", "native_group_norm"), _norm),
-    **dict.fromkeys(_operators("native_layer_norm_backward"), _layer_norm_backward),
     **dict.fromkeys(_operators("_embedding_bag"), _embedding_bag),
     **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
     **dict.fromkeys(_operators("mkldnn_rnn_layer_backward"), _recurrent_backward),
 }
-"""For operators whose shape function is wrong about memory: what takes its result, then the arguments, to the truth."""
+"""Called with the result of an operator's shape function and its arguments, returns what its kernel makes."""
 
 
 def _grouped_product(x: Tensor, y: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
@@ -171,7 +187,7 @@ INSTEAD: Kernels = {
     **dict.fromkeys(_operators("_grouped_mm"), _grouped_product),
     **dict.fromkeys((ctc_loss.default, ctc_loss.Tensor), _ctc_loss),
 }
-"""For operators whose shape function refuses what the kernel takes: what makes the result from the arguments."""
+"""Called with the arguments of an operator whose shape function refuses them, returns what its kernel makes."""
 
 
 # ---------------------------------------------------------------------------------------------------- workspace
@@ -234,12 +250,6 @@ def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
         widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
         return _helpers_bytes() + widened
     return sum(_nbytes(tensor) for tensor in inputs if tensor.dim() > 1 and not is_matrix(tensor))
-
-
-def is_matrix(tensor: Tensor) -> bool:
-    """Whether rows or columns lie in order, so that BLAS takes it as it is."""
-    (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
-    return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
 
 
 def _attention(query: Tensor, key: Tensor) -> int:

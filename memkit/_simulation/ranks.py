@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._simulation.shard import REPLICATED, Shard
+from memkit._simulation.simulation import MakeOptimizer, Part, optimizer_maker
 from memkit._torch.dispatch import without_modes
 from memkit._torch.fake_ranks import FakeStore, composable_states
-from memkit.planning.dryrun import Part
-from memkit.planning.optimizers import MakeOptimizer, optimizer_maker
-from memkit.planning.shard import REPLICATED, Shard
 
 
 @contextmanager

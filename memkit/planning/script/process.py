@@ -1,9 +1,9 @@
 """The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
 
-`memkit.cli.dryrun` starts it as ``python -m memkit.planning.card.script ORDER``, where ORDER is a JSON object: folder
-(of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction, answers (how the card answers
-what it does not know), sizes (a file: where it exists, it is what another run asked the allocator for, and this one
-ends where it asks for something else; where not, it is written, into the folder). What is found goes to
+`memkit.cli.dryrun` starts it as ``python -m memkit.planning.script.process ORDER``, where ORDER is a JSON object:
+folder (of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction, answers (how the card
+answers what it does not know), sizes (a file: where it exists, it is what another run asked the allocator for, and this
+one ends where it asks for something else; where not, it is written, into the folder). What is found goes to
 ``folder/report.json``; the script's own output goes where this process's goes.
 """
 
@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from sysconfig import get_paths
@@ -30,16 +31,16 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._errors import MemkitError
+from memkit._simulation.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
+from memkit._simulation.patches import patched
+from memkit._simulation.simulation import Figures
 from memkit._torch.fake import UnsupportedFakeTensorException, UnsupportedOperatorException
 from memkit._whereabouts import Place
-from memkit.planning.card.imports import AtImport
-from memkit.planning.card.memory import CardRecorder
-from memkit.planning.card.redirected import Redirection
-from memkit.planning.card.tensors import patched
-from memkit.planning.card.virtual_gpu import VirtualGPU
 from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.gpus import GPU, find_gpu
-from memkit.planning.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
+from memkit.planning.gpus import find_gpu
+from memkit.planning.script.imports import AtImport
+from memkit.planning.script.redirected import Redirection
+from memkit.planning.virtual_gpu import VirtualGPU
 
 _ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
@@ -57,82 +58,30 @@ class _OtherWayError(BaseException):
     """Ends a script where it asks for other memory than the run that it is compared with."""
 
 
-class ScriptRecorder(CardRecorder):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Notes where memory ran out, each time."""
-
-    places: list[Place]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operator."""
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        except torch.OutOfMemoryError:
-            self.places.append(self._where.place())
-            raise
-
-    def line(self) -> object:
-        """The user's line that runs now."""
-        return self._where.place().line
-
-
-class ScriptGPU(VirtualGPU):
-    """A virtual card that notes what a whole script did to it.
+class Requests:
+    """What a script asks the allocator for, one block after the other, beside what another run of it asked for.
 
     Args:
         gpu: The card.
         expected: The sizes that another run asked for; None where there is none.
-        options: As of a `VirtualGPU`.
 
     Attributes:
-        places: Where memory ran out, each time.
-        sizes: What was asked for, one block after the other.
+        sizes: What was asked for.
         other_way: The first line that asked for something else than was expected; "" where none did.
     """
 
-    def __init__(self, gpu: GPU, expected: Sequence[int] | None = None, **options: Any) -> None:
-        super().__init__(gpu, **options)
-        self._recorder = self._watch = ScriptRecorder(self._memory)
-        self.places = self._watch.places = []
+    def __init__(self, gpu: VirtualGPU, expected: Sequence[int] | None = None) -> None:
         self.sizes: list[int] = []
         self.other_way = ""
-        self._expected = expected
-        self._earlier_peaks: list[tuple[int, int]] = []
+        self._gpu, self._expected = gpu, expected
+        gpu.memory.on_request = self._note
 
-    def __enter__(self) -> ScriptGPU:
-        super().__enter__()
-        allocator = self._memory.allocator
-        self._stack.enter_context(patched(allocator, "reset_peaks", self._reset_peaks))
-        self._stack.enter_context(patched(allocator, "allocate", self._allocate))
-        return self
-
-    def _allocate(self, num_bytes: int, *options: Any) -> Any:
+    def _note(self, num_bytes: int) -> None:
         number = len(self.sizes)
         self.sizes.append(num_bytes)
         if self._expected is not None and self._expected[number : number + 1] != [num_bytes]:
-            self.other_way = self.other_way or str(self._watch.line() or "the script")
+            self.other_way = self.other_way or _line_of(self._gpu.memory.asker().place) or "the script"
             raise _OtherWayError
-        allocator = self._memory.allocator
-        return type(allocator).allocate(allocator, num_bytes, *options)
-
-    def _reset_peaks(self) -> None:
-        allocator = self._memory.allocator
-        self._earlier_peaks.append((allocator.peak_allocated_bytes, allocator.peak_reserved_bytes))
-        type(allocator).reset_peaks(allocator)
-
-    def peaks(self) -> tuple[int, int]:
-        """The highest bytes that were allocated, and that were reserved, in the whole run."""
-        allocator = self._memory.allocator
-        peaks = (allocator.peak_allocated_bytes, allocator.peak_reserved_bytes), *self._earlier_peaks
-        allocated, reserved = map(max, zip(*peaks, strict=True))
-        return allocated, reserved
-
-    def estimate(self) -> MemoryEstimate:
-        """As of a `VirtualGPU`, whatever peaks the script has reset."""
-        allocator = self._memory.allocator
-        allocator.peak_allocated_bytes, allocator.peak_reserved_bytes = self.peaks()
-        return super().estimate()
 
 
 class Steps:
@@ -204,31 +153,46 @@ def main() -> None:
     sizes = Path(order["sizes"])
     expected = np.load(sizes).tolist() if sizes.is_file() else None
     options = {"selected_fraction": order["selected_fraction"], "allocator_settings": settings}
-    gpu = ScriptGPU(card, expected, **options)
+    gpu = VirtualGPU(card, **options)
+    requests = Requests(gpu, expected)
     gpu.guesses.answers = _ANSWERS[order["answers"]]
     _begin_alike()
     steps = Steps(order["steps"])
     start = time.perf_counter()
     ended, problem, is_compiled = _run(script, gpu, steps)
+    allocator = gpu.memory.allocator
     report = {
         "ended": ended,
         "num_steps": steps.num_done,
         "seconds": time.perf_counter() - start,
         "problem": problem,
         "out_of_memory": [
-            {"line": str(place.line or ""), "module": place.module, "phase": place.phase} for place in gpu.places
+            {"line": _line_of(place), "module": place.module, "phase": place.phase}
+            for place in (asker.place for asker in gpu.memory.shortages)
+            if place is not None
         ],
         "is_compiled": is_compiled,
         "written": redirection.written(),
         "branches": list(gpu.guesses.branches),
         "numbers": list(gpu.guesses.numbers),
-        "other_way": gpu.other_way,
-        "peaks": gpu.peaks(),
-        "estimate": gpu.estimate().as_dict(),
+        "other_way": requests.other_way,
+        "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
+        "estimate": _estimate(gpu).as_dict(),
     }
     if expected is None:
-        np.save(folder / sizes.name, np.asarray(gpu.sizes, dtype=np.int64))
+        np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
     (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
+    """As of a `VirtualGPU`, whatever peaks the script has reset."""
+    record, allocator = gpu.record(), gpu.memory.allocator
+    peaks = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
+    return MemoryEstimate.of(replace(record, figures=Figures(*peaks, gpu.gpu.context_bytes)))
+
+
+def _line_of(place: Place | None) -> str:
+    return str(place.line or "") if place is not None else ""
 
 
 def _begin_alike() -> None:

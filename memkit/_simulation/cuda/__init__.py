@@ -1,0 +1,1 @@
+"""CUDA as it would be on a GPU that is not there."""

@@ -1,0 +1,519 @@
+"""What `torch.cuda` and CUDA's tensors answer in Python about a GPU that is not there: queries, streams, files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce, wraps
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, cuda, nn
+
+from memkit._protocols import Card
+from memkit._simulation.cuda.memory import CudaMemory
+from memkit._simulation.cuda.tensors import CARD, CudaTensors
+from memkit._simulation.guesses import GuessedFloat, GuessedInt
+from memkit._simulation.patches import Patches, patched
+from memkit._torch.cuda import EXCHANGE, LAZY, RECORD_HISTORY, SNAPSHOT
+from memkit._torch.fake import PARSE_TO, FakeTensor, current_default_device, fake_mode_owner, to_owner
+from memkit._torch.tensors import storage_key
+
+_OLD_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+_NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
+
+
+def answer_patches(card: Card, memory: CudaMemory, tensors: CudaTensors) -> list[Patches]:
+    """What is changed of torch so that it speaks of this card and its memory."""
+    old_types = {name: _old_type(name, dtype) for name, dtype in _OLD_TYPES.items()}
+    answers = _answers(card, memory) | _streams(memory) | old_types
+    of_memory = {name: value for name, value in answers.items() if name in vars(cuda.memory)}
+    accelerator = _accelerator(card, memory) | _streams(memory)
+    loading = _Loading(tensors)
+    return [
+        Patches(cuda, "`torch.cuda` speaks of the card", answers),
+        Patches(cuda.memory, "the same under its other name", of_memory),
+        Patches(
+            torch.accelerator,
+            "`torch.accelerator` speaks of the card",
+            {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
+        ),
+        # LSTMs run step by step: what cuDNN keeps for their backward is its own secret.
+        Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
+        Patches(Tensor, "what CUDA's tensors do in Python", _methods(old_types)),
+        Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
+        Patches(cuda.nvtx, "marks for a profiler that is not there", dict.fromkeys(_NVTX, _nothing)),
+        Patches(
+            nn.parallel.comm, "`DataParallel` on one card", {"scatter": lambda tensor, *_, **__: (tensor.to("cuda"),)}
+        ),
+        Patches(to_owner, "`module.to(0)`", {PARSE_TO: _parsing(getattr(to_owner, PARSE_TO))}),
+        Patches(
+            torch,
+            "generators, compiled models, old defaults, tensors from data, files",
+            {
+                "Generator": _Generator,
+                "set_default_tensor_type": _set_default_tensor_type,
+                "compile": _compile,
+                **_makers(),
+                "load": loading.load(torch.load),
+            },
+        ),
+    ]
+
+
+class _Generator(torch.Generator):
+    """Random numbers are drawn on the host alone."""
+
+    def __new__(cls, device: Any = "cpu") -> Self:  # noqa: ARG004 - torch's own signature
+        return super().__new__(cls)
+
+
+def _set_default_tensor_type(kind: Any) -> None:
+    """``torch.set_default_tensor_type("torch.cuda.FloatTensor")`` makes the card everybody's device."""
+    name = kind if isinstance(kind, str) else torch.typename(kind)
+    device_type = "cuda" if ".cuda." in name else "cpu"
+    torch.set_default_device(device_type)  # memkit: ignore[global-cuda-default] - it stands in for torch's own
+    dtypes = {"HalfTensor": torch.float16, "BFloat16Tensor": torch.bfloat16, "DoubleTensor": torch.float64}
+    torch.set_default_dtype(dtypes.get(name.rpartition(".")[2], torch.float32))
+
+
+def _compile(model: Any = None, **_: Any) -> Any:
+    """Compiled code runs as written."""
+    return (lambda model: model) if model is None else model
+
+
+def _answers(card: Card, memory: CudaMemory) -> dict[str, Any]:
+    capability = card.compute_capability or (0, 0)
+    properties = SimpleNamespace(
+        name=_driver_name(card),
+        major=capability[0],
+        minor=capability[1],
+        total_memory=card.total_bytes,
+        multi_processor_count=card.num_multiprocessors or 1,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        warp_size=32,
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+
+    def snapshot(*_: Any, **__: Any) -> dict[str, Any]:  # there is one card
+        return memory.snapshot()
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": _nothing,
+        **dict.fromkeys(LAZY, _nothing),
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _nothing,
+        **dict.fromkeys(EXCHANGE, lambda device: 0),  # noqa: ARG005 - there is one card
+        "synchronize": _nothing,
+        "ipc_collect": _nothing,
+        "get_device_name": lambda device=None: properties.name,  # noqa: ARG005
+        "get_device_properties": lambda device=None: properties,  # noqa: ARG005
+        "get_device_capability": lambda device=None: capability,  # noqa: ARG005
+        "get_arch_list": lambda: [f"sm_{capability[0]}{capability[1]}"],
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0),
+        "manual_seed": _nothing,
+        "manual_seed_all": _nothing,
+        "seed": _nothing,
+        "seed_all": _nothing,
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda device=None: state.clone(),  # noqa: ARG005
+        "get_rng_state_all": lambda: [state.clone()],
+        "set_rng_state": _nothing,
+        "set_rng_state_all": _nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "can_device_access_peer": lambda *_: False,
+        "memory_snapshot": lambda: snapshot()["segments"],
+        "is_current_stream_capturing": lambda: False,
+        "utilization": lambda device=None: 0,  # noqa: ARG005
+        **_memory(card, memory),
+        RECORD_HISTORY: _nothing,
+        SNAPSHOT: snapshot,
+    }
+
+
+def _memory(card: Card, memory: CudaMemory) -> dict[str, Any]:
+    allocator = memory.allocator
+
+    def statistics(device: Any = None) -> dict[str, int]:  # noqa: ARG001 - there is one card
+        return {
+            "allocated_bytes.all.current": allocator.allocated_bytes,
+            "allocated_bytes.all.peak": allocator.peak_allocated_bytes,
+            "reserved_bytes.all.current": allocator.reserved_bytes,
+            "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
+            "requested_bytes.all.current": allocator.requested_bytes,
+            # No block waits for another stream here: what is not allocated is not active.
+            "active_bytes.all.current": allocator.allocated_bytes,
+            "active_bytes.all.peak": allocator.peak_allocated_bytes,
+            "inactive_split_bytes.all.current": allocator.memory().inactive_split_bytes or 0,
+            "num_alloc_retries": allocator.num_retries,
+            "num_ooms": allocator.num_ooms,
+        }
+
+    def nested(device: Any = None) -> dict[str, Any]:
+        tree: dict[str, Any] = {}
+        for name, number in statistics(device).items():
+            *path, last = name.split(".")
+            node = tree
+            for part in path:
+                node = node.setdefault(part, {})
+            node[last] = number
+        return tree
+
+    def reset(device: Any = None) -> None:  # noqa: ARG001
+        allocator.reset_peaks()
+
+    def fraction(fraction: float, device: Any = None) -> None:  # noqa: ARG001
+        allocator.set_memory_fraction(fraction)
+
+    return {
+        "memory_allocated": lambda device=None: allocator.allocated_bytes,  # noqa: ARG005
+        "max_memory_allocated": lambda device=None: allocator.peak_allocated_bytes,  # noqa: ARG005
+        "memory_reserved": lambda device=None: allocator.reserved_bytes,  # noqa: ARG005
+        "max_memory_reserved": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
+        "memory_cached": lambda device=None: allocator.reserved_bytes,  # noqa: ARG005
+        "max_memory_cached": lambda device=None: allocator.peak_reserved_bytes,  # noqa: ARG005
+        "mem_get_info": lambda device=None: (  # noqa: ARG005
+            card.total_bytes - card.context_bytes - allocator.reserved_bytes,
+            card.total_bytes,
+        ),
+        "memory_stats": statistics,
+        "memory_stats_as_nested_dict": nested,
+        "memory_summary": lambda device=None, abbreviated=False: str(statistics()),  # noqa: ARG005
+        "empty_cache": allocator.empty_cache,
+        "reset_peak_memory_stats": reset,
+        "reset_max_memory_allocated": reset,
+        "reset_max_memory_cached": reset,
+        "reset_accumulated_memory_stats": _nothing,
+        "set_per_process_memory_fraction": fraction,
+    }
+
+
+def _streams(memory: CudaMemory) -> dict[str, Any]:
+    """The current stream: what is allocated meanwhile comes from the stream's own cache."""
+
+    def set_stream(stream: _Stream) -> None:
+        memory.stream = stream.cuda_stream
+
+    @contextmanager
+    def within(stream: _Stream | None) -> Iterator[None]:
+        before = memory.stream
+        if stream is not None:
+            set_stream(stream)
+        try:
+            yield
+        finally:
+            memory.stream = before
+
+    return {
+        "current_stream": lambda device=None: _Stream(number=memory.stream),  # noqa: ARG005
+        "default_stream": lambda device=None: _Stream(number=0),  # noqa: ARG005
+        "set_stream": set_stream,
+        "stream": within,
+    }
+
+
+def _accelerator(card: Card, memory: CudaMemory) -> dict[str, Any]:
+    of_cuda = _memory(card, memory)
+    shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+    return {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda check_available=False: CARD,  # noqa: ARG005
+        "current_device_index": lambda: 0,
+        "set_device_index": _nothing,
+        "synchronize": _nothing,
+        "get_memory_info": of_cuda["mem_get_info"],
+        "memory_stats": of_cuda["memory_stats"],
+        "reset_peak_memory_stats": of_cuda["reset_peak_memory_stats"],
+        **{name: of_cuda[name] for name in shared},
+    }
+
+
+def _driver_name(card: Card) -> str:
+    return f"{card.vendor} {card.name}"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A card that is not there has nothing to do."""
+
+
+class _Stream:
+    """A stream: all work of a virtual card is done when its call returns."""
+
+    def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
+        self.cuda_stream = self.stream_id = id(self) if number is None else number
+        self.device, self.device_index, self.device_type = CARD, CARD.index, 1  # c10::DeviceType::CUDA
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing was changed."""
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    synchronize = wait_event = wait_stream = _nothing
+
+
+class _Event:
+    """An event that has always happened, and took no time."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Options of timing have no effect."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+    record = wait = synchronize = _nothing
+
+
+# ------------------------------------------------------------------------------------------------ methods
+
+
+def _methods(old_types: dict[str, type]) -> dict[str, Any]:
+    type_of, new, set_item = Tensor.type, Tensor.new, Tensor.__setitem__
+
+    def put(self: Tensor, index: Any, value: Any) -> None:
+        if isinstance(value, (GuessedFloat, GuessedInt)) and not isinstance(self, FakeTensor):
+            value.guesses.into_data(value.line)
+        set_item(self, index, value)
+
+    def made_new(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(self, FakeTensor):
+            return new(self, *args, **kwargs)
+        return _made(args, self.dtype, self.device)
+
+    def typed(self: Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        name = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", "")
+        short = name.rpartition(".")[2]
+        if dtype in old_types.values() or (isinstance(dtype, str) and ".cuda." in dtype):
+            return self.to("cuda", _OLD_TYPES[short], non_blocking=non_blocking)
+        return type_of(self, dtype, non_blocking, **kwargs)
+
+    def address(self: Tensor) -> int:
+        if not isinstance(self, FakeTensor):
+            return data_ptr(self)
+        number = storage_key(self.untyped_storage())
+        return number + int(self.storage_offset()) * self.element_size()
+
+    data_ptr = Tensor.data_ptr
+    return {
+        "__setitem__": put,
+        "new": made_new,
+        "type": typed,
+        "data_ptr": address,
+        "pin_memory": lambda self, device=None: self,  # noqa: ARG005 - torch's own signature
+        "record_stream": _nothing,
+    }
+
+
+def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
+    """``module.to(0)``: PyTorch's own parser asks the machine for its devices."""
+
+    @wraps(parse)
+    def parsed(*args: Any, **kwargs: Any) -> Any:
+        return parse(*(torch.device("cuda", arg) if type(arg) is int else arg for arg in args), **kwargs)
+
+    return parsed
+
+
+# ------------------------------------------------------------------------------------------------ makers
+
+
+def _makers() -> dict[str, Any]:
+    """``torch.tensor(data, device="cuda")``: made on the host and copied, as with CUDA, but where a mode sees it."""
+
+    def maker(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(make)
+        def made(data: Any, *args: Any, device: Any = None, requires_grad: bool = False, **kwargs: Any) -> Tensor:
+            chosen = torch.device(
+                "cuda" if type(device) is int else device if device is not None else current_default_device()
+            )
+            if _holds_fakes(data):
+                out = _stacked(data).to(chosen, kwargs.get("dtype"))
+            elif chosen.type != "cuda":
+                options = {"requires_grad": True} if requires_grad else {}
+                return make(data, *args, device=device, **options, **kwargs)
+            elif isinstance(data, FakeTensor):
+                out = make(data, *args, device=device, **kwargs)
+            else:
+                out = make(data, *args, device="cpu", **kwargs).to(chosen)
+            return out.requires_grad_() if requires_grad else out
+
+        return made
+
+    return {name: maker(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
+
+
+def _holds_fakes(data: Any) -> bool:
+    """Whether a list has tensors without data in it."""
+    return isinstance(data, (list, tuple)) and any(isinstance(each, FakeTensor) or _holds_fakes(each) for each in data)
+
+
+def _stacked(data: Any) -> Tensor:
+    """What a list of tensors and numbers makes on the host: no number is read, so none is guessed."""
+    if not isinstance(data, (list, tuple)):
+        return data.detach().cpu() if isinstance(data, Tensor) else torch.as_tensor(data, device="cpu")
+    parts = [_stacked(each) for each in data]
+    dtype = reduce(torch.promote_types, (each.dtype for each in parts))
+    return torch.stack([each.to(dtype) for each in parts])
+
+
+class _OldType(type):
+    """``torch.cuda.FloatTensor`` and the like: classes of which a card's tensors are instances."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> Tensor:
+        return _made(args, cls.dtype, torch.device("cuda", 0))
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, Tensor) and value.is_cuda and value.dtype is cls.dtype
+
+
+def _old_type(name: str, dtype: torch.dtype) -> type:
+    return _OldType(name, (), {"dtype": dtype, "__module__": "torch.cuda", "is_cuda": True})
+
+
+def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Old constructors: of sizes, or of data."""
+    if args and not isinstance(args[0], (int, torch.Size)):
+        return torch.tensor(args[0], dtype=dtype).to(device)
+    return torch.empty(*args or (0,), dtype=dtype, device=device)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class _Loading:
+    """`torch.load` on a GPU that is not there."""
+
+    def __init__(self, tensors: CudaTensors) -> None:
+        self._tensors = tensors
+
+    def load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.load` with data for the host; what belongs on the card is copied there afterwards."""
+
+        @wraps(load)
+        def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+            def place_of(device: str) -> str:
+                if callable(map_location):
+                    return "cpu"
+                chosen = map_location.get(device, device) if isinstance(map_location, dict) else map_location
+                return device if chosen is None else str(chosen)
+
+            def note(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+                if place_of(device).startswith("cuda"):
+                    for_card.add(storage_key(storage))
+                return storage
+
+            for_card: set[int] = set()
+            _now.place_of, _now.storages, _now.tensors = place_of, {}, self._tensors
+            with (
+                patched(fake_mode_owner, "detect_fake_mode", _nothing),  # it would leave the host's without data
+                torch.serialization.safe_globals([rebuilt]),
+            ):
+                return _moved(load(f, note, *args, **kwargs), for_card)
+
+        return loaded
+
+
+class _Now(threading.local):
+    """What the `torch.load` that runs now has to know: `rebuilt` is called by torch alone."""
+
+    place_of: Callable[[str], str] = staticmethod(lambda device: device)
+    storages: dict[int, Tensor]
+    tensors: CudaTensors
+
+
+_now = _Now()
+
+
+def _moved(value: Any, for_card: set[int]) -> Any:
+    if isinstance(value, Tensor):
+        is_for_card = not isinstance(value, FakeTensor) and storage_key(value.untyped_storage()) in for_card
+        return value.to("cuda") if is_for_card else value
+    if isinstance(value, nn.Module):
+        return value.to("cuda") if for_card else value
+    if isinstance(value, dict):
+        value.update({key: _moved(item, for_card) for key, item in value.items()})
+    elif isinstance(value, list):
+        value[:] = [_moved(item, for_card) for item in value]
+    elif type(value) is tuple:
+        return tuple(_moved(item, for_card) for item in value)
+    return value
+
+
+def _reduced(self: FakeTensor, _: Any) -> Any:
+    """A tensor without data in a file: where it is, its storage, its view of it."""
+    storage = self.untyped_storage()
+    view = self.dtype, tuple(self.shape), self.stride(), self.storage_offset()
+    return rebuilt, (
+        str(self.device),
+        storage_key(storage),
+        storage.nbytes(),
+        *view,
+        self.requires_grad,
+        isinstance(self, nn.Parameter),
+    )
+
+
+def rebuilt(
+    device: str,
+    key: int,
+    num_bytes: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    requires_grad: bool,  # noqa: FBT001
+    is_parameter: bool,  # noqa: FBT001
+) -> Tensor:
+    """A tensor from a file of `torch.save` on a virtual card, on the device that `torch.load` chooses."""
+    if key not in _now.storages:
+        size, place = num_bytes // dtype.itemsize, torch.device(_now.place_of(device))
+        if place.type == "cpu":
+            _now.storages[key] = _now.tensors.on_host(size, dtype)
+        else:
+            _now.storages[key] = torch.empty(size, dtype=dtype, device=place)
+    base = _now.storages[key]
+    if isinstance(base, FakeTensor) and not base.is_cuda:
+        out = base.view(dtype).as_strided(shape, stride, offset)
+        return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)
+    with torch.no_grad():
+        out = torch.empty(0, dtype=dtype, device=base.device).set_(base.untyped_storage(), offset, shape, stride)
+    return nn.Parameter(out, requires_grad) if is_parameter else out.requires_grad_(requires_grad)

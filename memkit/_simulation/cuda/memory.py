@@ -1,0 +1,148 @@
+"""The memory of a GPU that is not there: each storage of its tensors is a block of the allocator until it dies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memkit._protocols import Card
+from memkit._recorder import Recorder
+from memkit._simulation.cuda.allocator import Block, CachingAllocator
+from memkit._simulation.cuda.history import Asker, History
+from memkit._simulation.cuda.kernels import CONVOLVING, MULTIPLYING, TAKING, Processors, convolution_bound, inside
+from memkit._simulation.cuda.tensors import CARD, is_undivided, run_divided
+from memkit._torch.graph import current_backward
+
+_NO_BACKWARD = -1
+# What a card whose workspace is not known is taken to have: the default before compute capability 9.
+_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+
+
+class CudaMemory:
+    """Feeds an allocator with what the tensors on one card do.
+
+    Attributes:
+        allocator: The model of the card's allocator.
+        workspace_bytes: What the libraries' handles hold.
+        timeline: Allocated bytes after each block that was taken or given back.
+        stream: Number of the current stream, which blocks are taken for.
+        history: What the allocator did; None where nobody asks for it.
+        asker: Says who asks for a block now.
+        shortages: Who asked for a block for which there was no room, each time.
+        on_request: Called with the bytes of each request.
+    """
+
+    def __init__(self, card: Card, allocator: CachingAllocator, history: History | None = None) -> None:
+        self.allocator = allocator
+        self.history = history
+        self.asker: Callable[[], Asker] = lambda: Asker("", None)
+        self.shortages: list[Asker] = []
+        self.on_request: Callable[[int], None] | None = None
+        self.workspace_bytes = 0
+        self.timeline: list[int] = []
+        self.stream = 0
+        self._card = card
+        self._processors = Processors.of(card.compute_capability or (0, 0), card.num_multiprocessors)
+        self._workspace_size = card.cublas_workspace_bytes or _WORKSPACE_BYTES
+        self._handles: set[bool] = set()
+        self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+
+    def snapshot(self) -> dict[str, Any]:
+        """What ``torch.cuda.memory._snapshot`` would return; without a history there is nothing in it."""
+        return {"segments": [], "device_traces": [[]]} if self.history is None else self.history.snapshot()
+
+    def begin(self, recorder: Recorder) -> None:
+        """Follow a recorder from here on; peaks begin anew."""
+        self.asker = lambda: Asker(str(recorder.operator or ""), recorder.moment().place)
+        self.allocator.reset_peaks()
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Take a block for a storage, until it dies."""
+        if id(storage) not in self._blocks and storage.nbytes():
+            self._watch(storage, self._take(storage.nbytes()))
+
+    def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Let a storage have the block of another one, whose `id` is ``key``."""
+        if key in self._blocks:
+            self._watch(storage, self._blocks.pop(key)[1])
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take a block of a storage's new size and give its old one back."""
+        old = self._blocks.pop(id(storage), None)
+        self.hold(storage)
+        if old is not None:
+            self._give_back(old[1])
+
+    def counts(self, device: torch.device) -> bool:
+        """Whether a device is the card."""
+        return device.type == "cuda"
+
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:  # noqa: ARG002 - it does not say so itself
+        """The card."""
+        return CARD
+
+    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:  # noqa: ARG002
+        """Take and give back what an operator's kernels take inside; return what cuDNN may take beside."""
+        if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
+            return 0
+        for phase in inside(func, args, self._processors):
+            blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
+            if func in MULTIPLYING:
+                self._take_handle()
+            for block in reversed(blocks):  # as C++ destroys what a function holds
+                self._give_back(block)
+        return convolution_bound(func, args, out) if func in CONVOLVING else 0
+
+    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """What runs an operator's parts, where it comes undivided."""
+        return run_divided(func) if is_undivided(func) and is_on_card(args) else None
+
+    def _take_handle(self) -> None:
+        """CuBLAS keeps a workspace for each handle; the thread that autograd runs in has a handle of its own."""
+        is_backward = current_backward() != _NO_BACKWARD
+        if is_backward not in self._handles:
+            self._handles.add(is_backward)
+            self.workspace_bytes += self._take(self._workspace_size).num_bytes
+
+    def _watch(self, storage: torch.UntypedStorage, block: Block) -> None:
+        key = id(storage)
+        self._blocks[key] = weakref.ref(storage, lambda _: self._died(key)), block
+
+    def _died(self, key: int) -> None:
+        self._give_back(self._blocks.pop(key)[1])
+
+    def _take(self, num_bytes: int) -> Block:
+        if self.on_request is not None:
+            self.on_request(num_bytes)
+        history = self.history
+        asker = None if history is None else self.asker()
+        if history is not None:
+            history.stream = self.stream
+        try:
+            block = self.allocator.allocate(num_bytes, self.stream)
+        except torch.OutOfMemoryError:
+            asker = asker or self.asker()
+            self.shortages.append(asker)
+            if history is not None:
+                history.note_shortage(num_bytes, asker)
+            raise
+        if history is not None and asker is not None:
+            history.note_alloc(block.address, num_bytes, asker)
+        self.timeline.append(self.allocator.allocated_bytes)
+        return block
+
+    def _give_back(self, block: Block) -> None:
+        if self.history is not None:
+            self.history.note_free(block.address, block.requested_bytes, block.pool.stream)
+        self.allocator.free(block)
+        self.timeline.append(self.allocator.allocated_bytes)
+
+
+def is_on_card(value: Any) -> bool:
+    """Whether a tensor, or the first of several, is on the card."""
+    if isinstance(value, (tuple, list)):
+        return any(is_on_card(item) for item in value)
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"

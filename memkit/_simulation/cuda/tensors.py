@@ -1,0 +1,517 @@
+"""A GPU that is not there: tensors that say they are on ``cuda`` and hold no data, beside host tensors that do.
+
+PyTorch's CPU build knows the name of the device, but neither its autograd nor its streams. So these tensors are fake
+ones whose Python side says ``cuda``; towards autograd, whose C++ asks for the device, they are on ``lazy``, a device of
+PyTorch's own that needs no driver and whose backward runs in the calling thread; and their dispatch keys are those for
+private use, which nobody else's tensors carry. Kernels for that key alone make the operators that CUDA has kernels of
+its own for. All of it ends with `on_cuda`.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from memkit._errors import StateError
+from memkit._simulation.cuda.attention import attention
+from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
+from memkit._simulation.patches import Patches, applied
+from memkit._simulation.tensors import Tensors, has_values
+from memkit._torch import aten
+from memkit._torch.cuda import Rules
+from memkit._torch.dispatch import DispatchKey, no_dispatch
+from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.fake import FakeTensor, device_context, device_patches, fallback_patch, set_default_device
+from memkit._torch.modules import APPLY, LOAD, buffers_of
+from memkit._torch.operators import pass_through, remove_kernels, run_kernel_of, schema_of
+from memkit._torch.optimizers import LISTS_OF_DEVICES, foreach, lists_of_types
+from memkit._torch.pytree import tree_map
+from memkit._torch.storage import swap_tensors
+from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
+
+_aten = torch.ops.aten
+_COPIED = aten.to_copy
+CARD = torch.device("cuda", 0)
+_LAZY = torch.device("lazy", 0)  # what autograd takes it for
+_META = torch.device("meta")
+_Device = torch.device
+_one_at_a_time = threading.Lock()  # it changes what "cuda" means for all threads
+# Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
+_MOST_HOST_BYTES = 2**20
+# GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
+_SCALING = aten.amp_foreach_non_finite_check_and_unscale_
+_RESCALING = aten.amp_update_scale_
+_UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a shape function
+_NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
+# Operators that CUDA has a kernel for, and other devices make of others.
+_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, *aten.FUSED_RMS_NORM)
+_DATA = "data_on_host"  # an attribute of parameters that were moved to the card: the tensor that they were before
+
+
+class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Fake tensors for the card; operators on host tensors alone run as they are, with data."""
+
+    # Whatever torch.cuda.is_available() is made to say: nothing may be initialised.
+    avoid_device_init = True
+
+    def __init__(self, selected_fraction: float | None = None) -> None:
+        super().__init__(selected_fraction)
+        self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator: on the host with data, on the card without."""
+        names_card = False
+        for arg in args:
+            if type(arg) is _Device:
+                args = tuple(map(_as_cuda, args))
+                names_card = CARD in [each for each in args if type(each) is _Device]
+                break
+        device = None
+        if kwargs:
+            kwargs = {name: _as_cuda(value) for name, value in kwargs.items() if name != "pin_memory"}
+            device = kwargs.get("device")
+            names_card = names_card or (device is not None and device.type == "cuda")
+        if func in _NEVER_RUN:
+            return self._scaled(func, args)
+        if FakeTensor not in types and not any(issubclass(kind, FakeTensor) for kind in types):
+            is_on_host = device is None or device.type == "cpu"
+            is_inside = getattr(self._running, "is_inside", False)  # what such an operator makes has no data either
+            if is_on_host and not is_inside and not _is_large_filling(args, kwargs):
+                return func(*args, **kwargs)
+            if device is not None and device.type == "cuda" and args and isinstance(args[0], Tensor):
+                return self._transferred(func, args[0], kwargs)
+        elif func is _COPIED and device is not None and device.type == "cpu":
+            return self._to_host(args[0], kwargs)
+        elif func is _COPIED and device is not None and args[0].constant is not None:
+            return self._transferred(func, args[0], kwargs)
+        elif _writes_to_host(func, args):
+            with_data, named = tree_map(self._guessed, (args, kwargs))
+            return func(*with_data, **named)
+        out = self._without_data(func, types, args, kwargs, args if names_card else ())
+        is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
+        return self._placed(func, types, args, kwargs, out) if is_known and device is None else out
+
+    def without_data(self, tensor: Tensor) -> Tensor:
+        """A stand-in on the card."""
+        return FakeTensor(self, self.copies.view(tensor, "meta"), CARD)
+
+    def with_values(self, tensor: Tensor) -> Tensor:
+        """A stand-in that keeps its values: on the card, but for an optimizer's step count."""
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return super().with_values(tensor)
+        return self._on_card(self.copies.view(tensor, "cpu"), CARD)
+
+    def on_host(self, size: int, dtype: torch.dtype) -> Tensor:
+        """A host tensor without data, as what is copied from the card."""
+        with no_dispatch():
+            return FakeTensor(self, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu"))
+
+    def _without_data(self, func: Any, types: Any, args: Any, kwargs: Any, moved: Sequence[Any]) -> Any:
+        """Run an operator on tensors without data.
+
+        PyTorch computes with known values for real: it must not try to do so on the card, with those of ``moved``.
+        """
+        known = [(each, each.constant) for each in moved if isinstance(each, FakeTensor) and each.constant is not None]
+        for tensor, _ in known:
+            tensor.constant = None
+        running = self._running
+        was_inside = getattr(running, "is_inside", False)
+        running.is_inside = True
+        try:
+            return super().run(func, types, args, kwargs)
+        finally:
+            running.is_inside = was_inside
+            for tensor, constant in known:
+                tensor.constant = constant
+
+    def _placed(self, func: Any, types: Any, args: Any, kwargs: Any, out: FakeTensor) -> Tensor:
+        """What was computed from known values: PyTorch puts it on the CPU."""
+        on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
+        if _is_view(func, out, on_card):
+            return self._known(self._without_data(func, types, args, kwargs, on_card), cast("Tensor", out.constant))
+        return self._on_card(cast("Tensor", out.constant), on_card[0].fake_device) if on_card else out
+
+    def _scaled(self, func: Any, args: Any) -> Any:
+        if func is _SCALING:
+            args[1].constant = torch.zeros(())  # no infinity was found
+        return args[0] if func is _RESCALING else None
+
+    def _transferred(self, func: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor's copy on the card; whole numbers that are known stay so."""
+        known = tensor.constant if isinstance(tensor, FakeTensor) else tensor if has_values(tensor) else None
+        with no_dispatch():
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            elem = func(empty, **{**kwargs, "device": torch.device("meta")})
+        fake = FakeTensor(self, elem, kwargs["device"])
+        if known is not None:
+            with no_dispatch():
+                fake.constant = func(known, **{**kwargs, "device": torch.device("cpu")})
+            self.converter.add_constant_storage_mapping(fake)
+        return fake
+
+    def _to_host(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> Tensor:
+        """A copy on the host, without data but for what is known."""
+        if tensor.constant is not None:
+            return cast("Tensor", _COPIED(tensor.constant, **kwargs))
+        with no_dispatch():
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            elem = _COPIED(empty, **{**kwargs, "device": torch.device("meta")})
+        fake = FakeTensor(self, elem, torch.device("cpu"))
+        self.note_known(_COPIED, (tensor,), fake)
+        return fake
+
+    def _guessed(self, value: Any) -> Any:
+        """What is written into a host tensor, which has data: guessed numbers where there are none."""
+        if not isinstance(value, FakeTensor):
+            return value
+        if value.constant is not None:
+            return value.constant
+        return torch.full(value.shape, self.guesses.array(value.dtype), dtype=value.dtype, device="cpu")
+
+    def _on_card(self, constant: Tensor, device: torch.device) -> Tensor:
+        elem = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device="meta")
+        return self._known(FakeTensor(self, elem, device), constant)
+
+    def _known(self, fake: Any, constant: Tensor) -> Tensor:
+        fake.constant = constant
+        self.converter.add_constant_storage_mapping(fake)
+        return cast("Tensor", fake)
+
+
+def _is_view(func: Any, out: FakeTensor, args: Sequence[FakeTensor]) -> bool:
+    """Whether an operator on known values only looks at them, and so takes no memory."""
+    storages = {storage_key(arg.constant.untyped_storage()) for arg in args if arg.constant is not None}
+    is_alias = out.constant is not None and storage_key(out.constant.untyped_storage()) in storages
+    return is_alias and not schema_of(func).is_mutable
+
+
+_DEVICES = {_LAZY: CARD, torch.device("lazy"): CARD, torch.device("cuda"): CARD}
+
+
+def _as_cuda(value: Any) -> Any:
+    """What C++ made of a card's tensor's device, as Python knows it."""
+    return _DEVICES.get(value, value) if type(value) is _Device else value
+
+
+def _for_autograd(device: torch.device) -> torch.device:
+    return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
+
+
+def _writes_to_host(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator writes into a tensor that has data."""
+    is_real = bool(args) and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor)
+    return is_real and schema_of(func).is_mutable
+
+
+def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether this makes a large host tensor of floating point numbers out of nothing but its size."""
+    size = args[0] if args else kwargs.get("size")
+    if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
+        return False
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    return bool(dtype.is_floating_point and math.prod(size) * dtype.itemsize > _MOST_HOST_BYTES)
+
+
+# ----------------------------------------------------------------------------------------------- operators
+
+
+def is_undivided(func: Any) -> bool:
+    """Whether an operator that comes to a mode is made of others: only inference_mode leaves it undivided."""
+    return torch.is_inference_mode_enabled() and _has_parts(func)
+
+
+def run_divided(func: Any) -> Callable[..., Any]:
+    """Return what runs the operators that an operator is made of on the card."""
+    is_own = func.has_kernel_for_dispatch_key(DispatchKey.PrivateUse1)
+    key = DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd
+    return lambda *args, **kwargs: run_kernel_of(func, key, args, kwargs)
+
+
+@cache
+def _has_parts(func: Any) -> bool:
+    is_other = func is torch.ops.prim.device.default or func in _WHOLE
+    return not is_other and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules) -> Iterator[None]:
+    """Let tensors of the card take the operators that they would take on a card of this compute capability."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
+    fallthrough = [pass_through(key) for key in ("AutocastPrivateUse1", "AutogradPrivateUse1")]
+    # One operator for a whole layer of inference: what it takes inside, its operators show one by one.
+    fused_layers = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(value=False)
+    try:
+        for name, kernel in autocast_kernels(casts).items():
+            library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
+        for name, kernel in (
+            ("scaled_dot_product_attention", attention(capability, rules)),
+            ("softmax.int", _softmax(aten.softmax)),
+            ("log_softmax.int", _softmax(aten.log_softmax)),
+        ):
+            library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
+            # Without autograd, as under inference_mode:
+            library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
+        for operator in _WHOLE:
+            library.impl(operator, _never_called, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused_layers)
+        remove_kernels(library)
+        for each in fallthrough:
+            remove_kernels(each)
+
+
+def _never_called(*_: Any, **__: Any) -> Any:
+    """A kernel whose being there tells PyTorch not to divide its operator. The mode answers before it."""
+
+
+def _softmax(inner: Any) -> Callable[..., Any]:
+    """`at::softmax` on CUDA: the kernel itself widens float16; what else has another dtype is converted first."""
+
+    def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        widens = x.dtype is torch.float16 and dtype is torch.float32
+        converted = x if widens or dtype is None else x.to(dtype)
+        out: Tensor = inner(converted, dim, widens)
+        return out
+
+    return kernel
+
+
+# ----------------------------------------------------------------------------------------------------- the stage
+
+
+@contextmanager
+def on_cuda(
+    tensors: CudaTensors, capability: tuple[int, int], rules: Rules, answers: Sequence[Patches]
+) -> Iterator[None]:
+    """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside."""
+    if not _one_at_a_time.acquire(blocking=False):
+        raise StateError(
+            "with VirtualGPU(...)",
+            got="a virtual GPU inside of another, or in another thread meanwhile",
+            expected="one at a time in a process",
+            fix="leave the first block before the next one begins.",
+        )
+    casts = CastCache()
+    with ExitStack() as stack:
+        stack.callback(_one_at_a_time.release)
+        stack.callback(tensors.close)
+        stack.enter_context(_keeping_defaults())
+        moving = stack.enter_context(_moving_modules())
+        stack.enter_context(_cuda_operators(casts, capability, rules))
+        stack.enter_context(applied((*moving, *tensor_patches(casts), *answers)))
+        for types in lists_of_types():
+            if FakeTensor not in types:
+                types.append(FakeTensor)
+                stack.callback(types.remove, FakeTensor)
+        yield
+
+
+@contextmanager
+def _keeping_defaults() -> Iterator[None]:
+    """``torch.set_default_device("cuda")`` inside is over outside."""
+    dtype, context = torch.get_default_dtype(), device_context()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if device_context() is not context:
+            set_default_device(None if context is None else context.device)
+
+
+@contextmanager
+def _moving_modules() -> Iterator[list[Patches]]:
+    """Let parameters stay the same objects when their module moves to the card, and give them their data back.
+
+    A parameter keeps the tensor that it was, and a module's buffers are kept as long as the module: what dies meanwhile
+    takes its memory with it.
+    """
+    apply, load = getattr(nn.Module, APPLY), getattr(nn.Module, LOAD)
+    buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
+    has_moved: list[bool] = []
+
+    def noted(tensor: Tensor, other: Tensor) -> None:
+        is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
+        data = vars(tensor).pop(_DATA, None)
+        data = other if data is None and is_moved else data
+        _swap(tensor, other)
+        vars(other).pop(_DATA, None)
+        if data is not None:
+            setattr(tensor, _DATA, data)
+            has_moved.append(True)
+
+    @wraps(apply)
+    def applied_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if not any(isinstance(buffer, FakeTensor) for buffer in buffers_of(module).values()):
+            buffers.setdefault(module, buffers_of(module).copy())
+        return apply(module, *args, **kwargs)  # type: ignore[no-any-return]  # torch leaves it untyped
+
+    @wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> None:
+        torch.__future__.set_swap_module_params_on_conversion(False)  # in place: gradients stay
+        try:
+            load(*args, **kwargs)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+
+    swapped_before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield [
+            Patches(torch.utils, "parameters stay the same objects when they move", {"swap_tensors": noted}),
+            Patches(
+                nn.Module, "modules from outside have their data back afterwards", {APPLY: applied_to, LOAD: loaded}
+            ),
+        ]
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped_before)
+        for each in gc.get_objects() if has_moved else ():
+            if issubclass(type(each), Tensor) and _DATA in vars(each):
+                each.grad = None
+                _swap(each, vars(each).pop(_DATA))
+        for module, content in buffers.items():
+            buffers_of(module).update(content)
+
+
+def _swap(tensor: Tensor, other: Tensor) -> None:
+    """As `torch.utils.swap_tensors`, also where views, graphs or weak references hold the tensor.
+
+    On a GPU a parameter moves by `Tensor.data`, which does not ask who else holds it either.
+    """
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    swap_tensors(tensor, other)
+
+
+def tensor_patches(casts: CastCache) -> list[Patches]:
+    """What is changed of torch so that its Python side takes these tensors for CUDA's."""
+    make_subclass, to = getattr(Tensor, MAKE_SUBCLASS), Tensor.to
+
+    def named(self: FakeTensor) -> torch.device:
+        if self.fake_mode.in_kernel_invocation:
+            return _META
+        device: torch.device = self.fake_device
+        return _DEVICES.get(device, device)
+
+    @wraps(make_subclass)
+    def private(cls: type, data: Tensor, requires_grad: bool = False, **kwargs: Any) -> Any:  # noqa: FBT001, FBT002
+        device = kwargs.get("device_for_backend_keys")
+        if device is not None and device.type == "lazy":
+            kwargs["device_for_backend_keys"] = torch.device(private_name(), device.index or 0)
+        return make_subclass(cls, data, requires_grad, **kwargs)
+
+    @wraps(to)
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(_as_lazy(arg) if _is_device(arg) else arg for arg in args)
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _as_lazy(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
+        return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
+
+    by_owner: dict[Any, dict[str, Any]] = {}
+    for owner, name, value in (*device_patches(_for_autograd), fallback_patch(_LAZY)):
+        by_owner.setdefault(owner, {})[name] = value
+    def subclassed(self: Tensor, cls: type[Tensor]) -> Tensor:
+        if not isinstance(self, FakeTensor) or issubclass(FakeTensor, cls):
+            return as_subclass(self, cls)
+        alias = self.view_as(self)
+        alias.__class__ = cls if issubclass(cls, FakeTensor) else _without_data_of(cls)
+        return alias
+
+    as_subclass = Tensor.as_subclass
+    on_tensor = {
+        MAKE_SUBCLASS: staticmethod(private),
+        "as_subclass": subclassed,
+        "to": moved,
+        "cuda": cuda,
+        "is_cuda": property(lambda self: self.device.type == "cuda"),
+    }
+    lists = {name: _listing([*getattr(foreach, name)(), "lazy"]) for name in LISTS_OF_DEVICES}
+    return [
+        *(Patches(owner, "tensors are on a device that is not there", values) for owner, values in by_owner.items()),
+        Patches(Tensor, "`.to` and `.cuda` reach the card", on_tensor),
+        Patches(
+            FakeTensor, "tensors say ``cuda``, and are copied", {"device": property(named), "__deepcopy__": _copied}
+        ),
+        Patches(foreach, "optimizers step several tensors at once, as on CUDA", lists),
+        Patches(torch, "autocast for ``cuda`` is that of the card", _autocast_functions(casts)),
+    ]
+
+
+class _Converting(FakeTensor):
+    """Lets `__torch_function__` of a subclass with its own behaviour have results of that class, as `Tensor` does."""
+
+    __torch_function__ = classmethod(Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
+@cache
+def _without_data_of(cls: type[Tensor]) -> type[FakeTensor]:
+    """A user's subclass of `Tensor`, without data."""
+    return type(cls.__name__, (cls, _Converting), {"__module__": cls.__module__})
+
+
+def _listing(devices: list[str]) -> Callable[[], list[str]]:
+    return lambda: devices
+
+
+def _copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``copy.deepcopy``, which for other tensors looks at their data."""
+    if id(self) not in memo:
+        copy = self.detach().clone()
+        memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
+        memo[id(self)].requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            memo[id(self)].grad = _copied(self.grad, memo)
+    new: Tensor = memo[id(self)]
+    return new
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, torch.device)) or type(value) is int
+
+
+def _as_lazy(device: Any) -> torch.device:
+    if isinstance(device, int):
+        return torch.device("lazy", device)
+    return _for_autograd(torch.device(device))
+
+
+def _autocast_functions(casts: CastCache) -> dict[str, Any]:
+    """``cuda`` means the private key, whose kernels do as CUDA's."""
+
+    def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(private_name() if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args)
+            return function(*args, **kwargs)
+
+        return call
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return renamed(was_enabled)(device_type)  # type: ignore[no-any-return]  # a bool
+
+    def clear() -> None:
+        casts.clear()
+        clear_cache()
+
+    was_enabled, clear_cache = torch.is_autocast_enabled, torch.clear_autocast_cache
+    return {
+        "is_autocast_enabled": is_enabled,
+        "clear_autocast_cache": clear,
+        **{
+            name: renamed(getattr(torch, name))
+            for name in ("get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+        },
+    }

@@ -1,0 +1,548 @@
+"""A step on tensors without data: where it runs, what watches it, and what came of it.
+
+A `Place` is the CPU or a GPU that is not there: it makes tensors without data, and knows what happens beneath them.
+A `Simulation` runs the user's code there, a `Watch` records a part of it, and a `Record` says what it took. `simulate`
+is the way in for whoever runs a step of the user's: nothing that the step makes outlives it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import set_stance
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memkit import _rng
+from memkit._errors import ConfigError, InputTypeError
+from memkit._loss import Loss, detached, read_loss
+from memkit._protocols import Card
+from memkit._recorder import Events, Recorder
+from memkit._recording import Recording
+from memkit._resizing import UNSHARD
+from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
+from memkit._simulation.cuda.answers import answer_patches
+from memkit._simulation.cuda.history import History
+from memkit._simulation.cuda.memory import CudaMemory
+from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
+from memkit._simulation.guesses import READING, Guesses
+from memkit._simulation.host import INSTEAD, RESULTS, HostMemory
+from memkit._simulation.leftovers import leaving_nothing
+from memkit._simulation.patches import Patches, Shared
+from memkit._simulation.tensors import Tensors
+from memkit._torch.cuda import Rules
+from memkit._torch.fake import FakeTensor
+from memkit._torch.pytree import tree_leaves
+from memkit._whereabouts import Whereabouts
+
+T = TypeVar("T")
+LossFn: TypeAlias = Callable[[Any, Any], Any]
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+_UNLIMITED = 2**60
+_PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+# ----------------------------------------------------------------------------------------------- places
+
+
+class Figures(NamedTuple):
+    """What only an allocator knows: peaks of what it handed out and of what it holds, and what lies outside of it."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    context_bytes: int
+
+
+class Place(Protocol):
+    """Where steps are simulated."""
+
+    @property
+    def device_type(self) -> str:
+        """As for autocast."""
+
+    @property
+    def has_past(self) -> bool:
+        """Whether what a step takes depends on the one before, as where an allocator keeps what it once took."""
+
+    def make_tensors(self, selected_fraction: float | None) -> SimulatedTensors:
+        """Make what stands in for the user's tensors."""
+
+    def make_recorder(self) -> Recorder:
+        """Make what records a block."""
+
+    def on_stage(self, tensors: Any) -> AbstractContextManager[None]:
+        """Have everything around these tensors in place."""
+
+    def figures(self) -> Figures | None:
+        """What the allocator says of the latest recorder's block; None where there is none."""
+
+
+class SimulatedTensors(Protocol):
+    """What a place makes of the user's tensors: `memkit._simulation.tensors.Tensors`, or copies with data."""
+
+    guesses: Guesses
+
+    def standing_in(self, *values: Any) -> AbstractContextManager[tuple[Any, ...]]:
+        """Stand in for the tensors that values hold."""
+
+    def survivors(self) -> list[Tensor]:
+        """The tensors that may not outlive the simulation and are alive."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> Any: ...
+
+
+class Host:
+    """The CPU."""
+
+    device_type, has_past = "cpu", False
+
+    def make_tensors(self, selected_fraction: float | None) -> Tensors:
+        """Tensors without data on the CPU."""
+        return Tensors(selected_fraction, results=RESULTS, instead=INSTEAD)
+
+    def make_recorder(self) -> Recorder:
+        """A recorder that knows what the CPU's kernels may take inside."""
+        return Recorder(beneath=HostMemory())
+
+    def on_stage(self, tensors: Tensors) -> AbstractContextManager[None]:  # noqa: ARG002 - as all places
+        """Everything is there."""
+        return nullcontext()
+
+    def figures(self) -> None:
+        """The CPU's allocator keeps no books."""
+
+
+class Gpu:
+    """A GPU that is not there.
+
+    Args:
+        card: Which.
+        capacity_bytes: Where it is full. None: never, so that a step that does not fit is known to the end.
+        settings: Of the allocator.
+        rules: Of the version of PyTorch that is simulated; None for the installed one.
+        has_history: Whether the allocator's actions are kept.
+
+    Attributes:
+        memory: What its tensors take.
+    """
+
+    device_type, has_past = "cuda", True
+
+    def __init__(
+        self,
+        card: Card,
+        *,
+        capacity_bytes: int | None = None,
+        settings: AllocatorSettings | str | None = None,
+        rules: Rules | None = None,
+        has_history: bool = False,
+    ) -> None:
+        is_limited = capacity_bytes is not None
+        allocator = CachingAllocator(
+            _UNLIMITED if capacity_bytes is None else capacity_bytes,
+            other_bytes=card.context_bytes if is_limited else 0,
+            settings=settings,
+        )
+        history = History(allocator, f"{card.vendor} {card.name}") if has_history else None
+        self.memory = CudaMemory(card, allocator, history)
+        self._card, self._rules = card, rules or Rules()
+
+    def make_tensors(self, selected_fraction: float | None) -> CudaTensors:
+        """Tensors without data on the card."""
+        return CudaTensors(selected_fraction)
+
+    def make_recorder(self) -> Recorder:
+        """A recorder that the card's memory follows."""
+        recorder = Recorder(beneath=self.memory)
+        self.memory.begin(recorder)
+        return recorder
+
+    def on_stage(self, tensors: CudaTensors) -> AbstractContextManager[None]:
+        """Let ``cuda`` be this card."""
+        answers = answer_patches(self._card, self.memory, tensors)
+        return on_cuda(tensors, self._card.compute_capability or (0, 0), self._rules, answers)
+
+    def figures(self) -> Figures:
+        """What the allocator handed out and holds at most since the latest recorder began."""
+        allocator = self.memory.allocator
+        return Figures(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, self._card.context_bytes)
+
+
+# ------------------------------------------------------------------------------------------- simulations
+
+
+def _reading() -> list[Patches]:
+    values = {name: make(getattr(FakeTensor, name)) for name, make in READING.items()}
+    return [Patches(FakeTensor, "numbers that code reads from tensors without data are guessed and counted", values)]
+
+
+reading = Shared(_reading)
+# It asks; for a fake tensor it builds masks that it would leave out.
+TRANSFORMERS_UTILS = "transformers.utils.import_utils"
+
+
+class Simulation:
+    """The user's code at a place.
+
+    Args:
+        place: Where.
+        selected_fraction: As for `memkit.estimate_memory_usage`.
+
+    Attributes:
+        place: Where.
+        tensors: What stands in for the user's.
+    """
+
+    def __init__(self, place: Place, *, selected_fraction: float | None = None) -> None:
+        self.place = place
+        self.tensors = place.make_tensors(selected_fraction)
+
+    @contextmanager
+    def running(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Simulate within the block, with stand-ins in place of the tensors that values hold.
+
+        Yields:
+            The values.
+        """
+        with (
+            reading(),
+            self.place.on_stage(self.tensors),
+            set_stance("force_eager"),
+            _told_that_tensors_are_real(),
+            self.tensors.standing_in(*values) as stand_ins,
+            self.tensors,
+        ):
+            yield stand_ins
+
+    def watch(self) -> Watch:
+        """Make what records a block, from its start on."""
+        return Watch(self, self.place.make_recorder())
+
+    def passes(self) -> Iterator[Watch]:
+        """Make watches for two passes over a step: the first leaves what a warm step finds, the second is recorded."""
+        yield self.first_watch()
+        yield self.watch()
+
+    def first_watch(self) -> Watch:
+        """Make the watch of the first of two passes: it records only for the allocator's sake."""
+        return self.watch() if self.place.has_past else Watch(self, None)
+
+
+class Watch:
+    """Records a block of a simulation, or lets it pass.
+
+    Attributes:
+        is_recording: Whether it records.
+    """
+
+    def __init__(self, simulation: Simulation, recorder: Recorder | None) -> None:
+        self._recorder, self.is_recording = recorder, recorder is not None
+        self._simulation = simulation
+        self._has_gradient: dict[str, bool] = {}  # by the line that steps an optimizer
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._recorder is None:
+            return self
+        with ExitStack() as stack:
+            # The hooks before the recorder's: it ends what a step is at its own.
+            stack.callback(register_optimizer_step_post_hook(self._note_gradients).remove)
+            stack.enter_context(self._recorder)
+            stack.callback(register_optimizer_step_pre_hook(self._note_gradients).remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(exc_type, exc, traceback)
+
+    def hold(self, model: nn.Module, batch: Any, gradients: Sequence[Tensor] = ()) -> None:
+        """Count the model, the batch and DDP's flat gradients, whether an operator touches them or not."""
+        if self._recorder is not None:
+            hold(self._recorder, model, batch, gradients)
+
+    def record(self) -> Record:
+        """What was recorded."""
+        guesses = self._simulation.tensors.guesses
+        recording = self.recorder.recording()
+        return Record(
+            recording=recording,
+            figures=self._simulation.place.figures(),
+            highest_bytes=int(self.recorder.events_since(0).bounds.max(initial=0)),
+            guesses=tuple(f"{count} x {guess}" for guess, count in guesses.items()),
+            doubts=(*guesses.doubts, *self.without_gradients()),
+            assumptions=tuple(guesses.assumptions),
+            caller=str(Whereabouts().place().line),
+        )
+
+    def live_recording(self) -> Recording:
+        """Storages alone, without what kernels were seen to take inside."""
+        return self.recorder.live_recording()
+
+    def num_events(self) -> int:
+        """How many events there were so far: a mark for `events_since`."""
+        return self.recorder.num_events()
+
+    def events_since(self, event: int) -> Events:
+        """What happened from an event on."""
+        return self.recorder.events_since(event)
+
+    def without_gradients(self) -> tuple[str, ...]:
+        """What was trained without a gradient ever: a run that went another way than training does."""
+        return tuple(f"{line}, and no gradient ever was there" for line, has in self._has_gradient.items() if not has)
+
+    @property
+    def recorder(self) -> Recorder:
+        """What records the block.
+
+        Raises:
+            ValueError: It passes unrecorded.
+        """
+        if self._recorder is None:
+            raise ValueError("a block that is not recorded")
+        return self._recorder
+
+    def _note_gradients(self, optimizer: Optimizer, *_: Any) -> None:
+        has_gradient = any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        line = f"{self.recorder.moment().place.line or 'the step'} steps {type(optimizer).__name__}"
+        self._has_gradient[line] = self._has_gradient.get(line, False) or has_gradient
+
+
+def hold(recorder: Recorder, model: nn.Module, batch: Any, gradients: Sequence[Tensor] = ()) -> None:
+    """Tell a recorder what a step starts with, whether an operator touches it or not."""
+    recorder.label(list(model.parameters()), "parameter")
+    recorder.label(list(model.buffers()), "buffer")
+    recorder.label(_leaves(batch), "input")
+    recorder.label(gradients, "gradient")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What a block of a simulation did to memory.
+
+    Attributes:
+        recording: Storages, from birth to death.
+        figures: What the allocator says; None where there is none.
+        highest_bytes: The most live bytes with what the kernel that runs then may take inside.
+        guesses: What was answered without data: ``"2 x operator at line"``.
+        doubts: Why what it took is not known; empty where it is.
+        assumptions: What was taken to be so.
+        caller: The line that asked for the simulation: what it calls itself is called from there.
+    """
+
+    recording: Recording
+    figures: Figures | None
+    highest_bytes: int
+    guesses: tuple[str, ...]
+    doubts: tuple[str, ...]
+    assumptions: tuple[str, ...]
+    caller: str
+
+    @property
+    def workspace_bytes(self) -> int:
+        """How far the peak may rise by what kernels take inside."""
+        return max(0, self.highest_bytes - self.recording.peak_bytes())
+
+    @property
+    def unsharded_bytes(self) -> int | None:
+        """Parameters gathered from other ranks, and live at the peak; None where nothing is sharded."""
+        at_peak = self.recording.peak_by("operator").get(UNSHARD, 0)
+        return at_peak if UNSHARD in self.recording.names["operator"] else None
+
+
+def simulate(
+    call: str,
+    simulation: Simulation,
+    values: Sequence[Any],
+    run: Callable[..., T],
+    *,
+    roots: Sequence[object] | None = None,
+) -> T:
+    """Run something of the user's in a simulation; afterwards all is as it was.
+
+    Args:
+        call: The user's call, for errors.
+        simulation: Where.
+        values: The user's objects that hold tensors.
+        run: Called with stand-ins for these; what it returns holds no tensor.
+        roots: Objects from whose code caches are found; None for the values.
+
+    Raises:
+        StateError: Somebody holds a tensor without data who cannot be made to let go.
+    """
+
+    def simulated() -> T:
+        with as_by_itself(), simulation.running(*values) as stand_ins:
+            return run(*stand_ins)
+
+    return leaving_nothing(call, values if roots is None else roots, simulation.tensors, simulated)
+
+
+@contextmanager
+def as_by_itself() -> Iterator[None]:
+    """Whatever the caller's modes: gradients on, random state put back."""
+    with _rng.preserved(), torch.inference_mode(mode=False), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def _told_that_tensors_are_real() -> Iterator[None]:
+    """Transformers, where it is loaded, takes the path that it takes with data."""
+    utils: Any = sys.modules.get(TRANSFORMERS_UTILS)
+    if not hasattr(utils, "is_fake_tensor"):
+        yield
+        return
+    asks = utils.is_fake_tensor
+    utils.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = asks
+
+
+def _leaves(batch: Any) -> list[Any]:
+    """What a batch holds, also in mappings that torch's trees do not look into."""
+    inside = [_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(batch)]
+    return [leaf for leaves in inside for leaf in leaves]
+
+
+# ------------------------------------------------------------------------------------------ training steps
+
+
+class Part(NamedTuple):
+    """What one rank runs: its model, its optimizer, and flat gradients that live on from step to step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    buckets: Sequence[Tensor]
+
+
+Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str], AbstractContextManager[Part]]
+
+
+@contextmanager
+def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[Part]:  # noqa: ARG001 - as all that spread
+    """One process has all."""
+    yield Part(model, optimizer_maker(optimizer)(model.parameters()), ())
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A user's step; the fields are the arguments of `memkit.estimate_memory_usage`."""
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: str | MakeOptimizer | Optimizer = "adamw"
+    precision: str | None = None
+    accumulation_steps: int = 1
+    selected_fraction: float | None = None
+
+    def record(self, place: Place, *, spread: Spread = alone, call: str = "estimate_memory_usage") -> Record:
+        """Run two steps and record the second.
+
+        Args:
+            place: Where.
+            spread: How it is spread over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
+            call: The user's call, for errors.
+        """
+        check_model(call, self.model)
+        simulation = Simulation(place, selected_fraction=self.selected_fraction)
+
+        def run(model: nn.Module, optimizer: Any, loss_fn: LossFn, batch: Any) -> Record:
+            with spread(model, optimizer, place.device_type) as part:
+                for watch in simulation.passes():
+                    with watch:
+                        watch.hold(part.model, batch, part.buckets)
+                        self._run(part.model, batch, loss_fn, part.optimizer, place.device_type)
+            return watch.record()
+
+        return simulate(call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
+
+    def _run(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer, device_type: str) -> None:
+        outputs: list[Any] = []  # held for as long as a real step's result is
+        for number in range(self.accumulation_steps):
+            if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
+                break  # a third micro-batch finds what the second finds
+            loss, kept = loss_of(model, batch, loss_fn, device_type, self.precision)
+            outputs.append(kept)
+            if self.accumulation_steps > 1:
+                loss = loss / self.accumulation_steps
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loss_of(
+    model: nn.Module, batch: Any, loss_fn: LossFn, device_type: str, precision: str | None
+) -> tuple[Tensor, Any]:
+    """Return the mean loss of a batch, and what a step's result keeps of its outputs."""
+    dtype = None if precision is None else _PRECISIONS[precision]
+    with torch.autocast(device_type, dtype) if dtype else nullcontext():
+        loss = loss_fn(model, batch)
+    outputs = detached(loss.outputs) if isinstance(loss, Loss) else None
+    return read_loss(loss, call="loss_fn(model, sample_batch)").average(), outputs
+
+
+def check_model(call: str, model: object) -> None:
+    """Refuse what is no module; ``call`` is the name of the user's call."""
+    if not isinstance(model, nn.Module):
+        raise InputTypeError(
+            f"{call}({type(model).__name__}, ...)",
+            got=f"a {type(model).__name__}",
+            expected="a torch.nn.Module",
+            fix="pass the model; put several models into torch.nn.ModuleList([...]).",
+        )
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+_NAMES = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer) and kind not in (Optimizer, torch.optim.LBFGS)
+}
+
+
+def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer:
+    """Return a function of parameters; for an instance it gives that instance.
+
+    Raises:
+        ConfigError: No optimizer has that name.
+        InputTypeError: It is no name, class, factory or optimizer.
+    """
+    if isinstance(optimizer, Optimizer):
+        return lambda _: optimizer
+    if isinstance(optimizer, str):
+        maker = _NAMES.get(optimizer.lower())
+        if maker is None:
+            near = difflib.get_close_matches(optimizer.lower(), _NAMES, n=1)
+            raise ConfigError(
+                f"optimizer={optimizer!r}",
+                got=repr(optimizer),
+                expected=f"the name of a class in torch.optim: {', '.join(sorted(_NAMES))}",
+                fix=(f"did you mean {near[0]!r}? " if near else "")
+                + "For another optimizer pass its class, a function of the parameters, or the optimizer itself.",
+            )
+        return maker
+    if not callable(optimizer):
+        raise InputTypeError(
+            f"optimizer={optimizer!r}",
+            got=f"a {type(optimizer).__name__}",
+            expected="a name, a class, a function of the parameters, or an Optimizer",
+            fix="pass for example 'adamw', or lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9).",
+        )
+    return optimizer

@@ -1,0 +1,519 @@
+"""Tensors without data: a mode that makes them and answers for them, and stand-ins in the user's own objects.
+
+`Tensors` is torch's mode of fake tensors for whole steps of sizes that are all numbers: its cache of results has keys
+that are cheap to make, few whole numbers keep their values, and where a step asks for data it gets an answer that is
+counted. `StandIns` puts other tensors in place of those of a model, a batch and an optimizer, and takes them out again.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CellType, FunctionType, MethodType, NoneType
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from memkit._errors import InputError, NotSimulatedError, StateError
+from memkit._settings import Checker
+from memkit._simulation.guesses import KNOWN, Guesses, known_value
+from memkit._torch import aten
+from memkit._torch.dispatch import no_dispatch
+from memkit._torch.fake import (
+    BypassDispatchCache,
+    DataDependentOutputException,
+    DispatchCacheKey,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    default_device,
+)
+from memkit._torch.operators import schema_of
+from memkit._whereabouts import Whereabouts
+
+CALL = "a step on tensors without data"  # whichever call of the user runs it
+_aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_FEWEST_MADE = 100_000  # tensors that are remembered before those that died are forgotten
+_CPU = torch.device("cpu")
+# Tensors of up to this many whole numbers keep their values: what is read from them (lengths, whether there is padding)
+# is then true. Those that a step makes of nothing are computed for real, and kept up to fewer.
+_MOST_VALUES, _MOST_COUNTED = 2**20, 1024
+_ATOMS = frozenset({bool, int, float, str})
+_COUNTING = frozenset(  # what makes tensors, whose values are known, from nothing
+    {
+        _aten.arange.default,
+        _aten.arange.start,
+        _aten.arange.start_step,
+        _aten.full.default,
+        _aten.ones.default,
+        _aten.zeros.default,
+    }
+)
+
+
+_PLAIN = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
+
+
+class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """A fake tensor mode for whole training steps: it answers where a step asks for data, and counts the answers.
+
+    torch's keys for cached results are made for symbolic sizes and for all layouts, and making them is most of a warm
+    run; here all sizes are numbers. torch caches nothing that touches a tensor with values (labels, lengths); but
+    values only matter to an operator if it has those of all its tensors, or writes them, or its result's size follows
+    from them.
+
+    Args:
+        selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
+        results: Where a kernel of the device makes another result than the shape function says: by operator, a function
+            of that result and the arguments.
+        instead: Where the shape function refuses what the kernel takes: by operator, a function of the arguments.
+
+    Raises:
+        ConfigError: ``selected_fraction`` is no share in (0, 1].
+
+    Attributes:
+        guesses: How often each ``"operator at line"`` was answered without data.
+        is_open: Whether its tensors may be used. They have no data: what uses them after the run is wrong.
+    """
+
+    def __init__(
+        self, selected_fraction: float | None = None, *, results: Kernels | None = None, instead: Kernels | None = None
+    ) -> None:
+        check = Checker(CALL)
+        if selected_fraction is not None and check.number("selected_fraction", selected_fraction, 0, 1) == 0:
+            raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
+        super().__init__(allow_non_fake_inputs=True)
+        self.is_open = True
+        self.guesses = Guesses()
+        self.fake_tensor_converter = self.converter = _Converter()
+        self.copies = StorageCopies()
+        self._results, self._instead = {**_RESULTS, **(results or {})}, instead or {}
+        self._selected_fraction = selected_fraction
+        self._has_known = False
+        # Of storages: a tensor with weak references could not move to another device.
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        self._most_made = _FEWEST_MADE
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # by id() of the original, which is kept with it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a module that copies its layers would otherwise copy the mode with them
+
+    # -------------------------------------------------------------------------------------- life and death
+
+    def survivors(self) -> list[Tensor]:
+        """The tensors without data that somebody still holds; looks at all objects only where there are any."""
+        if all(ref() is None for ref in self._made):
+            return []
+        return [each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is self]
+
+    def close(self) -> None:
+        """Let go of all tensors; from here on whoever uses one gets an error."""
+        self.is_open = False
+        self._stand_ins.clear()
+        self.copies = StorageCopies()
+        self.fake_tensor_converter = self.converter = _Converter()
+
+    def _note(self, made: Any) -> None:
+        if isinstance(made, FakeTensor):
+            if made.layout is torch.strided:
+                self._made.append(weakref.ref(made.untyped_storage()))
+            if len(self._made) > self._most_made:
+                self._made = [ref for ref in self._made if ref() is not None]
+                self._most_made = max(_FEWEST_MADE, 2 * len(self._made))
+        elif isinstance(made, (list, tuple)):
+            for each in made:
+                self._note(each)
+
+    # ------------------------------------------------------------------------------------------- stand-ins
+
+    @contextmanager
+    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Put stand-ins in place of all tensors that values hold; afterwards all is as it was, and no tensor is of use.
+
+        Yields:
+            The values; see `StandIns`.
+        """
+        try:
+            with StandIns(self.stand_in).put(*values) as replaced:
+                yield replaced
+        finally:
+            self.converter.restore()
+            self.close()
+
+    def stand_in(self, tensor: Tensor) -> Tensor:
+        """The tensor's type, sizes, strides and shared storage, without data, on the simulated device."""
+        if id(tensor) in self._stand_ins:
+            return self._stand_ins[id(tensor)][1]
+        if is_lazy(tensor):
+            raise InputError(
+                CALL,
+                got="a model whose parameters have no sizes yet (a lazy module)",
+                expected="a model that has run once",
+                fix="call the model on one batch first.",
+            )
+        plain = tensor.detach()
+        fake = self.with_values(plain) if has_values(tensor) else self.without_data(plain)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        else:
+            fake.requires_grad_(tensor.requires_grad)
+        self._note(fake)
+        self._stand_ins[id(tensor)] = tensor, fake
+        return fake
+
+    def without_data(self, tensor: Tensor) -> Tensor:
+        """A stand-in without data."""
+        return FakeTensor(self, self.copies.view(tensor, "meta"), _CPU)
+
+    def with_values(self, tensor: Tensor) -> Tensor:
+        """A stand-in that keeps its values."""
+        values = self.copies.view(tensor, "cpu")
+        storage, itemsize = values.untyped_storage(), values.dtype.itemsize
+        if storage.nbytes() == values.nbytes or storage.nbytes() % itemsize:
+            return self.converter.from_real_tensor(self, values, make_constant=True)
+        # A view: of a tensor without data for all of its storage, so that this counts.
+        whole = torch.empty(0, dtype=values.dtype).set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
+        fake = self.converter.from_real_tensor(self, whole, make_constant=True)
+        with self:
+            return fake.as_strided(values.shape, values.stride(), values.storage_offset())
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """What torch asks about a result that was computed from values: torch's own limit is one number."""
+        return bool(super().may_turn_const(t)) or (not self.is_our_fake(t) and has_values(t))
+
+    # -------------------------------------------------------------------------------------------- operators
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and remember what it made; torch calls this for each."""
+        if not self.is_open and func is not _DEVICE:
+            raise StateError(
+                f"{func} on a tensor without data",
+                got="a tensor of a virtual GPU or an estimate that is over, kept by a variable or a cache",
+                expected="use while it is simulated: it has a size and no values",
+                fix="make the tensor again, or build the model again; empty the cache.",
+            )
+        out = self.run(func, types, args, {} if kwargs is None else kwargs)
+        self._note(out)
+        return out
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator without data."""
+        if func in self._results:
+            return self._results[func](super().dispatch(func, types, args, kwargs), *args)
+        try:
+            out = self._instead[func](*args) if func in self._instead else super().dispatch(func, types, args, kwargs)
+        except DataDependentOutputException:
+            value = known_value(args[0])
+            return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
+        except DynamicOutputShapeException:
+            self.guesses.note(str(func))
+            return self._selection(func, *args)
+        if self._has_known or func in _FINDING:
+            self.note_known(func, args, out)
+        return self._counted(out, func, args, kwargs) if func in _COUNTING else out
+
+    def note_known(self, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Remember of what an operator made that it is known, if all numbers are finite."""
+        value = _value(func, args) if isinstance(out, FakeTensor) else None
+        if value is not None:
+            setattr(out, KNOWN, value)
+            self._has_known = True
+
+    def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Positions, and masks of ones or zeros, are known without data."""
+        is_known = out.constant is None and out.fake_device == _CPU
+        if not is_known or out.numel() > _MOST_COUNTED:
+            return out
+        with no_dispatch():
+            values = func(*args, **kwargs)
+        return self.converter.from_real_tensor(self, values, make_constant=True)
+
+    def _selection(self, func: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        if self._selected_fraction is None or func not in (_aten.nonzero.default, _aten.masked_select.default):
+            raise NotSimulatedError(
+                CALL,
+                got=f"{func} at {Whereabouts().place().line}, whose result's size depends on data",
+                expected="sizes that follow from the batch's sizes",
+                fix="where masks or nonzero select, pass selected_fraction=1.0 (the worst case) or the share that they "
+                "select; pass output_size=... to repeat_interleave; other such operators cannot be estimated.",
+            )
+        if func is _aten.nonzero.default:
+            count = math.ceil(self._selected_fraction * tensor.numel())
+            return tensor.new_empty((count, tensor.dim()), dtype=torch.int64)
+        shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
+        return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
+
+    # ------------------------------------------------------------------------------------------------ cache
+
+    def _cache_key(
+        self,
+        state: object,  # noqa: ARG002 - what symbolic sizes need
+        func: Any,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+    ) -> DispatchCacheKey:
+        """Torch calls this before it looks a result up; `BypassDispatchCache` says that there is none."""
+        key = [
+            type(self),  # the cache is one for all modes
+            func,
+            torch.get_default_dtype(),
+            default_device(),
+            torch.is_inference_mode_enabled(),
+            *kwargs,
+        ]
+        has_values = self._add(key, (*args, *kwargs.values()))
+        is_mutable = schema_of(func).is_mutable
+        if True in has_values and (False not in has_values or is_mutable or not _READ_VALUES.isdisjoint(func.tags)):
+            raise BypassDispatchCache("values")
+        return DispatchCacheKey(tuple(key))
+
+    def _add(self, key: list[object], arguments: Iterable[object]) -> set[bool]:
+        """Add arguments to a key; returns whether the tensors among them have values."""
+        has_values = set()
+        for argument in arguments:
+            if isinstance(argument, FakeTensor):
+                if argument.fake_mode is not self or argument.layout is not torch.strided:
+                    raise BypassDispatchCache("another mode's tensor, or no strides")
+                has_values.add(argument.constant is not None)
+                key += (
+                    argument.dtype,
+                    argument.shape,
+                    argument.stride(),
+                    argument.storage_offset(),
+                    argument.untyped_storage().nbytes(),
+                    argument.fake_device,
+                    argument.requires_grad,
+                    argument.is_conj(),
+                    argument.is_neg(),
+                    argument.is_inference(),
+                )
+            elif isinstance(argument, (list, tuple)):
+                key += type(argument), len(argument)
+                has_values |= self._add(key, argument)
+            elif isinstance(argument, _PLAIN):
+                key += type(argument), argument  # 1 and 1.0 are equal, but their results are not
+            else:
+                raise BypassDispatchCache("an argument that is no plain value")
+        return has_values
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor is a number (an optimizer's step count) or a few whole numbers, whose values matter."""
+    limit = 1 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _MOST_VALUES
+    return (
+        not tensor.requires_grad
+        and tensor.device == _CPU
+        and tensor.untyped_storage().nbytes() <= limit * tensor.dtype.itemsize
+    )
+
+
+# ------------------------------------------------------------------------- what shape functions do not say
+
+
+def _reduced_in_place(out: Tensor, x: Tensor, target: Tensor, *options: Any) -> Tensor:
+    """These losses are reduced in place: the one number lies in a storage as large as all losses."""
+    reduction = next((option for option in options if isinstance(option, int)), _MEAN)
+    if reduction not in (_MEAN, _SUM):
+        return out
+    return torch.empty_like(x + target).as_strided((), ())
+
+
+def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
+    """The gradient lies in order, whatever the strides of the one that came in; those of weights have their dtypes."""
+    weights = args[3:5]  # torch 2.8's shape function gives their gradients the dtype of the input
+    typed = (each if each is None else each.to(like.dtype) for each, like in zip(out[1:], weights, strict=True))
+    return (None if out[0] is None else x.new_empty(x.shape)), *typed
+
+
+_MEAN, _SUM = 1, 2  # at::Reduction
+_RESULTS: Kernels = {  # on all devices
+    **dict.fromkeys(
+        aten.overloads(
+            "binary_cross_entropy.default", "mse_loss.default", "smooth_l1_loss.default", "soft_margin_loss.default"
+        ),
+        _reduced_in_place,
+    ),
+    **dict.fromkeys(aten.overloads("native_layer_norm_backward.default"), _layer_norm_backward),
+}
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether rows or columns lie in order, so that BLAS takes it as it is."""
+    (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
+
+
+class _Converter(FakeTensorConverter):
+    """Fakes tensors that a step finds outside of what was replaced, and remembers whose gradient it may touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def from_real_tensor(self, fake_mode: FakeTensorMode, t: Tensor, *args: Any, **kwargs: Any) -> FakeTensor:
+        if t.requires_grad and t.is_leaf:
+            self._gradients.setdefault(id(t), (t, t.grad))
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+    def from_meta_and_device(
+        self, fake_mode: FakeTensorMode, t: Tensor, device: torch.device, pytype: Any = None, dispatch_keys: Any = None
+    ) -> FakeTensor:
+        """As torch's own, without the memo: its weak reference would forbid to move a module to another device."""
+        return FakeTensor(fake_mode, t, device, pytype=pytype, dispatch_keys=dispatch_keys)
+
+    def restore(self) -> None:
+        """Give tensors from outside the gradients back that they had."""
+        for tensor, gradient in self._gradients.values():
+            tensor.grad = gradient
+
+
+# ------------------------------------------------------------------------------- whether numbers are finite
+#
+# Code asks whether numbers are NaN or infinite to stop a training that has failed. What is simulated has not failed.
+
+_IS_FINITE = {_aten.isnan.default: 0, _aten.isinf.default: 0, _aten.isposinf.default: 0, _aten.isneginf.default: 0}
+_COMPARED = {_aten.eq.Tensor: 1, _aten.ne.Tensor: 0}  # with itself: what only NaN is not equal to
+_WITH_INFINITY = {_aten.eq.Scalar: 0, _aten.ne.Scalar: 1}
+_NEGATED = {_aten.logical_not.default, _aten.bitwise_not.default}
+_SUMMED = {_aten.sum.default, _aten.count_nonzero.default}
+_OR = {_aten.logical_or.default, _aten.bitwise_or.Tensor, _aten.maximum.default}
+_AND = {_aten.logical_and.default, _aten.bitwise_and.Tensor, _aten.minimum.default, _aten.mul.Tensor}
+_KEPT = {
+    aten.is_any_true, aten.is_all_true,  # what anomaly detection asks
+    _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims,
+    _aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, _aten.mean.default,
+    aten.to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default,
+    _aten.view.default, _aten.expand.default, _aten.squeeze.default, _aten.squeeze.dim,
+    _aten.unsqueeze.default, _aten.select.int, _aten.slice.Tensor, _aten.t.default, _aten.transpose.int,
+}  # fmt: skip
+_FINDING = frozenset({*_IS_FINITE, *_COMPARED, *_WITH_INFINITY})  # these are known though nothing was before
+
+
+def _value(func: Any, args: Sequence[Any]) -> float | None:
+    if func in _IS_FINITE:
+        return _IS_FINITE[func]
+    if func in _COMPARED:
+        return _COMPARED[func] if args[0] is args[1] else None
+    if func in _WITH_INFINITY:
+        return _WITH_INFINITY[func] if isinstance(args[1], float) and math.isinf(args[1]) else None
+    known: list[float] = [value for value in map(known_value, args[:2]) if value is not None]
+    if not known:
+        return None
+    if func in _NEGATED:
+        return float(not known[0])
+    if func in _SUMMED:
+        return known[0] * int(args[0].numel())
+    if func in _OR or func in _AND:
+        decides = max(known) == 1 if func in _OR else min(known) == 0
+        both = max(known) if func in _OR else min(known)
+        return both if decides or len(known) > 1 else None
+    return known[0] if func in _KEPT else None
+
+
+# -------------------------------------------------------------------------------- in the user's objects
+
+
+class StorageCopies:
+    """Copies of whole storages: what shared one shares the copy."""
+
+    def __init__(self) -> None:
+        # By id() of the original, which is kept, and the device of the copy.
+        self._copies: dict[tuple[int, str], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def view(self, tensor: Tensor, device: str) -> Tensor:
+        """The same view of a copy of the whole storage; of an empty one on the meta device."""
+        storage = tensor.untyped_storage()
+        with torch.no_grad():
+            if (id(storage), device) not in self._copies:
+                all_bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+                copy = torch.empty_like(all_bytes, device=device)
+                if device == "cpu":
+                    copy.copy_(all_bytes)
+                self._copies[id(storage), device] = storage, copy.untyped_storage()
+            copied = self._copies[id(storage), device][1]
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            return empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class StandIns:
+    """Puts other tensors in place of those that the user's objects hold.
+
+    Modules, optimizers, dicts and lists stay the objects that they are, so that whoever else refers to them sees the
+    stand-ins as well. What is added to them meanwhile is gone afterwards.
+
+    Args:
+        make: Makes the tensor that stands in for another one; the same for the same.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
+        self._make = make
+        self._saved: dict[int, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def put(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Exchange the tensors within the block.
+
+        Yields:
+            The values; tensors and tuples are exchanged themselves.
+        """
+        try:
+            yield tuple(map(self._replaced, values))
+        finally:
+            for container, content in self._saved.values():
+                if isinstance(container, CellType):
+                    container.cell_contents = content
+                elif isinstance(container, dict):
+                    container.clear()
+                    container.update(content)
+                else:
+                    container[:] = content
+
+    def _replaced(self, value: Any) -> Any:
+        if value is None or type(value) in _ATOMS:
+            return value
+        if isinstance(value, Tensor):  # others than strided ones are faked when an operator meets them
+            return self._make(value) if value.layout is torch.strided else value
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            self._replaced(vars(value))
+        elif isinstance(value, (dict, list)) and id(value) not in self._saved:
+            self._saved[id(value)] = value, value.copy()
+            self._replace_items(value)
+        elif isinstance(value, FunctionType):
+            self._replace_captured(value)
+        elif isinstance(value, MethodType):
+            self._replaced(vars(value.__self__))
+        elif isinstance(value, partial):
+            self._replaced([value.func, value.args, value.keywords])
+        elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+            make = getattr(value, "_make", tuple)  # a named tuple's own
+            return make(self._replaced(item) for item in value)
+        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):  # a UserDict, what tokenizers return
+            self._replaced(vars(value))
+        return value
+
+    def _replace_items(self, value: dict[Any, Any] | list[Any]) -> None:
+        if isinstance(value, list):
+            value[:] = [self._replaced(item) for item in value]
+        elif value:  # most of a module's dicts are for hooks that it does not have
+            items = [(self._replaced(key), self._replaced(item)) for key, item in value.items()]
+            value.clear()
+            value.update(items)
+
+    def _replace_captured(self, function: FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._saved and cell != CellType():
+                self._saved[id(cell)] = cell, cell.cell_contents
+                cell.cell_contents = self._replaced(cell.cell_contents)
+        for name in function.__code__.co_names:
+            if isinstance(function.__globals__.get(name), nn.Module):
+                self._replaced(function.__globals__[name])

@@ -1,1 +1,0 @@
-"""A card that is not there: its tensors, its operators, its allocator."""

@@ -1,0 +1,1 @@
+"""A whole script on a GPU that is not there, in a process of its own."""
