@@ -171,6 +171,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._adopted: list[tuple[int, int, int]] = []
         self._step_start = 0  # first event of the current step
         self._phases: list[tuple[int, Phase]] = []
+        self._phase: Phase | None = None
+        self._plain_types: set[type] = set()  # of tensors that are no wrappers around others
         # One entry per storage.
         self._bytes: list[int] = []
         self._devices: list[torch.device] = []
@@ -269,40 +271,58 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
             return getattr(args[0], "fake_device", None) or args[0].device
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if not self._plain_types.issuperset(types) and self._is_wrapped(types):
             return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
-        beneath = self._beneath
-        divided = None if beneath is None else beneath.divided(func, args)
-        if divided is not None:
-            push_mode(self)
-            try:
-                return divided(*args, **kwargs)
-            finally:
-                pop_mode()
+        if self._beneath is not None and torch.is_inference_mode_enabled():
+            divided = self._beneath.divided(func, args)
+            if divided is not None:
+                return self._run_divided(divided, args, kwargs)
         where = self._where
         where.update()
-        is_candidate = func in self._reusing and where.phase == "backward"
+        is_candidate = where.phase == "backward" and func in self._reusing
         reused = self._reused_otherwise(func, args) if is_candidate else None
         out = func(*args, **kwargs)
-        if self._is_probing:
-            return out
-        if not self._phases or where.phase != self._phases[-1][1]:
-            self._phases.append((len(self._event_storage), where.phase))
+        if not self._is_probing:
+            self._note_operator(func, args, kwargs, out, reused)
+        return out
+
+    def _is_wrapped(self, types: Sequence[type]) -> bool:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return True
+        self._plain_types.update(types)
+        return False
+
+    def _run_divided(self, divided: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        push_mode(self)
+        try:
+            return divided(*args, **kwargs)
+        finally:
+            pop_mode()
+
+    def _note_operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, reused: _Block | None
+    ) -> None:
+        phase = self._where.phase
+        if phase != self._phase:
+            self._phase = phase
+            self._phases.append((len(self._event_storage), phase))
         if func is not _LIFT:
-            self._note_all((args, kwargs), None)
+            for given in args:
+                self._note_all(given, None)
+            for given in kwargs.values():
+                self._note_all(given, None)
         if reused is not None:
             self._reuse(reused, out)
         self._note_all(out, func)
-        if func in ACCUMULATIONS and where.phase == "backward":
+        if phase == "backward" and func in ACCUMULATIONS:
             node = running_node()
             if node is not None and node.name() == "torch::autograd::AccumulateGrad":
                 self.label(out, "gradient")
-        if beneath is not None:
+        if self._beneath is not None:
             self._operator = func
-            bound = beneath.run_inside(func, args, kwargs, out)
+            bound = self._beneath.run_inside(func, args, kwargs, out)
             if bound:
                 self._bounds.append((len(self._event_bytes), bound))
-        return out
 
     def _note_all(self, value: Any, operator: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -324,37 +344,40 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 if part is not tensor:
                     self._note(part, operator)
             return None
-        device = tensor.device
-        if self._marks is not None and device.type != "cpu":
-            self._marks.accelerator = device
-        return None if is_zero_tensor(tensor) else self._book(storage, device, operator)
+        if self._marks is not None and not tensor.is_cpu:
+            self._marks.accelerator = tensor.device
+        block = self._blocks.get(id(storage))
+        if block is not None:
+            return self._book_again(block, storage, operator)
+        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator)
 
     def _note_resized(self, storage: torch.UntypedStorage) -> None:
         if not self._is_active():
             return
         device = storage.device if self._beneath is None else self._beneath.device_of(storage)
-        number = self._book(storage, device, UNSHARD)
+        block = self._blocks.get(id(storage))
+        number = self._book_again(block, storage, UNSHARD) if block else self._book(storage, device, UNSHARD)
         if number is not None and self._operators[number] == UNSHARD:
             self._categories[number] = "parameter"
 
+    def _book_again(self, block: _Block, storage: torch.UntypedStorage, operator: Any) -> int:
+        """Notice that a storage has another size now."""
+        change = storage.nbytes() - self._bytes[block.number]
+        if change:
+            if self._beneath is not None:
+                self._operator = operator
+                self._beneath.resize(storage)
+            self._change(block.number, change)
+        return block.number
+
     def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
-        beneath = self._beneath
-        if beneath is not None and not beneath.counts(device):
-            return None
-        block = self._blocks.get(id(storage))
+        """Count a storage that was not met before."""
         nbytes = storage.nbytes()
-        if block is not None:
-            if nbytes != self._bytes[block.number]:
-                if beneath is not None:
-                    self._operator = operator
-                    beneath.resize(storage)
-                self._change(block.number, nbytes - self._bytes[block.number])
-            return block.number
-        if nbytes == 0:
+        if nbytes == 0 or (self._beneath is not None and not self._beneath.counts(device)):
             return None
-        if beneath is not None:
+        if self._beneath is not None:
             self._operator = operator
-            beneath.hold(storage)
+            self._beneath.hold(storage)
         number = len(self._bytes)
         self._bytes.append(nbytes)
         self._devices.append(device)

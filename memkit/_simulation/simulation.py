@@ -156,8 +156,8 @@ class Gpu:
             settings=settings,
         )
         history = History(allocator, f"{card.vendor} {card.name}") if has_history else None
-        self.memory = CudaMemory(card, allocator, history)
-        self._card, self._rules = card, rules or Rules()
+        self._card, self._rules = card, rules or Rules.of()
+        self.memory = CudaMemory(card, allocator, self._rules, history)
 
     def make_tensors(self, selected_fraction: float | None) -> CudaTensors:
         """Tensors without data on the card."""

@@ -28,6 +28,7 @@ from memkit._simulation.cuda.tensors import CARD
 from memkit._simulation.leftovers import empty_caches
 from memkit._simulation.patches import patched
 from memkit._simulation.simulation import Gpu, Record, Simulation
+from memkit._torch.cuda import Rules
 from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
@@ -54,12 +55,16 @@ class VirtualGPU(Uncopied):
         selected_fraction: As for `memkit.estimate_memory_usage`.
         allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``, or an
             `AllocatorSettings`.
+        torch: The version of PyTorch whose CUDA build is simulated, such as ``"2.6"``: where attention, cuBLAS's
+            workspaces, RMSNorm and the allocator's options differ, as ``docs/versions.md`` says. The operators
+            themselves are those of the installed version. None: the installed one.
+        cudnn: The version of cuDNN, such as ``"9.1"``. None: that of the wheel of this PyTorch.
 
     Raises:
         InputError: No card has this name.
         InputTypeError: ``gpu`` is neither text nor a `GPU`.
         ConfigError: What operators take on this card is not known: it is not one of NVIDIA; ``allocator_settings``
-            holds an unknown option; or ``selected_fraction`` is no share.
+            holds an unknown option; ``selected_fraction`` is no share; or a version is none.
 
     Attributes:
         gpu: The card.
@@ -94,10 +99,21 @@ class VirtualGPU(Uncopied):
         *,
         selected_fraction: float | None = None,
         allocator_settings: AllocatorSettings | str = "",
+        torch: str | None = None,
+        cudnn: str | None = None,
     ) -> None:
         self.gpu = find_gpu(gpu)
         capability_of(self.gpu)
-        place = Gpu(self.gpu, capacity_bytes=self.gpu.total_bytes, settings=allocator_settings, has_history=True)
+        rules = Rules.of(torch, cudnn)
+        if isinstance(allocator_settings, str):
+            rules.refuse_unknown_options(allocator_settings)
+        place = Gpu(
+            self.gpu,
+            capacity_bytes=self.gpu.total_bytes,
+            settings=allocator_settings,
+            rules=rules,
+            has_history=True,
+        )
         self.memory = place.memory
         self._simulation = Simulation(place, selected_fraction=selected_fraction)
         self.guesses = self._simulation.tensors.guesses

@@ -48,10 +48,13 @@ def attention(capability: tuple[int, int], rules: Rules) -> Callable[..., Any]:
         enable_gqa: bool = False,
     ) -> Tensor:
         call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        if query.dim() == key.dim() == value.dim() == 3 and rules.attends_unbatched:
+            q, k, v = (each.unsqueeze(0) for each in (query, key, value))
+            return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
         backend = attention_backend(call, capability, rules)
         if backend == "flash":
             return _flash(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-        mask = _additive(attn_mask, query.dtype)
+        mask = _additive(attn_mask, query.dtype, rules)
         if backend == "math":
             # The fused float path does not exist on CUDA: half precision is computed in float32 by the operator itself.
             out: Tensor = aten.math_attention(
@@ -59,10 +62,10 @@ def attention(capability: tuple[int, int], rules: Rules) -> Callable[..., Any]:
             )[0]
             return out
         if mask is not None:
-            mask = _aligned(mask.expand(*query.shape[:-1], key.shape[-2]))
-        operator = aten.cudnn_attention
-        if backend == "efficient":
-            operator = aten.efficient_attention
+            shape = *query.shape[:-1], key.shape[-2]
+            is_padded = backend == "efficient" or not rules.pads_masks_first
+            mask = _aligned(mask, shape, rules) if is_padded else mask.expand(*shape)
+        operator = aten.efficient_attention if backend == "efficient" else aten.cudnn_attention
         trailing = () if backend == "efficient" else (False,)
         fused: Tensor = operator(
             query, key, value, mask, call.needs_gradient, dropout_p, is_causal, *trailing, scale=scale
@@ -74,16 +77,15 @@ def attention(capability: tuple[int, int], rules: Rules) -> Callable[..., Any]:
 
 def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules) -> str:
     """Which of "cudnn", "flash", "efficient" and "math" takes a call, in PyTorch's order of preference."""
-    prefers_cudnn = capability in ((9, 0), (10, 0)) and rules.prefers_cudnn_attention
     if call.query.dim() != 4 or 0 in (call.query.shape[-2], call.key.shape[-2]) or capability > (12, 1):
         return "math"
     choices = {
         "flash": _enabled("flash") and _flash_takes(call, capability),
-        "efficient": _enabled("mem_efficient") and _efficient_takes(call, capability),
+        "efficient": _enabled("mem_efficient") and _efficient_takes(call, capability, rules),
         "cudnn": _enabled("cudnn") and _cudnn_takes(call, capability),
+        "math": _enabled("math"),
     }
-    order = ("cudnn", "flash", "efficient") if prefers_cudnn else ("flash", "efficient", "cudnn")
-    return next((name for name in order if choices[name]), "math")
+    return next((name for name in rules.attention_order(capability) if choices[name]), "math")
 
 
 def _enabled(name: str) -> bool:
@@ -113,6 +115,10 @@ def _heads_match(call: Attention) -> bool:
     return bool(heads == key_heads == value_heads)
 
 
+def _same_heads(call: Attention) -> bool:
+    return _heads_match(call) and call.query.shape[1] == call.key.shape[1] == call.value.shape[1]
+
+
 def _flash_takes(call: Attention, capability: tuple[int, int]) -> bool:
     width = call.query.shape[-1]
     is_wide = width > 192 and not (call.dropout == 0 and width > 224)
@@ -129,7 +135,7 @@ def _flash_takes(call: Attention, capability: tuple[int, int]) -> bool:
     )
 
 
-def _efficient_takes(call: Attention, capability: tuple[int, int]) -> bool:
+def _efficient_takes(call: Attention, capability: tuple[int, int], rules: Rules) -> bool:
     is_half = call.query.dtype in _LOW
     alignment = 4 if capability >= (8, 0) else 1
     if capability >= (8, 0) or (capability >= (7, 0) and is_half):
@@ -140,7 +146,7 @@ def _efficient_takes(call: Attention, capability: tuple[int, int]) -> bool:
         and call.query.shape[-1] == call.key.shape[-1]
         and call.query.shape[-1] % alignment == call.value.shape[-1] % alignment == 0
         and (capability < (8, 0) or all(o % (alignment * call.query.element_size()) == 0 for o in offsets))
-        and _heads_match(call)
+        and (_heads_match(call) if rules.attends_unbatched or not call.enable_gqa else _same_heads(call))
         and _last_stride_is_one(call, ignore_single=False)
     )
 
@@ -170,16 +176,26 @@ def _flash(call: Attention, scale: float) -> Tensor:
     return out[..., :width] if missing else out
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`convert_boolean_attn_mask`."""
+def _additive(mask: Tensor | None, dtype: torch.dtype, rules: Rules) -> Tensor | None:
+    """`convert_boolean_attn_mask`, at the mask's own size."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
-    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+    if rules.makes_masks_at_once:
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -math.inf)
 
 
-def _aligned(mask: Tensor) -> Tensor:
-    """`preprocess_mask`: rows of a multiple of 16 numbers in memory."""
+def _aligned(mask: Tensor, shape: tuple[int, ...], rules: Rules) -> Tensor:
+    """`preprocess_mask`: rows lie at multiples of 8 numbers in memory, and the mask is expanded without a copy."""
+    if rules.pads_masks_first:
+        is_aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
+        return (mask if is_aligned else _padded(mask, 8)).expand(*shape)
+    expanded = mask.expand(*shape)
+    if expanded.shape[-1] % 16:
+        return _padded(expanded, 16)
+    return expanded.contiguous() if any(stride % 16 for stride in expanded.stride()[:-1]) else expanded
+
+
+def _padded(mask: Tensor, alignment: int) -> Tensor:
     width = mask.shape[-1]
-    if width % 16:
-        return pad(mask, (0, 16 - width % 16))[..., :width]
-    return mask.contiguous() if any(stride % 16 for stride in mask.stride()[:-1]) else mask
+    return pad(mask, (0, alignment - width % alignment))[..., :width]

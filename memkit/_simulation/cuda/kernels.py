@@ -10,7 +10,7 @@ is computed. It is no proven bound: which published figures lie inside, and whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from memkit._simulation.tensors import is_matrix
 from memkit._torch import aten
 from memkit._torch.aten import overloads
+from memkit._torch.cuda import Rules
 from memkit._units import MIB
 
 _aten = torch.ops.aten
@@ -61,6 +62,15 @@ def _product(args: Sequence[Any], _: Processors) -> Phases:
     """`prepare_matrix_for_cublas`: a matrix whose rows and columns both have gaps is copied first."""
     matrices = [arg for arg in args if isinstance(arg, Tensor)][-2:]
     return (tuple(matrix.numel() * matrix.element_size() for matrix in matrices if not is_matrix(matrix)),)
+
+
+def adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rules: Rules) -> bool:
+    """Whether cuBLASLt multiplies and adds a bias in one kernel: `addmm_out_cuda_impl` in Blas.cpp."""
+    if func is not _aten.addmm.default or kwargs.get("beta", 1) != 1:
+        return False
+    bias, left, right = args[:3]
+    is_wide = min(right.shape) > 1 and (rules.version < (2, 10) or min(left.shape) > 1)
+    return bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1] and is_wide
 
 
 def _loss(args: Sequence[Any], _: Processors) -> Phases:

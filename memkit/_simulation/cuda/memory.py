@@ -12,13 +12,20 @@ from memkit._protocols import Card
 from memkit._recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
 from memkit._simulation.cuda.history import Asker, History
-from memkit._simulation.cuda.kernels import CONVOLVING, MULTIPLYING, TAKING, Processors, convolution_bound, inside
+from memkit._simulation.cuda.kernels import (
+    CONVOLVING,
+    MULTIPLYING,
+    TAKING,
+    Processors,
+    adds_bias,
+    convolution_bound,
+    inside,
+)
 from memkit._simulation.cuda.tensors import CARD, is_undivided, run_divided
+from memkit._torch.cuda import Rules
 from memkit._torch.graph import current_backward
 
 _NO_BACKWARD = -1
-# What a card whose workspace is not known is taken to have: the default before compute capability 9.
-_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 
 
 class CudaMemory:
@@ -35,7 +42,7 @@ class CudaMemory:
         on_request: Called with the bytes of each request.
     """
 
-    def __init__(self, card: Card, allocator: CachingAllocator, history: History | None = None) -> None:
+    def __init__(self, card: Card, allocator: CachingAllocator, rules: Rules, history: History | None = None) -> None:
         self.allocator = allocator
         self.history = history
         self.asker: Callable[[], Asker] = lambda: Asker("", None)
@@ -44,10 +51,10 @@ class CudaMemory:
         self.workspace_bytes = 0
         self.timeline: list[int] = []
         self.stream = 0
-        self._card = card
-        self._processors = Processors.of(card.compute_capability or (0, 0), card.num_multiprocessors)
-        self._workspace_size = card.cublas_workspace_bytes or _WORKSPACE_BYTES
-        self._handles: set[bool] = set()
+        capability = card.compute_capability or (0, 0)
+        self._processors = Processors.of(capability, card.num_multiprocessors)
+        self._rules, self._workspace_size = rules, rules.workspace_bytes(capability)
+        self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
 
     def snapshot(self) -> dict[str, Any]:
@@ -84,14 +91,14 @@ class CudaMemory:
         """The card."""
         return CARD
 
-    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:  # noqa: ARG002
+    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
         """Take and give back what an operator's kernels take inside; return what cuDNN may take beside."""
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
         for phase in inside(func, args, self._processors):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
-                self._take_handle()
+                blocks += map(self._take, self._workspaces(is_biased=adds_bias(func, args, kwargs, self._rules)))
             for block in reversed(blocks):  # as C++ destroys what a function holds
                 self._give_back(block)
         return convolution_bound(func, args, out) if func in CONVOLVING else 0
@@ -100,12 +107,24 @@ class CudaMemory:
         """What runs an operator's parts, where it comes undivided."""
         return run_divided(func) if is_undivided(func) and is_on_card(args) else None
 
-    def _take_handle(self) -> None:
-        """CuBLAS keeps a workspace for each handle; the thread that autograd runs in has a handle of its own."""
-        is_backward = current_backward() != _NO_BACKWARD
-        if is_backward not in self._handles:
-            self._handles.add(is_backward)
-            self.workspace_bytes += self._take(self._workspace_size).num_bytes
+    def _workspaces(self, *, is_biased: bool) -> list[int]:
+        """What the libraries of a product take for this call; what they keep is taken at once."""
+        lt_bytes, lt_life = self._rules.lt_workspace
+        each = [lt_bytes] if is_biased and lt_life == "each" else []
+        if self._rules.keeps_workspaces:
+            self._keep("cublas", self._workspace_size)
+        elif not is_biased:
+            each.append(self._workspace_size)
+        if is_biased and lt_life == "kept":
+            self._keep("cublaslt", lt_bytes)
+        return each
+
+    def _keep(self, library: str, num_bytes: int) -> None:
+        """A workspace for each handle; the thread that autograd runs in has a handle of its own."""
+        handle = library, current_backward() != _NO_BACKWARD
+        if handle not in self._handles:
+            self._handles.add(handle)
+            self.workspace_bytes += self._take(num_bytes).num_bytes
 
     def _watch(self, storage: torch.UntypedStorage, block: Block) -> None:
         key = id(storage)

@@ -53,7 +53,7 @@ _RESCALING = aten.amp_update_scale_
 _UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a shape function
 _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
 # Operators that CUDA has a kernel for, and other devices make of others.
-_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default, *aten.FUSED_RMS_NORM)
+_WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
 _DATA = "data_on_host"  # an attribute of parameters that were moved to the card: the tensor that they were before
 
 
@@ -69,33 +69,22 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator: on the host with data, on the card without."""
-        names_card = False
-        for arg in args:
-            if type(arg) is _Device:
-                args = tuple(map(_as_cuda, args))
-                names_card = CARD in [each for each in args if type(each) is _Device]
-                break
-        device = None
-        if kwargs:
-            kwargs = {name: _as_cuda(value) for name, value in kwargs.items() if name != "pin_memory"}
-            device = kwargs.get("device")
-            names_card = names_card or (device is not None and device.type == "cuda")
         if func in _NEVER_RUN:
             return self._scaled(func, args)
-        if FakeTensor not in types and not any(issubclass(kind, FakeTensor) for kind in types):
-            is_on_host = device is None or device.type == "cpu"
+        args, kwargs, names_card = _with_devices(args, kwargs)
+        device = kwargs.get("device")
+        if FakeTensor in types or any(issubclass(kind, FakeTensor) for kind in types):
+            if func is _COPIED and device is not None and (device.type == "cpu" or args[0].constant is not None):
+                return self._to_host(args[0], kwargs) if device.type == "cpu" else self._transferred(args[0], kwargs)
+            if _writes_to_host(func, args):
+                with_data, named = tree_map(self._guessed, (args, kwargs))
+                return func(*with_data, **named)
+        elif device is None or device.type == "cpu":
             is_inside = getattr(self._running, "is_inside", False)  # what such an operator makes has no data either
-            if is_on_host and not is_inside and not _is_large_filling(args, kwargs):
+            if not is_inside and not _is_large_filling(args, kwargs):
                 return func(*args, **kwargs)
-            if device is not None and device.type == "cuda" and args and isinstance(args[0], Tensor):
-                return self._transferred(func, args[0], kwargs)
-        elif func is _COPIED and device is not None and device.type == "cpu":
-            return self._to_host(args[0], kwargs)
-        elif func is _COPIED and device is not None and args[0].constant is not None:
-            return self._transferred(func, args[0], kwargs)
-        elif _writes_to_host(func, args):
-            with_data, named = tree_map(self._guessed, (args, kwargs))
-            return func(*with_data, **named)
+        elif device.type == "cuda" and args and isinstance(args[0], Tensor):
+            return self._transferred(args[0], kwargs, func)
         out = self._without_data(func, types, args, kwargs, args if names_card else ())
         is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
         return self._placed(func, types, args, kwargs, out) if is_known and device is None else out
@@ -145,7 +134,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             args[1].constant = torch.zeros(())  # no infinity was found
         return args[0] if func is _RESCALING else None
 
-    def _transferred(self, func: Any, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def _transferred(self, tensor: Tensor, kwargs: dict[str, Any], func: Any = _COPIED) -> Tensor:
         """A tensor's copy on the card; whole numbers that are known stay so."""
         known = tensor.constant if isinstance(tensor, FakeTensor) else tensor if has_values(tensor) else None
         with no_dispatch():
@@ -202,6 +191,19 @@ def _as_cuda(value: Any) -> Any:
     return _DEVICES.get(value, value) if type(value) is _Device else value
 
 
+def _with_devices(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any], bool]:
+    """An operator's arguments with devices as Python knows them, none pinned, and whether one of them is the card."""
+    names_card = False
+    if kwargs:
+        kwargs = {name: _as_cuda(value) for name, value in kwargs.items() if name != "pin_memory"}
+        names_card = kwargs.get("device") == CARD
+    for arg in args:
+        if type(arg) is _Device:
+            args = tuple(map(_as_cuda, args))
+            return args, kwargs, names_card or any(type(each) is _Device and each == CARD for each in args)
+    return args, kwargs, names_card
+
+
 def _for_autograd(device: torch.device) -> torch.device:
     return torch.device("lazy", device.index or 0) if device.type in ("cuda", "lazy") else device
 
@@ -238,8 +240,12 @@ def run_divided(func: Any) -> Callable[..., Any]:
 
 @cache
 def _has_parts(func: Any) -> bool:
-    is_other = func is torch.ops.prim.device.default or func in _WHOLE
+    is_other = func is torch.ops.prim.device.default or func in (*_WHOLE, *aten.FUSED_RMS_NORM)
     return not is_other and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+
+
+def _whole(rules: Rules) -> tuple[Any, ...]:
+    return (*_WHOLE, *aten.FUSED_RMS_NORM) if rules.has_fused_rms_norm else _WHOLE
 
 
 @contextmanager
@@ -261,7 +267,7 @@ def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules)
             library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
             # Without autograd, as under inference_mode:
             library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
-        for operator in _WHOLE:
+        for operator in _whole(rules):
             library.impl(operator, _never_called, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         yield
     finally:
@@ -423,17 +429,10 @@ def tensor_patches(casts: CastCache) -> list[Patches]:
     by_owner: dict[Any, dict[str, Any]] = {}
     for owner, name, value in (*device_patches(_for_autograd), fallback_patch(_LAZY)):
         by_owner.setdefault(owner, {})[name] = value
-    def subclassed(self: Tensor, cls: type[Tensor]) -> Tensor:
-        if not isinstance(self, FakeTensor) or issubclass(FakeTensor, cls):
-            return as_subclass(self, cls)
-        alias = self.view_as(self)
-        alias.__class__ = cls if issubclass(cls, FakeTensor) else _without_data_of(cls)
-        return alias
 
-    as_subclass = Tensor.as_subclass
     on_tensor = {
         MAKE_SUBCLASS: staticmethod(private),
-        "as_subclass": subclassed,
+        "as_subclass": _subclassing(Tensor.as_subclass),
         "to": moved,
         "cuda": cuda,
         "is_cuda": property(lambda self: self.device.type == "cuda"),
@@ -450,10 +449,22 @@ def tensor_patches(casts: CastCache) -> list[Patches]:
     ]
 
 
+def _subclassing(as_subclass: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(as_subclass)
+    def subclassed(self: Tensor, cls: type[Tensor]) -> Any:
+        if not isinstance(self, FakeTensor) or issubclass(FakeTensor, cls):
+            return as_subclass(self, cls)
+        alias = self.view_as(self)
+        alias.__class__ = cls if issubclass(cls, FakeTensor) else _without_data_of(cls)
+        return alias
+
+    return subclassed
+
+
 class _Converting(FakeTensor):
     """Lets `__torch_function__` of a subclass with its own behaviour have results of that class, as `Tensor` does."""
 
-    __torch_function__ = classmethod(Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+    __torch_function__: Any = classmethod(Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
 @cache

@@ -107,8 +107,8 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     [
         (call(), TURING, "efficient"),
         (call(), AMPERE, "flash"),
-        (call(), HOPPER, "cudnn" if Rules().prefers_cudnn_attention else "flash"),
-        (call(), BLACKWELL, "cudnn" if Rules().prefers_cudnn_attention else "flash"),
+        (call(), HOPPER, Rules.of().attention_order((9, 0))[0]),
+        (call(), BLACKWELL, Rules.of().attention_order((9, 0))[0]),
         (call(), (10, 3), "flash"),
         (call(), GAMING_BLACKWELL, "flash"),
         (call(torch.bfloat16), TURING, "math"),
@@ -125,19 +125,19 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     ],
 )
 def test_the_kernel_that_takes_attention(made, capability, backend):
-    assert attention_backend(made, capability, Rules()) == backend
+    assert attention_backend(made, capability, Rules.of()) == backend
 
 
 def test_wide_heads_with_a_gradient_do_not_flash_on_gaming_cards():
     query = torch.empty(2, 8, 64, 256, dtype=torch.float16, device="meta", requires_grad=True)
     wide = Attention(query, query, query, None, 0.1, is_causal=False, enable_gqa=False)
-    assert attention_backend(wide, AMPERE, Rules()) == "flash"
-    assert attention_backend(wide, GAMING_AMPERE, Rules()) == attention_backend(wide, ADA, Rules()) == "efficient"
+    assert attention_backend(wide, AMPERE, Rules.of()) == "flash"
+    assert attention_backend(wide, GAMING_AMPERE, Rules.of()) == attention_backend(wide, ADA, Rules.of()) == "efficient"
 
 
 def test_what_the_user_forbids_is_not_taken():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert attention_backend(call(), ADA, Rules()) == "math"
+        assert attention_backend(call(), ADA, Rules.of()) == "math"
 
 
 def test_inference_mode_takes_the_same_attention_and_shows_it(card):

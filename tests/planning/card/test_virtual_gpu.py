@@ -20,7 +20,7 @@ from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
-FIRST_ON_HOPPER = "cudnn" if Rules().prefers_cudnn_attention else "flash"
+FIRST_ON_HOPPER = Rules.of().attention_order((9, 0))[0]
 KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
 
