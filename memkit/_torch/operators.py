@@ -16,6 +16,11 @@ def remove_kernels(library: Any) -> None:
     library._destroy()
 
 
+def has_kernel(func: Any, key: str) -> bool:
+    """Say whether an operator has a kernel in C++ for a dispatch key; what Python has added to it does not count."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
 def run_kernel_of(func: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator's kernel for one dispatch key."""
     return func._op_dk(key, *args, **kwargs)

@@ -46,9 +46,9 @@ def real(tmp_path_factory):
 
 
 def figures_without_data(name):
-    recorder, guesses = rank_run(name).record()
-    assert guesses == {}
-    return figures(recorder.recording())
+    record = rank_run(name)
+    assert record.guesses == ()
+    return figures(record.recording)
 
 
 def assert_sharded_equal(name, ranks):
@@ -77,7 +77,7 @@ def test_equals_a_real_replicated_step(name, real):
 @pytest.mark.parametrize("name", SHARDED)
 def test_gathered_parameters_are_needed_for_that(name, real):
     """Negative control: without them no case is equal."""
-    recording = rank_run(name).record()[0].recording()
+    recording = rank_run(name).recording
     gathered = [storage.id for storage in recording.storages() if storage.operator == "fsdp.unshard"]
     assert without(recording, gathered).peak_bytes() < real[0][name]["peak"]
 

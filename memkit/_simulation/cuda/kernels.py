@@ -101,10 +101,16 @@ def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
     """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are summed up in groups first."""
     width = math.prod(args[2])
     rows, columns = args[1].numel() // width, math.ceil(width / 32)
+    copies = tuple(each.numel() * each.element_size() for each in args[:2] if not each.is_contiguous())
     if rows <= 64 * 1024 or width // 32 >= processors.multiprocessors // 2:
-        return ()
+        return (copies,) if copies else ()
     groups = min(32 * 1024 // columns, math.ceil(rows / 32))
-    return ((groups * width * args[1].element_size(),) * sum(args[-1][1:]),)
+    return ((*copies, *(groups * width * args[1].element_size(),) * sum(args[-1][1:])),)
+
+
+def _layer_norm(args: Sequence[Any], _: Processors) -> Phases:
+    """`layer_norm_cuda`: what does not lie in order is copied first."""
+    return () if args[0].is_contiguous() else ((args[0].numel() * args[0].element_size(),),)
 
 
 def _group_norm(args: Sequence[Any], _: Processors) -> Phases:
@@ -301,6 +307,7 @@ def _winograd(x: Tensor, y: Tensor) -> int:
 # ----------------------------------------------------------------------------------------------- tables
 
 _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
+    **dict.fromkeys((_aten.native_layer_norm.default, *aten.FUSED_RMS_NORM), _layer_norm),
     aten.flash_attention_backward: _flash_backward,
     aten.efficient_attention_backward: _efficient_backward,
     _aten.native_layer_norm_backward.default: _layer_norm_backward,

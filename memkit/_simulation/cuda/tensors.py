@@ -32,10 +32,10 @@ from memkit._torch.dispatch import DispatchKey, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.fake import FakeTensor, device_context, device_patches, fallback_patch, set_default_device
 from memkit._torch.modules import APPLY, LOAD, buffers_of
-from memkit._torch.operators import pass_through, remove_kernels, run_kernel_of, schema_of
+from memkit._torch.operators import has_kernel, pass_through, remove_kernels, run_kernel_of, schema_of
 from memkit._torch.optimizers import LISTS_OF_DEVICES, foreach, lists_of_types
 from memkit._torch.pytree import tree_map
-from memkit._torch.storage import swap_tensors
+from memkit._torch.storage import memory_format_of, swap_tensors
 from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 
 _aten = torch.ops.aten
@@ -233,7 +233,7 @@ def is_undivided(func: Any) -> bool:
 
 def run_divided(func: Any) -> Callable[..., Any]:
     """Return what runs the operators that an operator is made of on the card."""
-    is_own = func.has_kernel_for_dispatch_key(DispatchKey.PrivateUse1)
+    is_own = has_kernel(func, "PrivateUse1")
     key = DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd
     return lambda *args, **kwargs: run_kernel_of(func, key, args, kwargs)
 
@@ -241,7 +241,7 @@ def run_divided(func: Any) -> Callable[..., Any]:
 @cache
 def _has_parts(func: Any) -> bool:
     is_other = func is torch.ops.prim.device.default or func in (*_WHOLE, *aten.FUSED_RMS_NORM)
-    return not is_other and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    return not is_other and has_kernel(func, "CompositeImplicitAutograd")
 
 
 def _whole(rules: Rules) -> tuple[Any, ...]:
@@ -263,6 +263,8 @@ def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules)
             ("scaled_dot_product_attention", attention(capability, rules)),
             ("softmax.int", _softmax(aten.softmax)),
             ("log_softmax.int", _softmax(aten.log_softmax)),
+            ("batch_norm", _batch_norm),
+            ("linear", _linear),
         ):
             library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
             # Without autograd, as under inference_mode:
@@ -279,6 +281,46 @@ def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules)
 
 def _never_called(*_: Any, **__: Any) -> Any:
     """A kernel whose being there tells PyTorch not to divide its operator. The mode answers before it."""
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    mean: Any,
+    var: Any,
+    training: bool,  # noqa: FBT001
+    momentum: float,
+    eps: float,
+    *_: Any,
+) -> Any:
+    """`_batch_norm_impl_index`: cuDNN is given, and keeps for the backward, a copy of what does not lie in order."""
+    if _is_for_cudnn(x, weight, bias, mean, var, training=training):
+        x = x.contiguous(memory_format=memory_format_of(x))
+    return torch.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
+
+
+def _is_for_cudnn(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *, training: bool) -> bool:
+    """`_select_batch_norm_backend`."""
+    has_weights = weight is not None and bias is not None
+    has_statistics = mean is not None and var is not None
+    return (
+        has_weights
+        and torch.bfloat16 not in (x.dtype, weight.dtype)
+        and (x.dtype is not torch.float16 or weight.dtype is torch.float32)
+        and (has_statistics or (mean is None and var is None and training))
+        and x.dim() >= 3
+        and x.shape[0] <= (880801 if training else 65535)
+        and 0 < x.numel() < 2**31 - 1
+        and torch.backends.cudnn.enabled
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """`at::linear`: a bias is added in place, but out of place to subclasses, such as tensors without data."""
+    if bias is None or x.dim() == 2 or x.is_contiguous():
+        return run_kernel_of(_aten.linear.default, DispatchKey.CompositeImplicitAutograd, (x, weight, bias), {})
+    return torch.matmul(x, weight.t()).add_(bias)
 
 
 def _softmax(inner: Any) -> Callable[..., Any]:
