@@ -2,7 +2,7 @@
 
 import torch
 
-from memkit._resizing import telling
+from memkit._recorder import telling
 
 
 def test_each_hears_what_happens_in_its_own_time():

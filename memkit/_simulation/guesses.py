@@ -21,11 +21,11 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from memkit._recorder import Whereabouts
 from memkit._simulation.uses import Site, Use, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor
 from memkit._torch.files import WRAPPERS
-from memkit._whereabouts import Whereabouts
 
 READ = "aten._local_scalar_dense.default"  # the operator beneath `Tensor.item`
 KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same, and known

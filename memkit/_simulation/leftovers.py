@@ -1,4 +1,4 @@
-"""Nothing of a simulated step stays behind: caches, globals and lists of the user's that kept something are found.
+"""Nothing of a simulation stays behind: what it changes of torch is undone, and what the user's code kept is found.
 
 Before a step on tensors without data, the containers that the user's code can reach are noted with what they hold:
 globals of its modules, attributes of its classes and objects, closures, default arguments. Where a tensor without data
@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from sysconfig import get_paths
 from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -419,3 +420,73 @@ def _label(holder: Any, held: Any) -> str:
     if isinstance(holder, (list, tuple)):
         return next((f"[{number}]" for number, item in enumerate(holder) if item is held), "")
     return next((f".{name}" for name, item in getattr(holder, "__dict__", {}).items() if item is held), "")
+
+
+# ------------------------------------------------------------------------------------------------------------ patches
+
+
+class Patches(NamedTuple):
+    """New values for attributes of one owner.
+
+    Attributes:
+        owner: A module or a class.
+        purpose: What they are for.
+        values: The values by name.
+    """
+
+    owner: Any
+    purpose: str
+    values: Mapping[str, Any]
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value for a while; one that was inherited is inherited again afterwards."""
+    had = vars(owner).get(name, patched)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if had is patched:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, had)
+
+
+@contextmanager
+def applied(patches: Iterable[Patches]) -> Iterator[None]:
+    """Apply patches for a while; they are undone in the opposite order, whatever happens."""
+    with ExitStack() as stack:
+        for each in patches:
+            for name, value in each.values.items():
+                stack.enter_context(patched(each.owner, name, value))
+        yield
+
+
+class Shared:
+    """Patches that are in place while at least one block runs, of one or of several threads.
+
+    Args:
+        make: Makes them when the first block begins.
+    """
+
+    def __init__(self, make: Callable[[], Iterable[Patches]]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._num_blocks = 0
+        self._applied = ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Have them in place within the block."""
+        with self._lock:
+            self._num_blocks += 1
+            if self._num_blocks == 1:
+                self._applied.enter_context(applied(self._make()))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_blocks -= 1
+                if not self._num_blocks:
+                    self._applied.close()

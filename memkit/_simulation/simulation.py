@@ -25,9 +25,8 @@ from memkit import _rng
 from memkit._errors import ConfigError, InputTypeError
 from memkit._loss import Loss, detached, read_loss
 from memkit._protocols import Card
-from memkit._recorder import Events, Recorder
+from memkit._recorder import UNSHARD, Events, Recorder, Whereabouts
 from memkit._recording import Recording
-from memkit._resizing import UNSHARD
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
@@ -35,13 +34,11 @@ from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
 from memkit._simulation.guesses import READING, Guesses
 from memkit._simulation.host import INSTEAD, RESULTS, HostMemory
-from memkit._simulation.leftovers import leaving_nothing
-from memkit._simulation.patches import Patches, Shared
+from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors
-from memkit._torch.cuda import Rules
+from memkit._torch.cuda import Rules, rules_of
 from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import tree_leaves
-from memkit._whereabouts import Whereabouts
 
 T = TypeVar("T")
 LossFn: TypeAlias = Callable[[Any, Any], Any]
@@ -156,7 +153,7 @@ class Gpu:
             settings=settings,
         )
         history = History(allocator, f"{card.vendor} {card.name}") if has_history else None
-        self._card, self._rules = card, rules or Rules.of()
+        self._card, self._rules = card, rules or rules_of()
         self.memory = CudaMemory(card, allocator, self._rules, history)
 
     def make_tensors(self, selected_fraction: float | None) -> CudaTensors:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from memkit._errors import InputError, NotSimulatedError, StateError
+from memkit._recorder import Whereabouts
 from memkit._settings import Checker
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
@@ -36,7 +37,6 @@ from memkit._torch.fake import (
     default_device,
 )
 from memkit._torch.operators import schema_of
-from memkit._whereabouts import Whereabouts
 
 CALL = "a step on tensors without data"  # whichever call of the user runs it
 _aten = torch.ops.aten
@@ -89,9 +89,10 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     def __init__(
         self, selected_fraction: float | None = None, *, results: Kernels | None = None, instead: Kernels | None = None
     ) -> None:
-        check = Checker(CALL)
-        if selected_fraction is not None and check.number("selected_fraction", selected_fraction, 0, 1) == 0:
-            raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
+        if selected_fraction is not None:
+            check = Checker(CALL)
+            if check.number("selected_fraction", selected_fraction, 0, 1) == 0:
+                raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
         super().__init__(allow_non_fake_inputs=True)
         self.is_open = True
         self.guesses = Guesses()

@@ -2,7 +2,8 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Self
+from functools import cache
+from typing import Literal, Self, TypeAlias
 
 import torch
 
@@ -19,8 +20,7 @@ RECORD_HISTORY, SNAPSHOT = "_record_memory_history", "_snapshot"
 """Functions of the allocator's history, documented under these names."""
 
 
-_SMALL_WORKSPACE, _LARGE_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 * 4096 * 1024
-_LT_WORKSPACE = 1024 * 1024
+Cards: TypeAlias = tuple[int, int | None]
 # cuDNN in the wheels from PyPI, as `torch.backends.cudnn.version` gives it.
 _CUDNN_OF_WHEELS = {
     (2, 5): 90100, (2, 6): 90100, (2, 7): 90501, (2, 8): 91002, (2, 9): 91002, (2, 10): 91002, (2, 11): 91900,
@@ -34,85 +34,65 @@ _OPTIONS_SINCE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What CUDA's side of PyTorch does in another way from version to version.
 
-    Read in the sources of 2.6.0 and 2.13.0, and in the compiled libraries of the wheels of 2.1 to 2.15; which is which
-    stands in `docs/versions.md`. None of it was seen on a GPU.
+    Read in the source of 2.6.0, and in the compiled libraries of the wheels of 2.1 to 2.15; which is which stands in
+    `docs/versions.md`. None of it was seen on a GPU.
 
     Attributes:
         version: Major and minor number of PyTorch.
         cudnn: cuDNN's version as `torch.backends.cudnn.version` gives it.
+        prefers_cudnn: On which cards attention asks cuDNN first: (major, minor) numbers of compute capability, minor
+            None for any. `check_prefer_cudnn_attention` in sdp_utils.cpp.
+        pads_masks_first: Whether attention pads a mask to 8 numbers and expands the result, or expands it and pads that
+            to 16: `preprocess_mask` in attention.cpp.
+        makes_masks_at_once: Whether a mask of truth values becomes numbers by one operator.
+        attends_unbatched: Whether fused kernels take three dimensions, and the memory-efficient one grouped heads.
+        has_fused_rms_norm: Whether RMSNorm is one operator.
+        large_workspaces: On which cards cuBLAS gets 32 MiB, as for `prefers_cudnn`; on others it gets 8.125 MiB:
+            `getChosenWorkspaceSize` in CublasHandlePool.cpp.
+        keeps_workspaces: Whether cuBLAS keeps its workspace, or takes it for each product.
+        lt_workspace: Whether cuBLASLt, which adds a bias to a product, takes 1 MiB for each call, keeps it, or shares
+            what cuBLAS has.
     """
 
     version: tuple[int, int]
     cudnn: int
+    prefers_cudnn: tuple[Cards, ...]
+    pads_masks_first: bool
+    makes_masks_at_once: bool
+    attends_unbatched: bool
+    has_fused_rms_norm: bool
+    large_workspaces: tuple[Cards, ...]
+    keeps_workspaces: bool
+    lt_workspace: Literal["each", "kept", "shared"]
 
     @classmethod
-    def of(cls, torch_version: str | None = None, cudnn: str | None = None) -> Self:
-        """The rules of versions such as ``"2.6"`` and ``"9.1"``; None for PyTorch as installed, and cuDNN of its wheel.
-
-        Raises:
-            ConfigError: A version is not a number with a dot, or is older than 2.1 of PyTorch or 8 of cuDNN.
-        """
-        version = parse(torch.__version__)
-        if torch_version is not None:
-            major, minor, *_ = _numbers("torch", torch_version, (2, 1))
-            version = major, minor
-        if cudnn is not None:
-            major, minor, patch, *_ = (*_numbers("cudnn", cudnn, (8, 0)), 0)
-            return cls(version, 10000 * major + 100 * minor + patch)
-        own = torch.backends.cudnn.version() if torch_version is None else None  # type: ignore[no-untyped-call]
-        known = min(max(version, min(_CUDNN_OF_WHEELS)), max(_CUDNN_OF_WHEELS))
-        return cls(version, own or _CUDNN_OF_WHEELS[known])
-
-    def attention_order(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        """Which kernel attention asks first: `check_prefer_cudnn_attention` and the order in sdp_utils.cpp."""
-        major, minor = capability
-        is_new = self.version >= (2, 10) and self.cudnn > 91500 and major in (9, 10)
-        if is_new and (self.version >= (2, 13) or minor in (0, 3)):  # builds with CUDA 13, as the wheels are
-            return "cudnn", "flash", "efficient", "math"
-        return "flash", "efficient", "math", "cudnn"
-
-    @property
-    def pads_masks_first(self) -> bool:
-        """Whether attention pads a mask to 8 numbers and expands the result, or expands it and pads that to 16."""
-        return self.version >= (2, 2)
-
-    @property
-    def makes_masks_at_once(self) -> bool:
-        """Whether a mask of truth values becomes numbers by one operator."""
-        return self.version >= (2, 5)
-
-    @property
-    def has_fused_rms_norm(self) -> bool:
-        """Whether RMSNorm is one operator."""
-        return self.version >= (2, 9)
-
-    @property
-    def attends_unbatched(self) -> bool:
-        """Whether fused kernels take three dimensions, and the memory-efficient one grouped heads."""
-        return self.version >= (2, 14)
-
-    def workspace_bytes(self, capability: tuple[int, int]) -> int:
-        """What cuBLAS gets for itself: `getChosenWorkspaceSize` in CublasHandlePool.cpp."""
-        if self.version < (2, 12):
-            return _LARGE_WORKSPACE if capability == (9, 0) else _SMALL_WORKSPACE
-        majors = (9, 10, 12) if self.version < (2, 14) else (9, 10, 11, 12)
-        return _LARGE_WORKSPACE if capability[0] in majors else _SMALL_WORKSPACE
-
-    @property
-    def keeps_workspaces(self) -> bool:
-        """Whether cuBLAS keeps its workspace, or takes it for each product."""
-        return self.version < (2, 15)
-
-    @property
-    def lt_workspace(self) -> tuple[int, Literal["each", "kept", "shared"]]:
-        """What cuBLASLt, which adds a bias to a product, gets: bytes, and for each call, for ever, or cuBLAS's own."""
-        if self.version < (2, 9) or self.version >= (2, 15):
-            return _LT_WORKSPACE, "each"
-        return (_LT_WORKSPACE, "kept") if self.version < (2, 12) else (0, "shared")
+    def of_version(cls, version: tuple[int, int], cudnn: int) -> Self:
+        """The rules of a version of PyTorch with a version of cuDNN."""
+        prefers_cudnn: tuple[Cards, ...] = ()
+        if version >= (2, 10) and cudnn > 91500:  # from 2.13 on the wheels are built with CUDA 13
+            prefers_cudnn = ((9, None), (10, None)) if version >= (2, 13) else ((9, 0), (9, 3), (10, 0), (10, 3))
+        large_workspaces: tuple[Cards, ...] = ((9, 0),)
+        if version >= (2, 12):
+            large_workspaces = tuple((major, None) for major in (9, 10, 12, *((11,) if version >= (2, 14) else ())))
+        lt_workspace: Literal["each", "kept", "shared"] = "each"
+        if (2, 9) <= version < (2, 15):
+            lt_workspace = "kept" if version < (2, 12) else "shared"
+        return cls(
+            version=version,
+            cudnn=cudnn,
+            prefers_cudnn=prefers_cudnn,
+            pads_masks_first=version >= (2, 2),
+            makes_masks_at_once=version >= (2, 5),
+            attends_unbatched=version >= (2, 14),
+            has_fused_rms_norm=version >= (2, 9),
+            large_workspaces=large_workspaces,
+            keeps_workspaces=version < (2, 15),
+            lt_workspace=lt_workspace,
+        )
 
     def refuse_unknown_options(self, text: str) -> None:
         """Refuse what the allocator of this version does not know in ``PYTORCH_ALLOC_CONF``.
@@ -129,6 +109,29 @@ class Rules:
                     expected=f"options that PyTorch {version} knows; this one came with {first}",
                     fix=f"leave it out, or simulate torch={first!r}.",
                 )
+
+
+@cache
+def rules_of(torch_version: str | None = None, cudnn: str | None = None) -> Rules:
+    """Return the rules of versions such as ``"2.6"`` and ``"9.1"``.
+
+    Args:
+        torch_version: None for PyTorch as installed.
+        cudnn: None for the one of the wheel of this PyTorch, or the installed one.
+
+    Raises:
+        ConfigError: A version is not a number with a dot, or is older than 2.1 of PyTorch or 8 of cuDNN.
+    """
+    version = parse(torch.__version__)
+    if torch_version is not None:
+        major, minor, *_ = _numbers("torch", torch_version, (2, 1))
+        version = major, minor
+    if cudnn is not None:
+        major, minor, patch, *_ = (*_numbers("cudnn", cudnn, (8, 0)), 0)
+        return Rules.of_version(version, 10000 * major + 100 * minor + patch)
+    own = torch.backends.cudnn.version() if torch_version is None else None  # type: ignore[no-untyped-call]
+    known = min(max(version, min(_CUDNN_OF_WHEELS)), max(_CUDNN_OF_WHEELS))
+    return Rules.of_version(version, own or _CUDNN_OF_WHEELS[known])
 
 
 def _numbers(name: str, version: object, oldest: tuple[int, int]) -> tuple[int, ...]:

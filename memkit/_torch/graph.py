@@ -2,6 +2,8 @@
 
 import gc
 import sys
+from collections.abc import Callable
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -29,9 +31,8 @@ __all__ = [
 ]
 
 
-def sequence_number(node: Any) -> int:
-    """Return a node's place among those of its thread: a later operation has a higher number."""
-    return int(node._sequence_nr())
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""Returns a node's place among those of its thread: a later operation has a higher number."""
 
 
 def saved(node: Any, name: str) -> Any:

@@ -1,19 +1,19 @@
 """What an operator says of itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Returns an operator's schema: its arguments and results, and which of them it writes to."""
 
-def schema_of(func: Any) -> Any:
-    """Return an operator's schema: its arguments and results, and which of them it writes to."""
-    return func._schema
+remove_kernels: Callable[[Any], None] = methodcaller("_destroy")
+"""Takes the kernels away that a library has registered."""
 
-
-def remove_kernels(library: Any) -> None:
-    """Take the kernels away that a library has registered."""
-    library._destroy()
+has_fallback: Callable[[Any], bool] = torch._C._dispatch_has_backend_fallback
+"""Says whether operators without a kernel for a dispatch key go on to the next; for autograd not in 2.8."""
 
 
 def has_kernel(func: Any, key: str) -> bool:
@@ -24,14 +24,3 @@ def has_kernel(func: Any, key: str) -> bool:
 def run_kernel_of(func: Any, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator's kernel for one dispatch key."""
     return func._op_dk(key, *args, **kwargs)
-
-
-def pass_through(key: str) -> Any:
-    """Let operators without a kernel for a dispatch key go on to the next, until `remove_kernels`, unless torch does.
-
-    torch itself does for autograd, except in 2.8.
-    """
-    library = torch.library.Library("_", "IMPL", key)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    if not torch._C._dispatch_has_backend_fallback(getattr(torch._C.DispatchKey, key)):
-        library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # likewise
-    return library

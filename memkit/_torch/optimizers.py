@@ -14,12 +14,12 @@ MUON: tuple[type[Optimizer], ...] = tuple(filter(None, [getattr(torch.optim, "Mu
 
 __all__ = [
     "LISTS_OF_DEVICES",
+    "LISTS_OF_TYPES",
     "MUON",
     "call_first",
     "foreach",
     "has_step_hooks",
     "init_group_of",
-    "lists_of_types",
     "makes_state",
     "mark_stepped",
     "own_step",
@@ -69,6 +69,5 @@ LISTS_OF_DEVICES = ("_get_foreach_kernels_supported_devices", "_get_fused_kernel
 """Names of the functions that list the devices on which several tensors are stepped at once, or by one kernel."""
 
 
-def lists_of_types() -> list[list[Any]]:
-    """Return the lists of classes of tensors that are stepped at once."""
-    return [foreach._foreach_supported_types, optimizer_module._foreach_supported_types]
+LISTS_OF_TYPES: tuple[list[Any], ...] = (foreach._foreach_supported_types, optimizer_module._foreach_supported_types)
+"""The lists of classes of tensors that are stepped at once."""

@@ -1,6 +1,7 @@
 """What a tensor is besides its values: how often it was changed, which storage it has, which hooks hang on it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -18,9 +19,8 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     return [each._version for each in tensors]
 
 
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that is the same for all Python objects of one storage."""
-    return int(storage._cdata)
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Returns a number that is the same for all Python objects of one storage."""
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,9 +28,8 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
-def use_count(tensor: torch.Tensor) -> int:
-    """Return how many hold a tensor below Python."""
-    return tensor._use_count()  # type: ignore[attr-defined, no-any-return]  # torch's stubs lack it
+use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+"""Returns how many hold a tensor below Python."""
 
 
 def hooks_of(tensor: torch.Tensor) -> Any:
@@ -53,14 +52,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is one of autograd's zeros, which take no memory."""
-    return tensor._is_zerotensor()
+is_zero_tensor: Callable[[torch.Tensor], bool] = methodcaller("_is_zerotensor")
+"""Says whether a tensor is one of autograd's zeros, which take no memory."""
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a view."""
-    return tensor._is_view()
+is_view: Callable[[torch.Tensor], bool] = methodcaller("_is_view")
+"""Says whether a tensor is a view."""
 
 
 MAKE_SUBCLASS = "_make_subclass"

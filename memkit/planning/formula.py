@@ -27,7 +27,7 @@ RANGES_GB = {"low": (8, 12), "medium": (16, 24), "high": (32, math.inf)}
 
 # The model of the allocator reserves 1.01 to 1.18 of the peak for this family, most with checkpointing.
 RESERVED_PER_PEAK = (6, 5)
-# What convolutions may take inside beside copies of their tensors: as in `memkit._simulation.cuda.kernels`.
+# What convolutions may take inside beside copies of their tensors: as in `memkit._simulation.cuda.memory`.
 CONVOLUTION_BYTES = 128 * MIB
 # The matrix library keeps a workspace for the thread of the forward pass and one for that of the backward pass.
 NUM_HANDLES = 2

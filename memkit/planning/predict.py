@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from memkit._errors import ConfigError, InputTypeError
+from memkit._errors import ConfigError, InputTypeError, MemkitError
 from memkit._settings import Checker
 from memkit.planning.config import TrainingConfig
 from memkit.planning.estimate import MemoryEstimate
@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 
     from memkit._simulation.shard import Shard
     from memkit._simulation.simulation import LossFn, MakeOptimizer
+
+
+_CALL = "estimate_memory_usage(...)"
 
 
 # The signature of a model stands here and below: an overload cannot be told in fewer words.
@@ -133,24 +136,28 @@ def estimate_memory_usage(
             expected="loss_fn(model, sample_batch) that returns the loss",
             fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
         )
-    check = Checker("estimate_memory_usage(...)")
     gpu = None if target == "cpu" else find_gpu(target)
     precisions = (None, "bf16-mixed") if gpu is None else (None, "bf16-mixed", "fp16-mixed")
     if precision not in precisions:
-        raise check.refuse("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
-    accumulation_steps = check.whole("accumulation_steps", accumulation_steps, 1)
+        raise _refusal("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
+    if accumulation_steps != 1:
+        accumulation_steps = Checker(_CALL).whole("accumulation_steps", accumulation_steps, 1)
     spread = alone
     if shard is not None:
         from memkit._simulation.ranks import as_first_rank
         from memkit._simulation.shard import Shard
 
         if not isinstance(shard, Shard):
-            raise check.refuse("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
+            raise _refusal("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
         spread = partial(as_first_rank, shard)
     if gpu is not None:
         capability_of(gpu)  # refuses cards whose operators are not known
     step = TrainingStep(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction)
     return MemoryEstimate.of(step.record(Host() if gpu is None else Gpu(gpu), spread=spread))
+
+
+def _refusal(name: str, value: object, expected: str) -> MemkitError:
+    return Checker(_CALL).refuse(name, value, expected)
 
 
 def _refuse_beside_a_config(**is_given: bool) -> None:

@@ -25,10 +25,9 @@ from memkit._protocols import Uncopied
 from memkit._recorder import Recorder
 from memkit._simulation.cuda.allocator import AllocatorSettings
 from memkit._simulation.cuda.tensors import CARD
-from memkit._simulation.leftovers import empty_caches
-from memkit._simulation.patches import patched
+from memkit._simulation.leftovers import empty_caches, patched
 from memkit._simulation.simulation import Gpu, Record, Simulation
-from memkit._torch.cuda import Rules
+from memkit._torch.cuda import rules_of
 from memkit._torch.modules import APPLY, buffers_of, parameters_of
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import GPU, capability_of, find_gpu
@@ -104,7 +103,7 @@ class VirtualGPU(Uncopied):
     ) -> None:
         self.gpu = find_gpu(gpu)
         capability_of(self.gpu)
-        rules = Rules.of(torch, cudnn)
+        rules = rules_of(torch, cudnn)
         if isinstance(allocator_settings, str):
             rules.refuse_unknown_options(allocator_settings)
         place = Gpu(

@@ -15,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from memkit._errors import ConfigError, StateError, warn_user
+from memkit._recorder import running_node
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
 from memkit._torch.tensors import base_of, storage_key, version_of
 from memkit._units import parse_bytes
-from memkit._whereabouts import running_node
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
 from memkit.train.state_offload import moved_state, span

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import memkit as mk
+from memkit._simulation.cuda import autocast
 from memkit._torch import aten, optimizers, tensors
-from memkit._torch.autocast import operators_by_policy
 from memkit._torch.versions import NEWEST, OLDEST, parse, require, warn_beyond_tested
 from tests.versions import has
 
@@ -101,12 +101,27 @@ def test_operators_that_this_torch_lacks_are_left_out_and_others_are_there():
     assert len(optimizers.MUON) == has("torch.optim.Muon")
 
 
-def test_a_header_of_another_form_is_refused_by_name(monkeypatch, tmp_path):
-    folder = tmp_path / "include" / "ATen"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
-    for text in (None, "#define AT_FORALL_SOMETHING_ELSE(_) _(mm)"):
-        if text:
-            (folder / "autocast_mode.h").write_text(text)
-        with pytest.raises(mk.TorchVersionError, match=r"a virtual GPU: got .* has no AT_FORALL_LOWER_PREC.*2\.8 to"):
-            operators_by_policy.__wrapped__()
+def test_the_table_of_autocast_knows_each_operator_that_this_torch_casts(monkeypatch):
+    assert autocast.operators_without_a_rule() == []
+    monkeypatch.setitem(autocast._OPERATORS, "widest", "addcdiv")  # negative control
+    assert "grid_sampler" in autocast.operators_without_a_rule()
+
+
+def test_the_table_of_autocast_is_the_header_of_this_torch():
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text().replace("\\\n", "")
+    policies = autocast.operators_by_policy(parse(torch.__version__))
+    names = dict(zip(policies, ("LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "PROMOTE"), strict=True))
+    for policy, operators in policies.items():
+        line = re.search(rf"#define AT_FORALL_{names[policy]}\(_\)(.*)", header)[1]
+        entries = re.findall(r"_\(\s*(\w+)\s*(?:,\s*(\w+)\s*)?\)", line)
+        listed = {f"{name}.{overload}" if overload else name for name, overload in entries}
+        assert listed == {name for name in operators if "imname" not in name or name in listed}, policy
+
+
+def test_an_operator_without_a_rule_is_refused_when_it_is_used_and_no_other(monkeypatch):
+    monkeypatch.setitem(autocast._OPERATORS, "widest", "addcdiv")
+    with mk.VirtualGPU("RTX 4090"), torch.autocast("cuda"):
+        x = torch.ones(4, 4, device="cuda")
+        assert (x @ x).dtype is torch.float16
+        with pytest.raises(mk.TorchVersionError, match="runs dot"):
+            torch.dot(x[0], x[0])

@@ -93,9 +93,8 @@ class CachingAllocator:
         settings: AllocatorSettings | str | None = None,
         device_index: int = 0,
     ) -> None:
-        self.driver = Driver(
-            parse_bytes(capacity_bytes, name="capacity_bytes"), parse_bytes(other_bytes, name="other_bytes")
-        )
+        sizes = {"capacity_bytes": capacity_bytes, "other_bytes": other_bytes}
+        self.driver = Driver(*(n if type(n) is int and n >= 0 else parse_bytes(n, name=k) for k, n in sizes.items()))
         self.settings = AllocatorSettings.of(settings)
         self.device_index = device_index
         self.allocated_bytes = self.requested_bytes = 0
@@ -695,9 +694,11 @@ class AllocatorSettings:
         """Settings as they come from a user: as they are, as text for `parse`, or None for torch's defaults."""
         if isinstance(settings, AllocatorSettings):
             return settings
-        if settings is not None and not isinstance(settings, str):
+        if not settings and (settings is None or isinstance(settings, str)):
+            return _DEFAULTS
+        if not isinstance(settings, str):
             raise Checker("CachingAllocator(...)").refuse("settings", settings, "an AllocatorSettings, text, or None")
-        return cls.parse(settings or "")
+        return cls.parse(settings)
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
@@ -755,6 +756,9 @@ class AllocatorSettings:
         if size < self.max_split_bytes:
             return self.max_split_bytes
         return size + (self.max_non_split_rounding_bytes or self.large_segment_bytes)
+
+
+_DEFAULTS = AllocatorSettings()
 
 
 def _options(text: str) -> dict[str, Any]:

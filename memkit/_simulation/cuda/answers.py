@@ -16,7 +16,7 @@ from memkit._protocols import Card
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CARD, CudaTensors
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
-from memkit._simulation.patches import Patches, patched
+from memkit._simulation.leftovers import Patches, patched
 from memkit._torch.cuda import EXCHANGE, LAZY, RECORD_HISTORY, SNAPSHOT
 from memkit._torch.fake import PARSE_TO, FakeTensor, current_default_device, fake_mode_owner, to_owner
 from memkit._torch.tensors import storage_key

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,46 +32,44 @@ class Attention(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
 
 
-def attention(capability: tuple[int, int], rules: Rules) -> Callable[..., Any]:
-    """`scaled_dot_product_attention` as CUDA dispatches it (sdp_utils.cpp and attention.cpp of PyTorch 2.13)."""
-
-    def kernel(  # the operator's own signature
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,  # noqa: FBT001, FBT002
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-        if query.dim() == key.dim() == value.dim() == 3 and rules.attends_unbatched:
-            q, k, v = (each.unsqueeze(0) for each in (query, key, value))
-            return kernel(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
-        backend = attention_backend(call, capability, rules)
-        if backend == "flash":
-            return _flash(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-        mask = _additive(attn_mask, query.dtype, rules)
-        if backend == "math":
-            # The fused float path does not exist on CUDA: half precision is computed in float32 by the operator itself.
-            out: Tensor = aten.math_attention(
-                query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )[0]
-            return out
-        if mask is not None:
-            shape = *query.shape[:-1], key.shape[-2]
-            is_padded = backend == "efficient" or not rules.pads_masks_first
-            mask = _aligned(mask, shape, rules) if is_padded else mask.expand(*shape)
-        operator = aten.efficient_attention if backend == "efficient" else aten.cudnn_attention
-        trailing = () if backend == "efficient" else (False,)
-        fused: Tensor = operator(
-            query, key, value, mask, call.needs_gradient, dropout_p, is_causal, *trailing, scale=scale
+def attend(
+    capability: tuple[int, int],
+    rules: Rules,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`scaled_dot_product_attention` as CUDA dispatches it (sdp_utils.cpp and attention.cpp)."""
+    call = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if query.dim() == key.dim() == value.dim() == 3 and rules.attends_unbatched:
+        q, k, v = (each.unsqueeze(0) for each in (query, key, value))
+        options = attn_mask, dropout_p, is_causal
+        return attend(capability, rules, q, k, v, *options, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+    backend = attention_backend(call, capability, rules)
+    if backend == "flash":
+        return _flash(call, 1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    mask = _additive(attn_mask, query.dtype, rules)
+    if backend == "math":
+        # The fused float path does not exist on CUDA: half precision is computed in float32 by the operator itself.
+        out: Tensor = aten.math_attention(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
-        return fused
-
-    return kernel
+        return out
+    if mask is not None:
+        shape = *query.shape[:-1], key.shape[-2]
+        mask = _aligned(mask, shape, rules) if backend == "efficient" else mask.expand(*shape)
+    operator = aten.efficient_attention if backend == "efficient" else aten.cudnn_attention
+    trailing = () if backend == "efficient" else (False,)
+    fused: Tensor = operator(
+        query, key, value, mask, call.needs_gradient, dropout_p, is_causal, *trailing, scale=scale
+    )[0]
+    return fused
 
 
 def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules) -> str:
@@ -85,7 +82,11 @@ def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules
         "cudnn": _enabled("cudnn") and _cudnn_takes(call, capability),
         "math": _enabled("math"),
     }
-    return next((name for name in rules.attention_order(capability) if choices[name]), "math")
+    prefers_cudnn = any(
+        capability[0] == major and minor in (None, capability[1]) for major, minor in rules.prefers_cudnn
+    )
+    order = ("cudnn", "flash", "efficient", "math") if prefers_cudnn else ("flash", "efficient", "math", "cudnn")
+    return next((name for name in order if choices[name]), "math")
 
 
 def _enabled(name: str) -> bool:

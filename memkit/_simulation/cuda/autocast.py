@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memkit._torch.autocast import operators_by_policy
+from memkit._torch.autocast import kernels_of
 from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.tensors import is_view
+from memkit._torch.versions import refuse_unknown
 
 Kernel: TypeAlias = Callable[..., Any]
+Policy: TypeAlias = Literal["lower precision", "float32", "float32 by dtype", "widest"]
 _aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
 _NO_AUTOCAST = DispatchKeySet(DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]  # not in torch's stubs
@@ -47,25 +49,47 @@ class CastCache:
         return self._casts[value]
 
 
-def autocast_kernels(casts: CastCache) -> dict[str, Kernel]:
+def autocast_kernels(casts: CastCache, version: tuple[int, int]) -> dict[str, Kernel]:
     """CUDA's autocast, operator by operator."""
-    policies: dict[str, Callable[[Any], Kernel]] = {
-        "LOWER_PRECISION_FP": lambda operator: _casting(
+    policies: dict[Policy, Callable[[Any], Kernel]] = {
+        "lower precision": lambda operator: _casting(
             operator, casts, lambda _: torch.get_autocast_dtype(private_name())
         ),
-        "FP32": lambda operator: _casting(operator, casts, lambda _: torch.float32),
-        "FP32_SET_OPT_DTYPE": _setting_dtype,
-        "PROMOTE": lambda operator: _casting(operator, casts, _widest),
+        "float32": lambda operator: _casting(operator, casts, lambda _: torch.float32),
+        "float32 by dtype": _setting_dtype,
+        "widest": lambda operator: _casting(operator, casts, _widest),
     }
     kernels = {
-        name: make(_operator(name))
-        for policy, make in policies.items()
-        for name in operators_by_policy()[policy]
+        name: policies[policy](_operator(name))
+        for policy, names in operators_by_policy(version).items()
+        for name in names
         if _operator(name) is not None
     }
     for name in ("norm.Scalar", "norm.ScalarOpt_dim"):  # their redispatch has another signature
         kernels[name] = _norm_in_float32(_operator(name))
-    return kernels
+    kernels["binary_cross_entropy"] = _banned(_operator("binary_cross_entropy"))
+    return kernels | {name: _unknown(name) for name in operators_without_a_rule() if _operator(name) is not None}
+
+
+def _banned(operator: Any) -> Kernel:
+    @wraps(operator)
+    def kernel(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+            "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+            "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+            "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+            "safe to autocast."
+        )
+
+    return kernel
+
+
+def _unknown(name: str) -> Kernel:
+    def kernel(*_: Any, **__: Any) -> Any:
+        refuse_unknown(f"{name} with autocast as memkit knows it", feature=f"a virtual GPU that runs {name}")
+
+    return kernel
 
 
 def _operator(name: str) -> Any:
@@ -128,3 +152,61 @@ def _norm_in_float32(operator: Any) -> Kernel:
             return _aten.norm.ScalarOpt_dim_dtype(x, p, dim, keepdim, dtype=torch.float32)
 
     return kernel
+
+
+# ------------------------------------------------------------------------------------------------ table
+
+_OPERATORS: dict[Policy, str] = {
+    "lower precision": """
+        _convolution _convolution.deprecated _scaled_dot_product_flash_attention _thnn_fused_gru_cell
+        _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc
+        conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution einsum gru_cell
+        linalg_multi_dot linalg_vecdot linear lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell
+        scaled_dot_product_attention
+    """,
+    "float32": """
+        _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+        _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+        cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm hinge_embedding_loss huber_loss
+        kl_div l1_loss layer_norm log log10 log1p log2 logsumexp margin_ranking_loss mse_loss multi_margin_loss
+        multilabel_margin_loss native_layer_norm nll_loss nll_loss2d nuclear_norm nuclear_norm.dim pdist
+        poisson_nll_loss pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rsqrt sinh
+        smooth_l1_loss soft_margin_loss softplus tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d
+        upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    """,
+    "float32 by dtype": """
+        cumprod cumsum linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.int prod
+        prod.dim_int softmax.int sum sum.dim_IntList
+        cumprod.dimname cumsum.dimname log_softmax.Dimname prod.dim_Dimname softmax.Dimname sum.dim_DimnameList
+    """,
+    "widest": """
+        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+    """,
+}
+_SINCE: dict[str, tuple[Policy, tuple[int, int]]] = {"rms_norm": ("float32", (2, 12))}
+_OF_THEIR_OWN = (
+    "binary_cross_entropy",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+)
+
+
+def operators_by_policy(version: tuple[int, int]) -> dict[Policy, tuple[str, ...]]:
+    """Return the operators of each of CUDA's autocast policies: ATen/autocast_mode.h of PyTorch 2.6 to 2.15.
+
+    Args:
+        version: Of PyTorch, as `memkit._torch.versions.parse` gives it.
+    """
+    later = [(name, policy) for name, (policy, since) in _SINCE.items() if version >= since]
+    return {
+        policy: (*names.split(), *(name for name, its in later if its == policy))
+        for policy, names in _OPERATORS.items()
+    }
+
+
+def operators_without_a_rule() -> list[str]:
+    """Name the operators that this PyTorch's autocast for CUDA knows and the table does not."""
+    registered = {name.removeprefix("aten::") for name in kernels_of("AutocastCUDA") if name.startswith("aten::")}
+    return sorted(registered - {*_SINCE, *_OF_THEIR_OWN, *" ".join(_OPERATORS.values()).split()})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from memkit._recorder import Place
 from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, Driver, SegmentRecord
-from memkit._whereabouts import Place
 
 _WAITING = "active_awaiting_free"  # PyTorch's name in snapshots
 _POOL = (0, 0)  # the one that all allocations come from outside of CUDA graphs

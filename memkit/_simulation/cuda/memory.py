@@ -1,31 +1,59 @@
-"""The memory of a GPU that is not there: each storage of its tensors is a block of the allocator until it dies."""
+"""The memory of a GPU that is not there: what storages take until they die, and what kernels take inside.
+
+Kernels take three kinds: what an operator's own code takes (`_KERNELS`); partial sums and counters of reductions, where
+many blocks of threads share a result (`setReduceConfig` in ATen/native/cuda/Reduce.cuh and the order of dimensions in
+ATen/TensorIterator.cpp); and what cuDNN's convolutions may take, an interval, since cuDNN chooses when it runs. The
+lowest is nothing: implicit products need none. The highest is what known methods of cuDNN need; each is named where it
+is computed. It is no proven bound: which published figures lie inside, and which do not, is in `docs/virtual-gpu.md`.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from memkit._protocols import Card
 from memkit._recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
 from memkit._simulation.cuda.history import Asker, History
-from memkit._simulation.cuda.kernels import (
-    CONVOLVING,
-    MULTIPLYING,
-    TAKING,
-    Processors,
-    adds_bias,
-    convolution_bound,
-    inside,
-)
 from memkit._simulation.cuda.tensors import CARD, is_undivided, run_divided
-from memkit._torch.cuda import Rules
+from memkit._simulation.tensors import is_matrix
+from memkit._torch import aten
+from memkit._torch.aten import overloads
+from memkit._torch.cuda import Cards, Rules
 from memkit._torch.graph import current_backward
+from memkit._units import MIB
 
+_aten = torch.ops.aten
+_NONE = 0  # at::Reduction
+_SORTED_AT_ONCE = 3072  # rows that embedding's backward adds up without sorting them
+_FLOAT, _INDEX = 4, 8  # bytes
+_MOST_THREADS = 512  # of a block
+_WARP = 32
+_VECTOR = 4  # numbers that a thread loads at a time
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread adds up
+_COUNTER = 4  # bytes
+_WITH_INDEX, _MOMENTS = 16, 16  # bytes that are carried along: a value and its index; mean and squares
+# Of convolutions whatever the tensors' sizes, as recorded runs show: split sums and tables (4 MiB, 128 MiB).
+_FIXED_BYTES = 128 * MIB
+# Non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions.
+_WINOGRAD = 36 / 16
+Phases: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+MULTIPLYING = overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
+"""Operators that take a handle of cuBLAS."""
+CONVOLVING = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
+"""Operators of `convolution_bound`."""
+_LOSSES = overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
 _NO_BACKWARD = -1
+_SMALL_WORKSPACE, _LARGE_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 * 4096 * 1024  # of cuBLAS
+_LT_WORKSPACE = 1024 * 1024
 
 
 class CudaMemory:
@@ -53,7 +81,10 @@ class CudaMemory:
         self.stream = 0
         capability = card.compute_capability or (0, 0)
         self._processors = Processors.of(capability, card.num_multiprocessors)
-        self._rules, self._workspace_size = rules, rules.workspace_bytes(capability)
+        self._rules, self._workspace_size = (
+            rules,
+            _LARGE_WORKSPACE if _is_one_of(rules.large_workspaces, capability) else _SMALL_WORKSPACE,
+        )
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
 
@@ -109,14 +140,14 @@ class CudaMemory:
 
     def _workspaces(self, *, is_biased: bool) -> list[int]:
         """What the libraries of a product take for this call; what they keep is taken at once."""
-        lt_bytes, lt_life = self._rules.lt_workspace
-        each = [lt_bytes] if is_biased and lt_life == "each" else []
+        lt = self._rules.lt_workspace
+        each = [_LT_WORKSPACE] if is_biased and lt == "each" else []
         if self._rules.keeps_workspaces:
             self._keep("cublas", self._workspace_size)
         elif not is_biased:
             each.append(self._workspace_size)
-        if is_biased and lt_life == "kept":
-            self._keep("cublaslt", lt_bytes)
+        if is_biased and lt == "kept":
+            self._keep("cublaslt", _LT_WORKSPACE)
         return each
 
     def _keep(self, library: str, num_bytes: int) -> None:
@@ -165,3 +196,310 @@ def is_on_card(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(is_on_card(item) for item in value)
     return isinstance(value, torch.Tensor) and value.device.type == "cuda"
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+def _is_one_of(cards: tuple[Cards, ...], capability: tuple[int, int]) -> bool:
+    return any(capability[0] == major and minor in (None, capability[1]) for major, minor in cards)
+
+
+def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
+    """Bytes of the blocks that a kernel takes and gives back before it returns.
+
+    Returns:
+        Phases, one after the other: blocks that are there at the same time, in the order in which they are taken.
+    """
+    kernel = _KERNELS.get(func)
+    if kernel is not None:
+        return kernel(args, processors)
+    return (reduction(func, args, processors),)
+
+
+def _product(args: Sequence[Any], _: Processors) -> Phases:
+    """`prepare_matrix_for_cublas`: a matrix whose rows and columns both have gaps is copied first."""
+    matrices = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+    return (tuple(matrix.numel() * matrix.element_size() for matrix in matrices if not is_matrix(matrix)),)
+
+
+def adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rules: Rules) -> bool:
+    """Whether cuBLASLt multiplies and adds a bias in one kernel: `addmm_out_cuda_impl` in Blas.cpp."""
+    if func is not _aten.addmm.default or kwargs.get("beta", 1) != 1:
+        return False
+    bias, left, right = args[:3]
+    is_wide = min(right.shape) > 1 and (rules.version < (2, 10) or min(left.shape) > 1)
+    return bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1] and is_wide
+
+
+def _loss(args: Sequence[Any], _: Processors) -> Phases:
+    """The losses that are reduced."""
+    reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
+    return ((args[0].numel() * args[0].element_size(),),) if reduced else ()
+
+
+def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """`mha_bwd` in flash_api.cpp: sums of the rows, and the gradient of the queries in float32."""
+    batch, heads, rows, width = args[1].shape
+    rows = math.ceil(rows / 128) * 128
+    width = math.ceil(width / 32) * 32 if width <= 192 else 256
+    return ((batch * heads * rows * _FLOAT, batch * heads * rows * width * _FLOAT),)
+
+
+def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in it too."""
+    query, out = args[1], args[5]
+    batch, heads, rows, _width = query.shape
+    delta = batch * heads * rows * _FLOAT
+    if query.dtype is torch.float32:
+        return ((out.numel() * _FLOAT, delta),)
+    return ((delta, out.numel() * _FLOAT),)
+
+
+def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
+    """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are summed up in groups first."""
+    width = math.prod(args[2])
+    rows, columns = args[1].numel() // width, math.ceil(width / 32)
+    copies = tuple(each.numel() * each.element_size() for each in args[:2] if not each.is_contiguous())
+    if rows <= 64 * 1024 or width // 32 >= processors.multiprocessors // 2:
+        return (copies,) if copies else ()
+    groups = min(32 * 1024 // columns, math.ceil(rows / 32))
+    return ((*copies, *(groups * width * args[1].element_size(),) * sum(args[-1][1:])),)
+
+
+def _layer_norm(args: Sequence[Any], _: Processors) -> Phases:
+    """`layer_norm_cuda`: what does not lie in order is copied first."""
+    return () if args[0].is_contiguous() else ((args[0].numel() * args[0].element_size(),),)
+
+
+def _group_norm(args: Sequence[Any], _: Processors) -> Phases:
+    """Factor and shift of each channel."""
+    rows, channels, size = args[3:6]
+    has_weights = args[1] is not None or args[2] is not None
+    return ((rows * channels * _FLOAT,) * 2,) if size > 1 and has_weights else ()
+
+
+def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """Two sums of each channel; for the input's gradient two factors of each group, and one of each channel."""
+    rows, channels, size, groups = args[5:9]
+    if size == 1:
+        return ()
+    per_channel, per_group = rows * channels * _FLOAT, rows * groups * _FLOAT
+    factors = (per_group, per_group, per_channel if args[4] is not None else 0) if args[9][0] else ()
+    return ((per_channel, per_channel, *factors),)
+
+
+def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
+    """`embedding_dense_backward_cuda`: few rows are added as they come; else sorted, then summed in tens."""
+    grad, indices, num_weights = args[:3]
+    num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
+    if num_rows <= _SORTED_AT_ONCE and not args[4]:
+        return ()
+    order = (num_rows * size,) * 2
+    num_segments = min(num_rows, num_weights)
+    num_parts = num_rows // 10 + num_segments
+    return (
+        (*order, num_rows * size, _radix_sort(num_rows, num_weights, size)),
+        (*order, num_rows * size, 8, *(num_segments * size,) * 2, 8, num_parts * size, num_parts * width * _FLOAT),
+    )
+
+
+def _index_put(args: Sequence[Any], _: Processors) -> Phases:
+    """`index_put_with_sort_kernel`, where values are added: positions, and their order."""
+    if len(args) < 4 or not args[3]:
+        return ()
+    given = [index for index in args[1] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
+        return ()  # how many rows a mask selects is in its data
+    num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
+    num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
+    positions = num_rows * _INDEX
+    return ((positions,), (positions,) * 4 + (_radix_sort(num_rows, num_slots, _INDEX),))
+
+
+def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
+    """What CUB's `DeviceRadixSort::SortPairs` asks for: with one block of threads nothing, which it calls 1 byte."""
+    if num_rows <= 256 * (19 * 4 // size):
+        return 1
+    num_passes = math.ceil(num_keys.bit_length() / 8)
+    num_blocks = math.ceil(num_rows / (384 * (17 if size == 4 else 10)))
+    second = math.ceil(num_rows * size / 256) * 256 if num_passes > 1 else 0
+    return num_passes * 256 * 8 + num_blocks * 256 * 4 + 2 * second + 256 + 255
+
+
+# -------------------------------------------------------------------------------------------- reductions
+
+
+class Processors(NamedTuple):
+    """What of a card decides how a kernel is laid out.
+
+    Attributes:
+        multiprocessors: Their number.
+        threads: Most threads at a time on one of them.
+    """
+
+    multiprocessors: int
+    threads: int
+
+    @classmethod
+    def of(cls, capability: tuple[int, int], count: int | None) -> Processors:
+        """Those of a card; where their number is not known, as many as an A100 has."""
+        threads = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536}.get(capability, 2048)
+        return cls(count or 108, 1536 if capability[0] == 12 else threads)
+
+
+def reduction(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
+    """Bytes of the partial results and of the counters that a reducing operator takes; nothing where it needs none."""
+    rule = _RULES.get(func)
+    if rule is None or args[0].layout is not torch.strided or not args[0].numel():
+        return ()
+    x, carried, position = args[0], *rule
+    dims = args[position] if 0 < position < len(args) else None
+    if isinstance(dims, int):
+        dims = [dims]
+    if not dims:
+        dims = range(x.dim())
+    return _split_over_blocks(x, {dim % x.dim() for dim in dims if x.dim()}, max(carried, x.element_size()), processors)
+
+
+class _Dimension(NamedTuple):
+    """A dimension with the steps of input and output in it, in numbers; an output does not move where it is summed."""
+
+    size: int
+    step: int
+    step_out: int
+
+
+def _dimensions(x: Tensor, reduced: set[int]) -> list[_Dimension]:
+    """Those of the kernel: the reduced ones first, the fastest of each first, and what lies in order as one."""
+    dims, step_out = [], 1
+    for dim in reversed(range(x.dim())):
+        dims.append(_Dimension(x.shape[dim], x.stride(dim), 0 if dim in reduced else step_out))
+        step_out *= 1 if dim in reduced else x.shape[dim]
+    merged: list[_Dimension] = []
+    for new in sorted(dims, key=lambda d: (d.step_out, d.step if d.step_out == 0 else 0)):
+        last = merged[-1] if merged else None
+        if last is None:
+            merged.append(new)
+        elif last.size == 1:
+            merged[-1] = new
+        elif new.size == 1 or (last.size * last.step, last.size * last.step_out) == (new.step, new.step_out):
+            merged[-1] = last._replace(size=last.size * new.size)
+        else:
+            merged.append(new)
+    return merged
+
+
+def _split_over_blocks(x: Tensor, reduced: set[int], carried: int, processors: Processors) -> tuple[int, ...]:
+    dims = _dimensions(x, reduced)
+    num_reduced = sum(dim.step_out == 0 for dim in dims)
+    num_outputs = math.prod(x.shape[dim] for dim in range(x.dim()) if dim not in reduced)
+    num_inputs = x.numel() // num_outputs
+    is_along_rows = num_reduced == len(dims) or dims[0].step < dims[num_reduced].step
+    across, down = (num_inputs, num_outputs) if is_along_rows else (num_outputs, num_inputs)
+    fastest = dims[0 if is_along_rows else num_reduced].step if dims else 1
+    vector_out = 1
+    if fastest == 1 and is_along_rows and across > 128 and num_reduced == 1 and carried != _MOMENTS:
+        across //= _VECTOR
+    elif fastest == 1 and not is_along_rows:
+        others = [dim.step for index, dim in enumerate(dims) if index != num_reduced]
+        vector_out = math.gcd(_VECTOR, x.storage_offset(), dims[num_reduced].size, *others)
+        across //= vector_out
+
+    most_threads = _MOST_THREADS // vector_out
+    across, down = (_power_of_two(min(number, most_threads)) for number in (across, down))
+    height = min(down, most_threads // min(across, _WARP))
+    width = min(across, most_threads // height)
+    step_in, step_out = (width, 1) if is_along_rows else (1, width)
+    values = math.ceil(num_inputs / step_in)
+    if values < height * _FEWEST_VALUES and values < _MOST_VALUES:
+        return ()
+    values = math.ceil(num_inputs / (step_in * height))
+    grid = math.ceil(num_outputs // vector_out / step_out)
+    room = processors.multiprocessors * (processors.threads // (width * height))
+    if values < _MOST_VALUES or grid > room:
+        return ()
+    blocks = max(
+        min(math.ceil(room / grid), math.ceil(values / _FEWEST_VALUES)),
+        math.ceil(values / _MOST_VALUES),
+    )
+    if blocks == 1:
+        return ()
+    per_output = 1 if is_along_rows else width * vector_out
+    return carried * num_outputs * blocks * per_output, _COUNTER * grid
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (max(1, number).bit_length() - 1)
+
+
+# ------------------------------------------------------------------------------------------ convolutions
+
+
+def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
+    """Most bytes that a known method takes inside; zero where it is no convolution.
+
+    With ``torch.backends.cudnn.enabled = False`` the truth is known: a column for each position of one image.
+    """
+    if func not in CONVOLVING:
+        return 0
+    if func is _aten.convolution.default:
+        x, weight, y, dilation, transposed = args[0], args[1], out, args[5], args[6]
+    else:
+        y, x, weight, dilation, transposed = args[0], args[1], args[2], args[6], args[7]
+    if not torch.backends.cudnn.enabled:
+        positions = x if transposed else y
+        column = weight.numel() // weight.shape[1 if transposed else 0]
+        return int(math.prod(positions.shape[2:]) * column * x.element_size())
+    copies = sum(tensor.numel() * tensor.element_size() for tensor in (x, weight, y))  # into channels-last order
+    methods = [copies]
+    is_small = all(size <= 3 for size in weight.shape[2:]) and set(dilation) == {1}
+    if torch.backends.cudnn.benchmark and is_small:
+        methods.append(_winograd(x, y))
+    return int(_FIXED_BYTES + max(methods))
+
+
+def _winograd(x: Tensor, y: Tensor) -> int:
+    return int(_WINOGRAD * (x.numel() + y.numel()) * 4)  # transformed in float32
+
+
+# ----------------------------------------------------------------------------------------------- tables
+
+_KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
+    **dict.fromkeys((_aten.native_layer_norm.default, *aten.FUSED_RMS_NORM), _layer_norm),
+    aten.flash_attention_backward: _flash_backward,
+    aten.efficient_attention_backward: _efficient_backward,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+    **dict.fromkeys(aten.FUSED_RMS_NORM_BACKWARD, _layer_norm_backward),
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    **dict.fromkeys((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default), _product),
+    **dict.fromkeys(_LOSSES, _loss),
+    **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
+}
+# Bytes that a reduction carries along (0: those of the input's numbers), and where its dimensions are named.
+_RULES: dict[Any, tuple[int, int]] = {
+    _aten.sum.default: (_FLOAT, 0),
+    _aten.sum.dim_IntList: (_FLOAT, 1),
+    _aten.nansum.default: (_FLOAT, 1),
+    _aten.mean.default: (_FLOAT, 0),
+    _aten.mean.dim: (_FLOAT, 1),
+    _aten.linalg_vector_norm.default: (_FLOAT, 2),
+    _aten.prod.default: (_FLOAT, 0),
+    _aten.prod.dim_int: (_FLOAT, 1),
+    _aten.amax.default: (0, 1),
+    _aten.amin.default: (0, 1),
+    _aten.max.default: (0, 0),
+    _aten.min.default: (0, 0),
+    _aten.max.dim: (_WITH_INDEX, 1),
+    _aten.min.dim: (_WITH_INDEX, 1),
+    _aten.argmax.default: (_WITH_INDEX, 1),
+    _aten.argmin.default: (_WITH_INDEX, 1),
+    _aten.var.correction: (_MOMENTS, 1),
+    _aten.std.correction: (_MOMENTS, 1),
+    _aten.var_mean.correction: (_MOMENTS, 1),
+    _aten.std_mean.correction: (_MOMENTS, 1),
+}
+TAKING = frozenset({*_KERNELS, *_RULES, *MULTIPLYING, *CONVOLVING})
+"""Operators of which something is known; all others take nothing inside."""

@@ -14,7 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -22,18 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from memkit._errors import StateError
-from memkit._simulation.cuda.attention import attention
+from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
-from memkit._simulation.patches import Patches, applied
+from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import Tensors, has_values
 from memkit._torch import aten
 from memkit._torch.cuda import Rules
 from memkit._torch.dispatch import DispatchKey, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
-from memkit._torch.fake import FakeTensor, device_context, device_patches, fallback_patch, set_default_device
+from memkit._torch.fake import (
+    IS_MADE_WITH_DEVICE,
+    NORMALIZE_DEVICE,
+    RUN_FALLBACK,
+    FakeTensor,
+    device_context,
+    fake_tensor,
+    set_default_device,
+)
 from memkit._torch.modules import APPLY, LOAD, buffers_of
-from memkit._torch.operators import has_kernel, pass_through, remove_kernels, run_kernel_of, schema_of
-from memkit._torch.optimizers import LISTS_OF_DEVICES, foreach, lists_of_types
+from memkit._torch.operators import has_fallback, has_kernel, remove_kernels, run_kernel_of, schema_of
+from memkit._torch.optimizers import LISTS_OF_DEVICES, LISTS_OF_TYPES, foreach
 from memkit._torch.pytree import tree_map
 from memkit._torch.storage import memory_format_of, swap_tensors
 from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
@@ -249,18 +257,20 @@ def _whole(rules: Rules) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules) -> Iterator[None]:
+def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch.library.Library]:
     """Let tensors of the card take the operators that they would take on a card of this compute capability."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
-    fallthrough = [pass_through(key) for key in ("AutocastPrivateUse1", "AutogradPrivateUse1")]
+    fallthrough: list[Any] = []
+    for key in ("AutocastPrivateUse1", "AutogradPrivateUse1"):
+        fallthrough.append(torch.library.Library("_", "IMPL", key))  # type: ignore[no-untyped-call]  # torch's own
+        if not has_fallback(getattr(DispatchKey, key)):
+            fallthrough[-1].fallback(torch.library.fallthrough_kernel)
     # One operator for a whole layer of inference: what it takes inside, its operators show one by one.
     fused_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(value=False)
     try:
-        for name, kernel in autocast_kernels(casts).items():
-            library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         for name, kernel in (
-            ("scaled_dot_product_attention", attention(capability, rules)),
+            ("scaled_dot_product_attention", partial(attend, capability, rules)),
             ("softmax.int", _softmax(aten.softmax)),
             ("log_softmax.int", _softmax(aten.log_softmax)),
             ("batch_norm", _batch_norm),
@@ -271,7 +281,7 @@ def _cuda_operators(casts: CastCache, capability: tuple[int, int], rules: Rules)
             library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         for operator in _whole(rules):
             library.impl(operator, _never_called, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
-        yield
+        yield library
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_layers)
         remove_kernels(library)
@@ -316,10 +326,15 @@ def _is_for_cudnn(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *, tra
     )
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """`at::linear`: a bias is added in place, but out of place to subclasses, such as tensors without data."""
-    if bias is None or x.dim() == 2 or x.is_contiguous():
-        return run_kernel_of(_aten.linear.default, DispatchKey.CompositeImplicitAutograd, (x, weight, bias), {})
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`at::linear`, which adds a bias in place, but out of place to subclasses, such as tensors without data."""
+    if bias is None or weight.dim() != 2:
+        out = torch.matmul(x, weight.t())
+        return out if bias is None else out.add_(bias)
+    if x.dim() == 2:
+        return torch.addmm(bias, x, weight.t())
+    if x.is_contiguous() and x.dim() > 2 and bias.dim() == 1:
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
     return torch.matmul(x, weight.t()).add_(bias)
 
 
@@ -350,15 +365,15 @@ def on_cuda(
             expected="one at a time in a process",
             fix="leave the first block before the next one begins.",
         )
-    casts = CastCache()
     with ExitStack() as stack:
         stack.callback(_one_at_a_time.release)
         stack.callback(tensors.close)
         stack.enter_context(_keeping_defaults())
         moving = stack.enter_context(_moving_modules())
-        stack.enter_context(_cuda_operators(casts, capability, rules))
-        stack.enter_context(applied((*moving, *tensor_patches(casts), *answers)))
-        for types in lists_of_types():
+        library = stack.enter_context(_cuda_operators(capability, rules))
+        casting = Patches(torch, "autocast for ``cuda`` is that of the card", _autocast_functions(library, rules))
+        stack.enter_context(applied((*moving, *tensor_patches(), casting, *answers)))
+        for types in LISTS_OF_TYPES:
             if FakeTensor not in types:
                 types.append(FakeTensor)
                 stack.callback(types.remove, FakeTensor)
@@ -441,7 +456,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
     swap_tensors(tensor, other)
 
 
-def tensor_patches(casts: CastCache) -> list[Patches]:
+def tensor_patches() -> list[Patches]:
     """What is changed of torch so that its Python side takes these tensors for CUDA's."""
     make_subclass, to = getattr(Tensor, MAKE_SUBCLASS), Tensor.to
 
@@ -468,10 +483,6 @@ def tensor_patches(casts: CastCache) -> list[Patches]:
     def cuda(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:  # noqa: FBT001, FBT002
         return to(self, _as_lazy("cuda" if device is None else device), non_blocking=non_blocking, **kwargs)
 
-    by_owner: dict[Any, dict[str, Any]] = {}
-    for owner, name, value in (*device_patches(_for_autograd), fallback_patch(_LAZY)):
-        by_owner.setdefault(owner, {})[name] = value
-
     on_tensor = {
         MAKE_SUBCLASS: staticmethod(private),
         "as_subclass": _subclassing(Tensor.as_subclass),
@@ -481,13 +492,13 @@ def tensor_patches(casts: CastCache) -> list[Patches]:
     }
     lists = {name: _listing([*getattr(foreach, name)(), "lazy"]) for name in LISTS_OF_DEVICES}
     return [
-        *(Patches(owner, "tensors are on a device that is not there", values) for owner, values in by_owner.items()),
+        Patches(FakeTensor, "tensors are on a device that is not there", _device_functions()),
+        Patches(fake_tensor, "operators without a shape function run on the host", {RUN_FALLBACK: _fallback()}),
         Patches(Tensor, "`.to` and `.cuda` reach the card", on_tensor),
         Patches(
             FakeTensor, "tensors say ``cuda``, and are copied", {"device": property(named), "__deepcopy__": _copied}
         ),
         Patches(foreach, "optimizers step several tensors at once, as on CUDA", lists),
-        Patches(torch, "autocast for ``cuda`` is that of the card", _autocast_functions(casts)),
     ]
 
 
@@ -513,6 +524,50 @@ class _Converting(FakeTensor):
 def _without_data_of(cls: type[Tensor]) -> type[FakeTensor]:
     """A user's subclass of `Tensor`, without data."""
     return type(cls.__name__, (cls, _Converting), {"__module__": cls.__module__})
+
+
+def _device_functions() -> dict[str, Any]:
+    """What lets tensors without data keep a device that is not there; others complete theirs as ever."""
+    functions: dict[str, Any] = {}
+    if NORMALIZE_DEVICE is not None:
+        normalize = getattr(FakeTensor, NORMALIZE_DEVICE)
+
+        @wraps(normalize)
+        def normalized(device: torch.device) -> torch.device:
+            named = _for_autograd(device)
+            return named if named is not device else normalize(device)
+
+        functions[NORMALIZE_DEVICE] = staticmethod(normalized)
+    if IS_MADE_WITH_DEVICE:
+        new = FakeTensor.__new__
+
+        @wraps(new)
+        def created(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            return new(cls, mode, elem, _for_autograd(torch.device(device)), *args, **kwargs)
+
+        functions["__new__"] = staticmethod(created)
+    return functions
+
+
+def _fallback() -> Callable[..., Any]:
+    """Torch runs operators without a shape function on zeros, on the device itself; here they run on the CPU."""
+    run: Callable[..., Any] = getattr(fake_tensor, RUN_FALLBACK)
+
+    def moved(value: Any, device: torch.device) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        with no_dispatch():
+            like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return FakeTensor(value.fake_mode, like, device)
+
+    @wraps(run)
+    def run_on_host(mode: Any, func: Any, flat_args: Sequence[Any], *args: Any) -> Any:
+        if not any(isinstance(each, FakeTensor) and each.fake_device.type == "lazy" for each in flat_args):
+            return run(mode, func, flat_args, *args)
+        out = run(mode, func, [moved(each, torch.device("cpu")) for each in flat_args], *args)
+        return tree_map(lambda value: moved(value, _LAZY), out)
+
+    return run_on_host
 
 
 def _listing(devices: list[str]) -> Callable[[], list[str]]:
@@ -541,30 +596,47 @@ def _as_lazy(device: Any) -> torch.device:
     return _for_autograd(torch.device(device))
 
 
-def _autocast_functions(casts: CastCache) -> dict[str, Any]:
-    """``cuda`` means the private key, whose kernels do as CUDA's."""
-
-    def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(private_name() if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args)
-            return function(*args, **kwargs)
-
-        return call
+def _autocast_functions(library: torch.library.Library, rules: Rules) -> dict[str, Any]:
+    """``cuda`` means the private key, whose kernels do as CUDA's; they are there from the first block on."""
+    casts: list[CastCache] = []
+    was_enabled, clear_cache, set_enabled = (
+        torch.is_autocast_enabled,
+        torch.clear_autocast_cache,
+        torch.set_autocast_enabled,
+    )
 
     def is_enabled(device_type: str = "cuda") -> bool:
-        return renamed(was_enabled)(device_type)  # type: ignore[no-any-return]  # a bool
+        return was_enabled(_renamed(device_type))
+
+    @wraps(set_enabled)
+    def enable(*args: Any, **kwargs: Any) -> None:
+        if not casts:
+            casts.append(CastCache())
+            for name, kernel in autocast_kernels(casts[0], rules.version).items():
+                library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
+        set_enabled(*map(_renamed, args), **kwargs)
 
     def clear() -> None:
-        casts.clear()
+        for each in casts:
+            each.clear()
         clear_cache()
 
-    was_enabled, clear_cache = torch.is_autocast_enabled, torch.clear_autocast_cache
     return {
         "is_autocast_enabled": is_enabled,
         "clear_autocast_cache": clear,
-        **{
-            name: renamed(getattr(torch, name))
-            for name in ("get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
-        },
+        "set_autocast_enabled": enable,
+        "get_autocast_dtype": _of_card(torch.get_autocast_dtype),
+        "set_autocast_dtype": _of_card(torch.set_autocast_dtype),
     }
+
+
+def _of_card(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(_renamed, args), **kwargs)
+
+    return call
+
+
+def _renamed(argument: Any) -> Any:
+    return private_name() if isinstance(argument, str) and argument.startswith("cuda") else argument

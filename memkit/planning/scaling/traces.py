@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from memkit._errors import InputError, InputTypeError, MemkitError
+from memkit._recorder import Place
 from memkit._recording import IntArray
 from memkit._simulation.simulation import Host, Simulation, Watch, simulate
 from memkit._simulation.tensors import CALL
-from memkit._whereabouts import Place
 from memkit.planning.scaling.points import Mode, ScalingPoint
 
 Step: TypeAlias = Callable[[], object]

@@ -31,11 +31,11 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._errors import MemkitError
+from memkit._recorder import Place
 from memkit._simulation.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
-from memkit._simulation.patches import patched
+from memkit._simulation.leftovers import patched
 from memkit._simulation.simulation import Figures
 from memkit._torch.fake import UnsupportedFakeTensorException, UnsupportedOperatorException
-from memkit._whereabouts import Place
 from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import find_gpu
 from memkit.planning.script.imports import AtImport

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from memkit._simulation.cuda.attention import Attention, attention_backend
-from memkit._simulation.cuda.kernels import Processors, inside, reduction
-from memkit._torch.autocast import operators_by_policy
-from memkit._torch.cuda import Rules
+from memkit._simulation.cuda.autocast import operators_by_policy
+from memkit._simulation.cuda.memory import Processors, inside, reduction
+from memkit._torch.cuda import rules_of
 from memkit.planning.virtual_gpu import VirtualGPU
 from tests.versions import has
 
@@ -17,6 +17,7 @@ TURING, AMPERE, GAMING_AMPERE, ADA, HOPPER, BLACKWELL, GAMING_BLACKWELL = (
     (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0),
 )  # fmt: skip
 ADA_CARD = Processors.of(ADA, 128)
+RULES = rules_of()
 
 
 @pytest.fixture
@@ -34,14 +35,16 @@ def names(card):
 
 
 def test_the_lists_are_cudas_own():
-    lists = operators_by_policy()
-    assert {"matmul", "linear", "conv2d", "scaled_dot_product_attention"} <= set(lists["LOWER_PRECISION_FP"])
+    lists = operators_by_policy((2, 13))
+    assert {"matmul", "linear", "conv2d", "scaled_dot_product_attention"} <= set(lists["lower precision"])
     # On a CPU these keep their precision.
     assert {"layer_norm", "group_norm", "exp", "pow.Tensor_Scalar", "log_softmax.int"} <= set(
-        lists["FP32"] + lists["FP32_SET_OPT_DTYPE"]
+        lists["float32"] + lists["float32 by dtype"]
     )
-    assert {"softmax.int", "sum"} <= set(lists["FP32_SET_OPT_DTYPE"])
-    assert "index_put" in lists["PROMOTE"]
+    assert {"softmax.int", "sum"} <= set(lists["float32 by dtype"])
+    assert "index_put" in lists["widest"]
+    assert "rms_norm" in lists["float32"]
+    assert "rms_norm" not in operators_by_policy((2, 11))["float32"]
 
 
 @pytest.mark.parametrize(
@@ -107,9 +110,9 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     [
         (call(), TURING, "efficient"),
         (call(), AMPERE, "flash"),
-        (call(), HOPPER, Rules.of().attention_order((9, 0))[0]),
-        (call(), BLACKWELL, Rules.of().attention_order((9, 0))[0]),
-        (call(), (10, 3), "flash"),
+        (call(), HOPPER, "cudnn" if {(9, 0), (9, None)} & set(RULES.prefers_cudnn) else "flash"),
+        (call(), BLACKWELL, "cudnn" if {(9, 0), (9, None)} & set(RULES.prefers_cudnn) else "flash"),
+        (call(), (10, 3), "cudnn" if {(10, 3), (10, None)} & set(RULES.prefers_cudnn) else "flash"),
         (call(), GAMING_BLACKWELL, "flash"),
         (call(torch.bfloat16), TURING, "math"),
         (call(torch.bfloat16), ADA, "flash"),
@@ -125,19 +128,19 @@ def call(dtype=torch.float16, heads=8, rows=64, width=64, **changes):
     ],
 )
 def test_the_kernel_that_takes_attention(made, capability, backend):
-    assert attention_backend(made, capability, Rules.of()) == backend
+    assert attention_backend(made, capability, RULES) == backend
 
 
 def test_wide_heads_with_a_gradient_do_not_flash_on_gaming_cards():
     query = torch.empty(2, 8, 64, 256, dtype=torch.float16, device="meta", requires_grad=True)
     wide = Attention(query, query, query, None, 0.1, is_causal=False, enable_gqa=False)
-    assert attention_backend(wide, AMPERE, Rules.of()) == "flash"
-    assert attention_backend(wide, GAMING_AMPERE, Rules.of()) == attention_backend(wide, ADA, Rules.of()) == "efficient"
+    assert attention_backend(wide, AMPERE, RULES) == "flash"
+    assert attention_backend(wide, GAMING_AMPERE, RULES) == attention_backend(wide, ADA, RULES) == "efficient"
 
 
 def test_what_the_user_forbids_is_not_taken():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert attention_backend(call(), ADA, Rules.of()) == "math"
+        assert attention_backend(call(), ADA, RULES) == "math"
 
 
 def test_inference_mode_takes_the_same_attention_and_shows_it(card):

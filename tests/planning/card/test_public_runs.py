@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from memkit._simulation.cuda import kernels, tensors
+from memkit._simulation.cuda import memory, tensors
 from tests.planning.card.liger_rows import ROWS, as_printed, peak_bytes
 from tests.planning.card.public_runs import RUNS, num_alike
 
@@ -49,8 +49,8 @@ def test_every_published_operator_is_exact_in_every_digit():
 
 WRONG = {
     "silu_backward in parts": ("swiglu", mock.patch.object(tensors, "_WHOLE", ())),
-    "no factors of channels": ("group_norm", mock.patch.dict(kernels._KERNELS, clear=True)),
-    "no partial sums": ("jsd", mock.patch.object(kernels, "reduction", return_value=())),
+    "no factors of channels": ("group_norm", mock.patch.dict(memory._KERNELS, clear=True)),
+    "no partial sums": ("jsd", mock.patch.object(memory, "reduction", return_value=())),
 }
 
 

@@ -14,13 +14,14 @@ from memkit import is_out_of_memory, recover_from_oom
 from memkit._device import allocator_counters
 from memkit._errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._simulation.cuda.allocator import AllocatorSettings
-from memkit._torch.cuda import Rules
+from memkit._torch.cuda import rules_of
 from memkit._torch.versions import parse
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
-FIRST_ON_HOPPER = Rules.of().attention_order((9, 0))[0]
+RULES = rules_of()
+FIRST_ON_HOPPER = "cudnn" if {(9, 0), (9, None)} & set(RULES.prefers_cudnn) else "flash"
 KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090
 
