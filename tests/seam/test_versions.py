@@ -63,7 +63,6 @@ def test_the_warning_comes_once_in_a_process_and_where_a_component_is_first_used
     assert "9.9.0" in done.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="four rows wait for another run: their failures are mended")
 def test_the_table_proves_the_range():
     (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     rows = json.loads((ROOT / "benchmarks/results/torch_versions.json").read_text())["figures"]
