@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from sysconfig import get_paths
-from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import CellType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType, NoneType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -40,6 +40,7 @@ _MOST_NAMED, _MOST_TRIED = 3, 40
 _CACHE: Any = type(functools.lru_cache(len))
 _COPIES: dict[type, Callable[[Any], Any]] = {dict: dict, list: list, set: set, deque: list}
 _MISSING = object()
+_ATOMS = frozenset({NoneType, bool, int, float, complex, str, bytes, Tensor, nn.Parameter, torch.Size})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -127,6 +128,7 @@ class _Surroundings:
         self._names: dict[int, tuple[int, str]] = {}  # by id(): who was seen to hold it, and as what
         self._homes: dict[str, bool] = {}
         self._kept: list[object] = []  # ids stay what they are
+        self._slotted: dict[type, bool] = {}
         self._crawl(roots)
 
     # ------------------------------------------------------------------------------------------------ before
@@ -140,10 +142,13 @@ class _Surroundings:
             queue.append((root, (0, getattr(root, "__qualname__", f"the {type(root).__name__}"))))
         while queue and len(self._names) < _MOST_OBJECTS:
             value, name = queue.popleft()
-            if id(value) not in self._names and not _is_atom(value):
-                self._names[id(value)] = name
+            key = id(value)
+            if key not in self._names and not _is_atom(value):
+                self._names[key] = name
                 self._kept.append(value)
-                queue.extend((child, (id(value), label)) for child, label in self._children(value))
+                for child, label in self._children(value):
+                    if type(child) not in _ATOMS and id(child) not in self._names:
+                        queue.append((child, (key, label)))
 
     def _children(self, value: Any) -> Iterator[tuple[Any, str]]:
         """What a value holds, with how it is called there; what can change is saved."""
@@ -176,10 +181,11 @@ class _Surroundings:
             yield from self._named(value, vars(value), "names")
 
     def _of_object(self, value: Any) -> Iterator[tuple[Any, str]]:
-        copy = next((copy for kind, copy in _COPIES.items() if isinstance(value, kind)), None)
+        is_container = isinstance(value, (dict, list, set, deque, tuple, frozenset))
+        copy = next((copy for kind, copy in _COPIES.items() if isinstance(value, kind)), None) if is_container else None
         if copy is not None:
             self._save(value, copy(value), "items")
-        if isinstance(value, (dict, list, set, deque, tuple, frozenset)) and len(value) <= _MOST_ITEMS:
+        if is_container and len(value) <= _MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             yield from ((item, f"[{key!r}]" if isinstance(key, (str, int)) else "") for key, item in list(items))
         if isinstance(value, (nn.Module, Optimizer)):
@@ -188,7 +194,7 @@ class _Surroundings:
             yield type(value), ""
             if hasattr(value, "__dict__"):
                 yield from self._named(value, vars(value), "names")
-            if any(_slots(type(value))):
+            if self._has_slots(type(value)):
                 yield from self._named(value, _in_slots(value), "slots")
 
     def _of_module(self, value: nn.Module | Optimizer) -> Iterator[tuple[Any, str]]:
@@ -199,15 +205,22 @@ class _Surroundings:
         for name in (BUFFERS, PARAMETERS):
             if names.get(name):
                 self._save(names[name], dict(names[name]), "items")
-        own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE and not _is_atom(child)}
+        own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE}
         yield from ((child, f".{name}") for name, child in (own | names.get(CHILDREN, {})).items())
 
     def _named(self, owner: Any, names: Mapping[str, Any], kind: Kind) -> Iterator[tuple[Any, str]]:
         self._save(owner, dict(names), kind)
-        yield from ((child, f".{name}") for name, child in list(names.items()) if not _is_atom(child))
+        for name, child in list(names.items()):
+            if type(child) not in _ATOMS:
+                yield child, f".{name}"
 
     def _save(self, container: Any, content: Any, kind: Kind) -> None:
         self._saved[id(container), kind] = _Saved(container, content, kind)
+
+    def _has_slots(self, kind: type) -> bool:
+        if kind not in self._slotted:
+            self._slotted[kind] = any(_slots(kind))
+        return self._slotted[kind]
 
     def _is_followed(self, module: str) -> bool:
         """Whether a module is the user's own, or defines a root."""

@@ -260,11 +260,7 @@ def _whole(rules: Rules) -> tuple[Any, ...]:
 def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch.library.Library]:
     """Let tensors of the card take the operators that they would take on a card of this compute capability."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
-    fallthrough: list[Any] = []
-    for key in ("AutocastPrivateUse1", "AutogradPrivateUse1"):
-        fallthrough.append(torch.library.Library("_", "IMPL", key))  # type: ignore[no-untyped-call]  # torch's own
-        if not has_fallback(getattr(DispatchKey, key)):
-            fallthrough[-1].fallback(torch.library.fallthrough_kernel)
+    fallthrough = _passing("AutogradPrivateUse1")
     # One operator for a whole layer of inference: what it takes inside, its operators show one by one.
     fused_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(value=False)
@@ -285,8 +281,15 @@ def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch
     finally:
         torch.backends.mha.set_fastpath_enabled(fused_layers)
         remove_kernels(library)
-        for each in fallthrough:
-            remove_kernels(each)
+        remove_kernels(fallthrough)
+
+
+def _passing(key: str) -> torch.library.Library:
+    """Let operators without a kernel for a dispatch key go on to the next; for autograd torch does so, but for 2.8."""
+    library = torch.library.Library("_", "IMPL", key)  # type: ignore[no-untyped-call]  # torch's own
+    if not has_fallback(getattr(DispatchKey, key)):
+        library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # torch's own
+    return library
 
 
 def _never_called(*_: Any, **__: Any) -> Any:
@@ -371,7 +374,8 @@ def on_cuda(
         stack.enter_context(_keeping_defaults())
         moving = stack.enter_context(_moving_modules())
         library = stack.enter_context(_cuda_operators(capability, rules))
-        casting = Patches(torch, "autocast for ``cuda`` is that of the card", _autocast_functions(library, rules))
+        functions = _autocast_functions(library, rules, stack)
+        casting = Patches(torch, "autocast for ``cuda`` is that of the card", functions)
         stack.enter_context(applied((*moving, *tensor_patches(), casting, *answers)))
         for types in LISTS_OF_TYPES:
             if FakeTensor not in types:
@@ -596,7 +600,7 @@ def _as_lazy(device: Any) -> torch.device:
     return _for_autograd(torch.device(device))
 
 
-def _autocast_functions(library: torch.library.Library, rules: Rules) -> dict[str, Any]:
+def _autocast_functions(library: torch.library.Library, rules: Rules, stack: ExitStack) -> dict[str, Any]:
     """``cuda`` means the private key, whose kernels do as CUDA's; they are there from the first block on."""
     casts: list[CastCache] = []
     was_enabled, clear_cache, set_enabled = (
@@ -612,6 +616,7 @@ def _autocast_functions(library: torch.library.Library, rules: Rules) -> dict[st
     def enable(*args: Any, **kwargs: Any) -> None:
         if not casts:
             casts.append(CastCache())
+            stack.callback(remove_kernels, _passing("AutocastPrivateUse1"))
             for name, kernel in autocast_kernels(casts[0], rules.version).items():
                 library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         set_enabled(*map(_renamed, args), **kwargs)
