@@ -128,10 +128,15 @@ def _matches(name: str, pattern: str) -> bool:
 def _replica(model: nn.Module, as_view: bool, buckets: list[Tensor]) -> DistributedDataParallel:  # noqa: FBT001
     """DDP around a model without data; `buckets` receives its flat gradients in the first backward."""
     replica = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
+    keep_first_buckets(replica, buckets)
+    return replica
+
+
+def keep_first_buckets(replica: DistributedDataParallel, buckets: list[Tensor]) -> None:
+    """Let DDP run without data: it does not cut its buckets anew, reduces nothing, and takes no time."""
     replica.reducer = _FirstBuckets(replica.reducer)  # type: ignore[assignment]  # it has all that DDP calls
     replica.register_comm_hook(buckets, _keep_bucket)
     replica.logger = _NoStatistics(replica.logger)  # it has all that DDP calls in a step
-    return replica
 
 
 def _keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - DDP refuses text annotations

@@ -3,12 +3,18 @@
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
 from memkit._errors import ConfigError
 from memkit._torch.versions import parse
+
+accelerator_owner: Any = torch._C
+"""Has the function by which FSDP2 and `torch.accelerator` find the accelerator."""
+
+GET_ACCELERATOR = "_get_accelerator"
+"""Its name."""
 
 LAZY = ("_lazy_init", "_lazy_call")
 """Functions that start CUDA."""

@@ -36,8 +36,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dryrun",
         help="run a training script, unchanged, on a card that is not there",
-        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N] [--selected-fraction F] "
-        "[--calibrated FILE] [--json]",
+        usage="memkit dryrun SCRIPT.py [ARGUMENT ...] --gpu NAME [--steps N] [--nproc-per-node N] "
+        "[--selected-fraction F] [--calibrated FILE] [--json]",
         description="Options may stand before and after the script's arguments; all after -- is the script's.",
         allow_abbrev=False,
     )
@@ -52,6 +52,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=_STEPS, metavar="N", help=f"optimizer steps to run ({_STEPS})")
     parser.add_argument(
         "--selected-fraction", type=float, metavar="F", help="the share of elements that masks are taken to select"
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=int, metavar="N", help="run the script as the first of N processes of torchrun"
     )
     parser.add_argument("--calibrated", metavar="FILE", help="take the cards of this file before those of the table")
     parser.add_argument("--json", action="store_true", help="machine-readable output, sizes in bytes")
@@ -69,6 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.parser.error("--steps: at least 1")
     if arguments.selected_fraction is not None and not 0 < arguments.selected_fraction <= 1:
         arguments.parser.error("--selected-fraction: a share above 0, and 1 at most")
+    if arguments.nproc_per_node is not None and arguments.nproc_per_node < 1:
+        arguments.parser.error("--nproc-per-node: at least 1")
     if not Path(arguments.script).is_file():
         raise InputError(
             f"memkit dryrun {arguments.script}",
@@ -149,6 +154,7 @@ class _Script:
             "gpu": arguments.gpu,
             "calibrated": arguments.calibrated,
             "steps": arguments.steps,
+            "num_ranks": arguments.nproc_per_node,
             "selected_fraction": arguments.selected_fraction,
         }
 

@@ -17,7 +17,7 @@ from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CARD, CudaTensors
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
-from memkit._torch.cuda import EXCHANGE, LAZY, RECORD_HISTORY, SNAPSHOT
+from memkit._torch.cuda import EXCHANGE, GET_ACCELERATOR, LAZY, RECORD_HISTORY, SNAPSHOT, accelerator_owner
 from memkit._torch.fake import PARSE_TO, FakeTensor, current_default_device, fake_mode_owner, to_owner
 from memkit._torch.tensors import storage_key
 
@@ -51,6 +51,7 @@ def answer_patches(card: Card, memory: CudaMemory, tensors: CudaTensors) -> list
             "`torch.accelerator` speaks of the card",
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
+        Patches(accelerator_owner, "FSDP2 finds the card", {GET_ACCELERATOR: lambda *_: CARD}),
         # LSTMs run step by step: what cuDNN keeps for their backward is its own secret.
         Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
         Patches(Tensor, "what CUDA's tensors do in Python", _methods(old_types)),

@@ -28,7 +28,7 @@ from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import Tensors, has_values
 from memkit._torch import aten
 from memkit._torch.cuda import Rules
-from memkit._torch.dispatch import DispatchKey, no_dispatch
+from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch
 from memkit._torch.dispatch import private_backend_name as private_name
 from memkit._torch.fake import (
     IS_MADE_WITH_DEVICE,
@@ -62,6 +62,7 @@ _UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a sh
 _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
 # Operators that CUDA has a kernel for, and other devices make of others.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
+_DATA_OF: Any = TensorBase.data
 _DATA = "data_on_host"  # an attribute of parameters that were moved to the card: the tensor that they were before
 
 
@@ -405,17 +406,6 @@ def _moving_modules() -> Iterator[list[Patches]]:
     """
     apply, load = getattr(nn.Module, APPLY), getattr(nn.Module, LOAD)
     buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
-    has_moved: list[bool] = []
-
-    def noted(tensor: Tensor, other: Tensor) -> None:
-        is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
-        data = vars(tensor).pop(_DATA, None)
-        data = other if data is None and is_moved else data
-        _swap(tensor, other)
-        vars(other).pop(_DATA, None)
-        if data is not None:
-            setattr(tensor, _DATA, data)
-            has_moved.append(True)
 
     @wraps(apply)
     def applied_to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -433,21 +423,58 @@ def _moving_modules() -> Iterator[list[Patches]]:
 
     swapped_before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
+    moved = _Moved()
     try:
         yield [
-            Patches(torch.utils, "parameters stay the same objects when they move", {"swap_tensors": noted}),
+            Patches(torch.utils, "parameters stay the same objects when they move", {"swap_tensors": moved.swap}),
+            Patches(Tensor, "`p.data = p.data.cuda()`", {"data": property(_DATA_OF.__get__, moved.set_data)}),
             Patches(
                 nn.Module, "modules from outside have their data back afterwards", {APPLY: applied_to, LOAD: loaded}
             ),
         ]
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swapped_before)
-        for each in gc.get_objects() if has_moved else ():
+        moved.put_back()
+        for module, content in buffers.items():
+            buffers_of(module).update(content)
+
+
+class _Moved:
+    """Tensors that became others, and keep what they were as an attribute."""
+
+    def __init__(self) -> None:
+        self._has_moved = False
+
+    def swap(self, tensor: Tensor, other: Tensor) -> None:
+        """What `torch.utils.swap_tensors` does."""
+        is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
+        data = vars(tensor).pop(_DATA, None)
+        data = other if data is None and is_moved else data
+        _swap(tensor, other)
+        vars(other).pop(_DATA, None)
+        if data is not None:
+            setattr(tensor, _DATA, data)
+            self._has_moved = True
+
+    def set_data(self, tensor: Tensor, value: Tensor) -> None:
+        """What ``tensor.data = value`` does."""
+        if tensor.device == value.device:
+            _DATA_OF.__set__(tensor, value)
+            return
+        gradient, tensor.grad = tensor.grad, None
+        is_parameter, other = isinstance(tensor, nn.Parameter), value.detach()
+        other = (
+            nn.Parameter(other, tensor.requires_grad) if is_parameter else other.requires_grad_(tensor.requires_grad)
+        )
+        self.swap(tensor, other)
+        tensor.grad = gradient
+
+    def put_back(self) -> None:
+        """Make tensors with data of them again."""
+        for each in gc.get_objects() if self._has_moved else ():
             if issubclass(type(each), Tensor) and _DATA in vars(each):
                 each.grad = None
                 _swap(each, vars(each).pop(_DATA))
-        for module, content in buffers.items():
-            buffers_of(module).update(content)
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:

@@ -1,10 +1,10 @@
 """The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
 
 `memkit.cli.dryrun` starts it as ``python -m memkit.planning.script.process ORDER``, where ORDER is a JSON object:
-folder (of this run alone), cwd, script, arguments, gpu, calibrated, steps, selected_fraction, answers (how the card
-answers what it does not know), sizes (a file: where it exists, it is what another run asked the allocator for, and this
-one ends where it asks for something else; where not, it is written, into the folder). What is found goes to
-``folder/report.json``; the script's own output goes where this process's goes.
+folder (of this run alone), cwd, script, arguments, gpu, calibrated, steps, num_ranks (null: no torchrun),
+selected_fraction, answers (how the card answers what it does not know), sizes (a file: where it exists, it is what
+another run asked the allocator for, and this one ends where it asks for something else; where not, it is written, into
+the folder). What is found goes to ``folder/report.json``; the script's own output goes where this process's goes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
 from pathlib import Path
 from sysconfig import get_paths
 from types import ModuleType, TracebackType
@@ -40,9 +42,18 @@ from memkit.planning.estimate import MemoryEstimate
 from memkit.planning.gpus import find_gpu
 from memkit.planning.script.imports import AtImport
 from memkit.planning.script.redirected import Redirection
+from memkit.planning.script.torchrun import as_first_rank
 from memkit.planning.virtual_gpu import VirtualGPU
 
 _ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
+# Packages whose modules have another name.
+_PACKAGES = {
+    "Bio": "biopython", "PIL": "Pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv", "git": "GitPython", "hydra": "hydra-core", "mpl_toolkits": "matplotlib",
+    "pytorch_lightning": "pytorch-lightning", "skimage": "scikit-image", "sklearn": "scikit-learn",
+    "skvideo": "scikit-video", "umap": "umap-learn", "yaml": "PyYAML",
+}  # fmt: skip
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
 # What a script would not raise on a card that is there.
 _NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
@@ -159,7 +170,7 @@ def main() -> None:
     _begin_alike()
     steps = Steps(order["steps"])
     start = time.perf_counter()
-    ended, problem, is_compiled = _run(script, gpu, steps)
+    ended, problem, is_compiled = _run(script, gpu, steps, order["num_ranks"])
     allocator = gpu.memory.allocator
     report = {
         "ended": ended,
@@ -202,7 +213,7 @@ def _begin_alike() -> None:
     torch.manual_seed(0)  # noqa: TID251 - this process is the script's
 
 
-def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str] | None, bool]:
+def _run(script: str, gpu: VirtualGPU, steps: Steps, num_ranks: int | None) -> tuple[str, dict[str, str] | None, bool]:
     """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
     module = ModuleType("__main__")
     module.__file__ = script
@@ -211,7 +222,7 @@ def _run(script: str, gpu: VirtualGPU, steps: Steps) -> tuple[str, dict[str, str
     try:
         code = compile(Path(script).read_bytes(), script, "exec")
         gpu.__enter__()  # and stays: the script's tensors live as long as the process
-        with _noting_compile(compiled), steps.counted():
+        with _noting_compile(compiled), steps.counted(), as_first_rank(num_ranks):
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return "after its steps", None, bool(compiled)
@@ -265,7 +276,9 @@ def _way_out(error: BaseException | None) -> str:
     if isinstance(error, MemkitError):
         return error.fix.replace("selected_fraction=", "--selected-fraction ")
     if isinstance(error, ModuleNotFoundError):
-        return f"install {error.name} into the Python environment that memkit runs in."
+        return _way_to_module(str(error.name))
+    if _asks_for_rank(error):
+        return "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT, with torchrun's own N."
     chain = error
     while chain is not None:
         if isinstance(chain, _NO_NETWORK) or "download" in str(chain).lower():
@@ -276,6 +289,24 @@ def _way_out(error: BaseException | None) -> str:
             f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
         )
     return "see whether `python SCRIPT` fails as well; if not, the virtual card lacks something: docs/dryrun.md."
+
+
+def _asks_for_rank(error: BaseException | None) -> bool:
+    """Whether an error is that torchrun did not start the script."""
+    return isinstance(error, (KeyError, ValueError)) and any(name in str(error) for name in _RANK_VARIABLES)
+
+
+def _way_to_module(name: str) -> str:
+    """The way out where a module is missing: a package, another version of one, or a folder of the project."""
+    top = name.partition(".")[0]
+    if name != top and find_spec(top) is not None:
+        installed = packages_distributions().get(top, [top])[0]
+        return f"{name} is no part of the installed {installed}: install the version that the script was written for."
+    package = _PACKAGES.get(top, top)
+    return (
+        f"install {package} into the Python environment that memkit runs in; if {top} is the project's own, install "
+        "the project, or set PYTHONPATH as for training."
+    )
 
 
 if __name__ == "__main__":
