@@ -462,12 +462,10 @@ class _Moved:
             _DATA_OF.__set__(tensor, value)
             return
         gradient, tensor.grad = tensor.grad, None
-        is_parameter, other = isinstance(tensor, nn.Parameter), value.detach()
-        other = (
-            nn.Parameter(other, tensor.requires_grad) if is_parameter else other.requires_grad_(tensor.requires_grad)
-        )
-        self.swap(tensor, other)
-        tensor.grad = gradient
+        is_parameter, wants_grad, other = isinstance(tensor, nn.Parameter), tensor.requires_grad, value.detach()
+        self.swap(tensor, nn.Parameter(other, wants_grad) if is_parameter else other.requires_grad_(wants_grad))
+        if gradient is not None and gradient.device == value.device:
+            tensor.grad = gradient
 
     def put_back(self) -> None:
         """Make tensors with data of them again."""
