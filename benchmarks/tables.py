@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables_acceptance, tables_peers, tables_plan, tables_runs, tables_versions, tables_voxel
+from benchmarks import (
+    tables_acceptance,
+    tables_patches,
+    tables_peers,
+    tables_plan,
+    tables_runs,
+    tables_versions,
+    tables_voxel,
+)
 from benchmarks.markdown import table
 
 ROOT = Path(__file__).parents[1]
@@ -425,7 +433,7 @@ def render(text: str) -> str:
         result = load(match[2].partition(".")[0])
         return match[1] + RENDERERS[match[2].replace(".", "_")](result) + match[3]
 
-    return _TABLE.sub(replace, text)
+    return tables_patches.render(_TABLE.sub(replace, text))
 
 
 def main() -> None:

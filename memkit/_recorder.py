@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memkit._errors import StateError
@@ -541,7 +542,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def label(self, value: Any, category: Category, module: str = "") -> None:
         """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""
         for leaf in tree_leaves(value):
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
                 continue
             for part in self._parts(leaf, None):
                 number = self._note(part, None)

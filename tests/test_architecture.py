@@ -115,7 +115,7 @@ def test_no_file_outside_the_seam_may_name_private_attributes():
         if "noqa: SLF001" in line
     }
     assert set(excepted) == {
-        "_errors.py", "_whereabouts.py", "memory/holders.py", "_simulation/guesses.py",  # frames of Python
+        "_errors.py", "_recorder.py", "memory/holders.py", "_simulation/guesses.py",  # frames of Python
         "chunk/engine.py", "train/loop.py", "train/offload.py", "voxel/compose.py",  # memkit's own
         "integrations/fabric.py", "integrations/lightning.py", "integrations/lightning_parts.py",
         "integrations/torch_geometric.py",

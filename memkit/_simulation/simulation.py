@@ -75,8 +75,8 @@ class Place(Protocol):
     def make_recorder(self) -> Recorder:
         """Make what records a block."""
 
-    def on_stage(self, tensors: Any) -> AbstractContextManager[None]:
-        """Have everything around these tensors in place."""
+    def on_stage(self, tensors: Any) -> AbstractContextManager[Sequence[Patches]]:
+        """Have everything around these tensors in place; yields what is changed of torch."""
 
     def figures(self) -> Figures | None:
         """What the allocator says of the latest recorder's block; None where there is none."""
@@ -113,9 +113,9 @@ class Host:
         """A recorder that knows what the CPU's kernels may take inside."""
         return Recorder(beneath=HostMemory())
 
-    def on_stage(self, tensors: Tensors) -> AbstractContextManager[None]:  # noqa: ARG002 - as all places
+    def on_stage(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
         """Everything is there."""
-        return nullcontext()
+        return nullcontext(())
 
     def figures(self) -> None:
         """The CPU's allocator keeps no books."""
@@ -166,7 +166,7 @@ class Gpu:
         self.memory.begin(recorder)
         return recorder
 
-    def on_stage(self, tensors: CudaTensors) -> AbstractContextManager[None]:
+    def on_stage(self, tensors: CudaTensors) -> AbstractContextManager[Sequence[Patches]]:
         """Let ``cuda`` be this card."""
         answers = answer_patches(self._card, self.memory, tensors)
         return on_cuda(tensors, self._card.compute_capability or (0, 0), self._rules, answers)

@@ -12,6 +12,9 @@ schema_of: Callable[[Any], Any] = attrgetter("_schema")
 remove_kernels: Callable[[Any], None] = methodcaller("_destroy")
 """Takes the kernels away that a library has registered."""
 
+scriptable: Callable[[], dict[int, str]] = torch.jit._builtins._get_builtin_table
+"""Returns torch's own table of functions that `torch.jit.script` takes for operators: by `id`, the operator's name."""
+
 has_fallback: Callable[[Any], bool] = torch._C._dispatch_has_backend_fallback
 """Says whether operators without a kernel for a dispatch key go on to the next; for autograd not in 2.8."""
 

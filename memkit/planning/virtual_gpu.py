@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import TracebackType
@@ -23,6 +23,7 @@ from memkit._atomic import write_bytes
 from memkit._errors import StateError
 from memkit._protocols import Uncopied
 from memkit._recorder import Recorder
+from memkit._recording import Category
 from memkit._simulation.cuda.allocator import AllocatorSettings
 from memkit._simulation.cuda.tensors import CARD
 from memkit._simulation.leftovers import empty_caches, patched
@@ -214,15 +215,18 @@ def _noting_modules(recorder: Recorder) -> Iterator[None]:
     @wraps(apply)
     def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         moved: nn.Module = apply(module, *args, **kwargs)
-        recorder.label([each for each in parameters_of(moved).values() if each is not None], "parameter")
-        recorder.label([each for each in buffers_of(moved).values() if each is not None], "buffer")
+        note(parameters_of(moved).values(), "parameter")
+        note(buffers_of(moved).values(), "buffer")
         return moved
 
+    def note(tensors: Iterable[Any], category: Category) -> None:
+        recorder.label([each for each in tensors if each is not None], category)
+
     def note_parameter(module: nn.Module, name: str, parameter: Any) -> None:  # noqa: ARG001 - torch's own form
-        recorder.label([] if parameter is None else [parameter], "parameter")
+        note([parameter], "parameter")
 
     def note_buffer(module: nn.Module, name: str, buffer: Any) -> None:  # noqa: ARG001 - torch's own form
-        recorder.label([] if buffer is None else [buffer], "buffer")
+        note([buffer], "buffer")
 
     with ExitStack() as stack:
         stack.callback(register_module_parameter_registration_hook(note_parameter).remove)

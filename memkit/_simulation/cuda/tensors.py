@@ -40,7 +40,14 @@ from memkit._torch.fake import (
     set_default_device,
 )
 from memkit._torch.modules import APPLY, LOAD, buffers_of
-from memkit._torch.operators import has_fallback, has_kernel, remove_kernels, run_kernel_of, schema_of
+from memkit._torch.operators import (
+    has_fallback,
+    has_kernel,
+    remove_kernels,
+    run_kernel_of,
+    schema_of,
+    scriptable,
+)
 from memkit._torch.optimizers import LISTS_OF_DEVICES, LISTS_OF_TYPES, foreach
 from memkit._torch.pytree import tree_map
 from memkit._torch.storage import memory_format_of, swap_tensors
@@ -360,8 +367,12 @@ def _softmax(inner: Any) -> Callable[..., Any]:
 @contextmanager
 def on_cuda(
     tensors: CudaTensors, capability: tuple[int, int], rules: Rules, answers: Sequence[Patches]
-) -> Iterator[None]:
-    """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside."""
+) -> Iterator[Sequence[Patches]]:
+    """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside.
+
+    Yields:
+        What is changed of torch.
+    """
     if not _one_at_a_time.acquire(blocking=False):
         raise StateError(
             "with VirtualGPU(...)",
@@ -376,13 +387,33 @@ def on_cuda(
         moving = stack.enter_context(_moving_modules())
         library = stack.enter_context(_cuda_operators(capability, rules))
         functions = _autocast_functions(library, rules, stack)
-        casting = Patches(torch, "autocast for ``cuda`` is that of the card", functions)
-        stack.enter_context(applied((*moving, *tensor_patches(), casting, *answers)))
+        casting = Patches(torch, "autocast for `cuda` is that of the card", functions)
+        patches = (*moving, *tensor_patches(), casting, *answers)
+        stack.enter_context(_still_scriptable(patches))
+        stack.enter_context(applied(patches))
         for types in LISTS_OF_TYPES:
             if FakeTensor not in types:
                 types.append(FakeTensor)
                 stack.callback(types.remove, FakeTensor)
+        yield patches
+
+
+@contextmanager
+def _still_scriptable(patches: Sequence[Patches]) -> Iterator[None]:
+    """Let `torch.jit.script` take changed functions of torch for the operators that they were."""
+    table = scriptable()
+    added = {
+        id(value): table[id(vars(each.owner)[name])]
+        for each in patches
+        for name, value in each.values.items()
+        if id(vars(each.owner).get(name)) in table
+    }
+    table.update(added)
+    try:
         yield
+    finally:
+        for key in added:
+            del table[key]
 
 
 @contextmanager
@@ -524,9 +555,7 @@ def tensor_patches() -> list[Patches]:
         Patches(FakeTensor, "tensors are on a device that is not there", _device_functions()),
         Patches(fake_tensor, "operators without a shape function run on the host", {RUN_FALLBACK: _fallback()}),
         Patches(Tensor, "`.to` and `.cuda` reach the card", on_tensor),
-        Patches(
-            FakeTensor, "tensors say ``cuda``, and are copied", {"device": property(named), "__deepcopy__": _copied}
-        ),
+        Patches(FakeTensor, "tensors say `cuda`, and are copied", {"device": property(named), "__deepcopy__": _copied}),
         Patches(foreach, "optimizers step several tensors at once, as on CUDA", lists),
     ]
 
@@ -546,7 +575,9 @@ def _subclassing(as_subclass: Callable[..., Any]) -> Callable[..., Any]:
 class _Converting(FakeTensor):
     """Lets `__torch_function__` of a subclass with its own behaviour have results of that class, as `Tensor` does."""
 
-    __torch_function__: Any = classmethod(Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Tensor.__torch_function__.__func__(cls, func, types, args, kwargs or {})  # type: ignore[attr-defined]
 
 
 @cache

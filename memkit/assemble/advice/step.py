@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from memkit._recorder import Recorder
 from memkit._recording import Recording
 from memkit._simulation.guesses import Guesses
+from memkit._simulation.leftovers import Patches
 from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
 from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
@@ -247,9 +248,9 @@ class RealHost:
         """What sees inside of kernels."""
         return Recorder(marks=WorkspaceMarks())
 
-    def on_stage(self, tensors: RealTensors) -> AbstractContextManager[None]:  # noqa: ARG002 - as all places
+    def on_stage(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
         """Everything is there."""
-        return nullcontext()
+        return nullcontext(())
 
     def figures(self) -> None:
         """The CPU's allocator keeps no books."""

@@ -1,0 +1,330 @@
+"""Operators that copy, cast or choose by version inside: what they take on a GPU that is not there."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import memkit as mk
+from memkit._errors import ConfigError
+from memkit._torch.cuda import rules_of
+
+KIB, MIB = 2**10, 2**20
+
+
+def taken(call, **options):
+    """Bytes at the peak of a call above what was there, and what it leaves."""
+    with mk.VirtualGPU("RTX 4090", **options) as gpu:
+        run = call()
+        before = gpu.allocated_bytes
+        torch.cuda.reset_peak_memory_stats()
+        kept = run()
+        return gpu.peak_bytes - before, gpu.allocated_bytes - before, kept
+
+
+# -------------------------------------------------------------------------------------------- attention masks
+
+
+def masked(length, mask_heads=1, dtype=torch.float16):
+    def call():
+        x = torch.zeros(4, 8, length, 64, device="cuda", dtype=dtype, requires_grad=True)
+        mask = torch.zeros(4, mask_heads, 1, length, device="cuda", dtype=dtype)
+        return lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum().backward()
+
+    return call
+
+
+LENGTHS = range(57, 98)
+
+
+@pytest.mark.parametrize("version", ["2.6", "2.10", None])
+def test_peak_and_reserve_grow_with_the_length_under_a_mask(version):
+    peaks = [taken(masked(length), torch=version)[0] for length in LENGTHS]
+    assert peaks == sorted(peaks)
+
+    def reserved(length):
+        """Of blocks of 10 MiB and more, which have segments of their own."""
+        with mk.VirtualGPU("RTX 4090", torch=version) as gpu:
+            x = torch.zeros(16, 16, length, 64, device="cuda", dtype=torch.float16, requires_grad=True)
+            mask = torch.zeros(16, 1, 1, length, device="cuda", dtype=torch.float16)
+            F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum().backward()
+            return gpu.reserved_peak_bytes
+
+    reserves = [reserved(length) for length in range(600, 1200, 49)]
+    assert reserves == sorted(reserves)
+
+
+def test_before_2_2_they_did_not():
+    """The negative control: a mask was expanded first, and copied as a whole."""
+    peaks = [taken(masked(length), torch="2.1")[0] for length in LENGTHS]
+    assert peaks != sorted(peaks)
+    assert taken(masked(80), torch="2.1")[0] == taken(masked(80))[0]  # of a multiple of 16 nothing was copied
+
+
+def with_mask(length, make_mask):
+    """What a mask adds to the same kernel without one."""
+
+    def call(mask):
+        def made():
+            x = torch.zeros(4, 8, length, 64, device="cuda", dtype=torch.float16)
+            given = None if mask is None else mask()
+            return lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=given)
+
+        return made
+
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return taken(call(make_mask))[0] - taken(call(None))[0]
+
+
+@pytest.mark.parametrize(("length", "row"), [(64, 0), (65, 72), (71, 72), (72, 0), (80, 0), (90, 96)])
+def test_a_mask_is_padded_to_eight_at_its_own_size(length, row):
+    """`pad_bias<8>`, then `expand_symint`: rows that lie at multiples of 8 are taken as they are."""
+    added = with_mask(length, lambda: torch.zeros(4, 1, 1, length, device="cuda", dtype=torch.float16))
+    assert added == -(-4 * row * 2 // 512) * 512
+
+
+def test_aligned_sizes_with_strides_that_are_not_get_eight_more():
+    added = with_mask(64, lambda: torch.zeros(4, 1, 64, 66, device="cuda", dtype=torch.float16)[..., :64])
+    assert added == 4 * 64 * 72 * 2
+
+
+def test_a_mask_of_truths_becomes_numbers_in_two_steps_until_2_4():
+    """`logical_not` made another mask of truths beside."""
+
+    def call():
+        x = torch.zeros(1, 1, 1024, 64, device="cuda", dtype=torch.float16)
+        mask = torch.ones(1024, 1024, device="cuda", dtype=torch.bool)
+        return lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    older, newer = (taken(call, torch=version)[0] for version in ("2.4", "2.5"))
+    assert newer >= 2 * MIB
+    assert 0.8 * MIB < older - newer <= MIB
+
+
+def test_three_dimensions_attend_in_one_kernel_since_2_14():
+    def call():
+        x = torch.zeros(8, 1024, 64, device="cuda", dtype=torch.float16)
+        return lambda: F.scaled_dot_product_attention(x, x, x)
+
+    assert taken(call, torch="2.14")[0] < taken(call, torch="2.13")[0] / 4  # the scores are 16 MiB
+
+
+# --------------------------------------------------------------------------------------- copies inside kernels
+
+
+def test_batch_norm_keeps_a_copy_of_what_does_not_lie_in_order():
+    def call(is_in_order):
+        def made():
+            norm = nn.BatchNorm3d(16).cuda()
+            x = torch.zeros(2, 16, 16, 32, 32, device="cuda")
+            x = x if is_in_order else x.transpose(2, 3)
+            return lambda: norm(x)
+
+        return made
+
+    statistics = 2 * 512
+    assert taken(call(is_in_order=True))[1] == 2 * MIB + statistics
+    assert taken(call(is_in_order=False))[1] == 2 * 2 * MIB + statistics
+
+
+def test_batch_norm_of_channels_last_is_not_copied():
+    def call():
+        norm = nn.BatchNorm2d(16).cuda()
+        x = torch.zeros(2, 16, 128, 128, device="cuda").to(memory_format=torch.channels_last)
+        return lambda: norm(x)
+
+    assert taken(call)[1] == 2 * MIB + 2 * 512
+
+
+def test_what_cudnn_does_not_take_is_not_copied():
+    def call():
+        norm = nn.BatchNorm2d(16, affine=False).cuda()
+        x = torch.zeros(2, 16, 128, 128, device="cuda").transpose(2, 3)
+        return lambda: norm(x)
+
+    assert taken(call)[1] == 2 * MIB
+
+
+def test_batch_norm_runs_in_inference_mode():
+    """PyTorch's Python adds kernels to it that its C++ does not have: asked for, they ended the process."""
+    with mk.VirtualGPU("RTX 4090"), torch.inference_mode():
+        layer = nn.BatchNorm1d(8).cuda()
+        assert layer(torch.zeros(4, 8, 16, device="cuda")).shape == (4, 8, 16)
+
+
+def test_a_lazy_layer_that_has_seen_a_batch_moves():
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        model = nn.Sequential(nn.LazyLinear(64), nn.LazyBatchNorm1d())
+        model(torch.zeros(4, 32))
+        model.cuda()(torch.zeros(4, 32, device="cuda")).sum().backward()
+        assert model[0].weight.grad.shape == (64, 32)
+    assert gpu.estimate().parameters_bytes >= 64 * 32 * 4
+
+
+@pytest.mark.parametrize("layer", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_copies_an_expanded_gradient(layer):
+    def call(is_expanded):
+        def made():
+            norm = layer(256).cuda()
+            x = torch.zeros(16, 256, 256, device="cuda", requires_grad=True)
+            out = norm(x)
+            gradient = torch.ones((), device="cuda").expand_as(out) if is_expanded else torch.ones_like(out)
+            return lambda: out.backward(gradient)
+
+        return made
+
+    plain, expanded = (taken(call(choice), torch="2.13")[0] for choice in (False, True))
+    assert expanded - plain == 16 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize("dims", [3, 4, 5])
+def test_a_bias_is_added_in_place(dims):
+    """`at::linear` adds it out of place to tensors without data, which CUDA's are not."""
+
+    def call():
+        layer = nn.Linear(64, 64).cuda()
+        x = torch.zeros(*[8] * (dims - 2), 1024, 64, device="cuda").transpose(0, dims - 2)
+        layer(torch.zeros(1, 64, device="cuda"))  # the library has its workspace
+        return lambda: layer(x)
+
+    peak, kept, out = taken(call)
+    copy = out.numel() * 4  # of the input, which is kept for the weight's gradient
+    assert kept == out.numel() * 4 + copy
+    assert peak == kept
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(64,), (8, 64), (2, 8, 64), (2, 2, 8, 64)])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.inference_mode])
+def test_linear_takes_what_it_takes_elsewhere(bias, shape, context):
+    with mk.VirtualGPU("RTX 4090"), context():
+        layer = nn.Linear(64, 32, bias=bias).cuda()
+        out = layer(torch.zeros(*shape, device="cuda"))
+        assert out.shape == (*shape[:-1], 32)
+        assert out.is_cuda
+        assert out.requires_grad == (context is torch.enable_grad)
+
+
+# ---------------------------------------------------------------------------------------------------- versions
+
+
+def after_a_product(version, gpu="RTX 4090"):
+    with mk.VirtualGPU(gpu, torch=version) as card:
+        layer = nn.Linear(512, 512).cuda()
+        before = card.allocated_bytes
+        layer(torch.zeros(64, 512, device="cuda"))
+        return card.allocated_bytes - before, card.peak_bytes - before
+
+
+OUT = 64 * 512 * 4
+SMALL, LARGE = 8519680, 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "kept", "passing"),
+    [
+        ("2.6", "RTX 4090", SMALL, MIB),
+        ("2.6", "H100 PCIe", LARGE, MIB),
+        ("2.6", "B200", SMALL, MIB),
+        ("2.10", "RTX 4090", SMALL + MIB, 0),
+        ("2.12", "B200", LARGE, 0),
+        ("2.13", "RTX 5090", LARGE, 0),
+        ("2.11", "RTX 5090", SMALL + MIB, 0),
+        ("2.15", "RTX 4090", 0, MIB),
+    ],
+)
+def test_what_cublas_keeps_and_takes_by_version(version, gpu, kept, passing):
+    batch = OUT
+    now, peak = after_a_product(version, gpu)
+    assert now == kept  # the result is dropped at once
+    assert peak - kept == OUT + batch + passing
+
+
+def test_since_2_15_a_product_takes_its_workspace_and_gives_it_back():
+    def call():
+        x = torch.zeros(512, 512, device="cuda")
+        return lambda: x @ x
+
+    peak, kept, _ = taken(call, torch="2.15")
+    assert (peak, kept) == (MIB + SMALL, MIB)
+
+
+@pytest.mark.parametrize(
+    ("version", "cudnn", "gpu", "first"),
+    [
+        ("2.6", None, "H100 PCIe", "flash"),
+        ("2.10", None, "H100 PCIe", "flash"),
+        ("2.10", "9.16", "H100 PCIe", "cudnn"),
+        ("2.11", None, "H100 PCIe", "cudnn"),
+        ("2.13", None, "B200", "cudnn"),
+        ("2.13", "9.1", "B200", "flash"),
+        ("2.13", None, "RTX 5090", "flash"),
+        ("2.13", None, "RTX 4090", "flash"),
+    ],
+)
+def test_the_kernel_that_attention_asks_first(version, cudnn, gpu, first):
+    with mk.VirtualGPU(gpu, torch=version, cudnn=cudnn) as card:
+        x = torch.zeros(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16)
+        F.scaled_dot_product_attention(x, x, x)
+    operators = card.record().recording.names["operator"]
+    assert any(f"_scaled_dot_product_{first}_attention" in name for name in operators)
+
+
+def test_grouped_heads_attend_in_pieces_before_2_14_in_float32():
+    def call():
+        q, k = (torch.zeros(2, heads, 256, 64, device="cuda") for heads in (8, 2))
+        return lambda: F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    assert taken(call, torch="2.14")[0] < taken(call, torch="2.13")[0]
+
+
+def test_rms_norm_is_one_operator_since_2_9():
+    def operators(version):
+        with mk.VirtualGPU("RTX 4090", torch=version) as card:
+            nn.RMSNorm(64).cuda()(torch.zeros(8, 64, device="cuda"))
+        return {name.split(".")[1] for name in card.record().recording.names["operator"] if name}
+
+    assert "rsqrt" in operators("2.8")
+    assert ("rsqrt" in operators("2.9")) == (not hasattr(torch.ops.aten, "_fused_rms_norm_backward"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"torch": "two"}, "torch='two'.*such as '2.1'"),
+        ({"torch": "1.13"}, "torch='1.13'"),
+        ({"torch": 2.6}, "torch=2.6.*write torch='2.6'"),
+        ({"cudnn": "7.6"}, "cudnn='7.6'.*write cudnn='9.1'"),
+        ({"torch": "2.6", "allocator_settings": "large_segment_size_mb:30"}, "came with 2.11"),
+        ({"torch": "2.8", "allocator_settings": "per_process_memory_fraction:0.5"}, "came with 2.10"),
+    ],
+)
+def test_versions_that_are_none_and_options_that_came_later_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        mk.VirtualGPU("RTX 4090", **options)
+
+
+def test_without_a_version_the_installed_one_is_simulated():
+    installed = ".".join(torch.__version__.split(".")[:2])
+    assert rules_of(installed).version == rules_of().version
+    assert rules_of() is rules_of()
+
+
+def test_a_loss_that_is_unsafe_under_autocast_is_refused_as_on_a_gpu():
+    with mk.VirtualGPU("RTX 4090"), torch.autocast("cuda"):
+        x = torch.rand(4, device="cuda")
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x, x)
+        F.binary_cross_entropy_with_logits(x, x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_code_is_scripted_as_elsewhere():
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(2.0) + torch.as_tensor(0.0)
+
+    with mk.VirtualGPU("RTX 4090"):
+        scripted = torch.jit.script(double)
+        assert scripted(torch.ones(2)).tolist() == [2, 2]
+    assert torch.jit.script(double)(torch.ones(2)).tolist() == [2, 2]

@@ -1,0 +1,264 @@
+"""How a step is simulated: what a reader has to open, what is changed of torch, what dies when it should."""
+
+import ast
+import gc
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memkit as mk
+from benchmarks.tables_patches import patches
+from memkit._recorder import Recorder
+from memkit._simulation.cuda.tensors import CudaTensors
+from memkit._simulation.leftovers import Shared, applied
+from memkit._simulation.simulation import Gpu, Host, Simulation, simulate
+from memkit._simulation.tensors import Tensors
+from memkit.planning.gpus import find_gpu
+
+PACKAGE = Path(mk.__file__).parent
+MIB = 2**20
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def files_of(call):
+    """The files of memkit in which a function ran."""
+    found = set()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            found.add(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+
+    call()  # imports, and what is cached
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize(("precision", "most"), [(None, 16), ("bf16-mixed", 17)])
+def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
+    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    batch = torch.zeros(2, 16, 64)
+
+    def estimate():
+        mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090", precision=precision)
+
+    files = files_of(estimate)
+    assert len(files) <= most, sorted(files)
+    assert {"_simulation/simulation.py", "_simulation/cuda/allocator.py", "_recorder.py"} <= files
+
+
+@pytest.mark.parametrize(("kind", "root"), [(CudaTensors, FakeTensorMode), (Recorder, TorchDispatchMode)])
+def test_two_levels_stand_above_torchs_own_class_at_most(kind, root):
+    own = [each for each in kind.__mro__ if each.__module__.startswith("memkit.")]
+    assert issubclass(kind, root)
+    assert len(own) <= 2
+    assert all(not each.__subclasses__() for each in (CudaTensors, Recorder))
+
+
+def test_a_class_does_not_touch_what_its_parent_keeps_to_itself():
+    def private(kind):
+        tree = ast.parse(inspect.getsource(kind))
+        selves = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self"]
+        stored = {n.attr for n in selves if isinstance(n.ctx, ast.Store)}
+        defined = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)} | stored
+        return {n.attr for n in selves if n.attr.startswith("_") and not n.attr.startswith("__")}, defined
+
+    used, defined = private(CudaTensors)
+    assert used <= defined
+    assert "_made" in private(Tensors)[0]  # negative control: the parent has something to itself
+
+
+# ---------------------------------------------------------------------------------------------- one way in
+
+
+def test_host_card_and_ranks_are_entered_in_one_way():
+    model, batch = nn.Linear(64, 64), torch.zeros(8, 64)
+    for place in (Host(), Gpu(find_gpu("RTX 4090"))):
+        simulation = Simulation(place)
+
+        def run(model, batch, simulation=simulation):
+            for watch in simulation.passes():
+                with watch:
+                    watch.hold(model, batch)
+                    loss_fn(model, batch).backward()
+            return watch.record()
+
+        record = simulate("a test", simulation, (model, batch), run)
+        assert record.recording.peak_bytes() > 64 * 64 * 4
+        assert (record.figures is None) == (place.device_type == "cpu")
+        assert type(model.weight.data) is torch.Tensor
+        assert model.weight.grad is None
+
+
+def test_a_block_that_is_not_recorded_says_so():
+    watch = Simulation(Host()).first_watch()
+    assert not watch.is_recording
+    with pytest.raises(ValueError, match="not recorded"):
+        watch.record()
+
+
+# ------------------------------------------------------------------------------------------------- patches
+
+
+def test_patches_are_undone_by_an_error_and_the_last_of_several_blocks_undoes():
+    from memkit._simulation.leftovers import Patches
+
+    class Owner:
+        kept = 1
+
+    class Heir(Owner):
+        pass
+
+    patches = [Patches(Heir, "a test", {"kept": 2, "new": 3})]
+    with pytest.raises(KeyError), applied(patches):
+        assert (Heir.kept, Heir.new) == (2, 3)
+        raise KeyError
+    assert "kept" not in vars(Heir)
+    assert not hasattr(Heir, "new")
+    shared = Shared(lambda: patches)
+    with shared():
+        with shared():
+            pass
+        assert Heir.kept == 2
+    assert Heir.kept == 1
+
+
+def test_what_is_changed_of_torch_is_what_the_table_says():
+    """No function of torch is another inside of the block but those that the docs list."""
+    owners = torch.Tensor, torch.cuda, torch.cuda.memory, torch.accelerator, nn.Module, torch.utils, torch
+    table = patches()
+    before = [dict(vars(owner)) for owner in owners]
+    with mk.VirtualGPU("RTX 4090"):
+        inside = [dict(vars(owner)) for owner in owners]
+    num_changed = 0
+    for owner, had, has in zip(owners, before, inside, strict=True):
+        for name in {name for name in has if name in had and has[name] is not had[name]}:
+            assert f"`{name}`" in table, (owner, name)
+            num_changed += 1
+    assert num_changed > 100
+
+
+# ---------------------------------------------------------------------------------------- what dies, what moves
+
+
+@pytest.fixture
+def card():
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        yield gpu
+
+
+def test_models_built_in_a_row_take_what_each_takes_alone():
+    held = []
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        for _ in range(3):
+            model = nn.Sequential(nn.Linear(2048, 2048), nn.BatchNorm1d(2048)).cuda()
+            held.append(gpu.allocated_bytes)
+        del model
+        gc.collect()
+        assert gpu.allocated_bytes == 0
+    assert held[0] == held[1] == held[2] > 16 * MIB
+
+
+class Meta(torch.Tensor):
+    """As MONAI's MetaTensor: a subclass that carries something along."""
+
+    @staticmethod
+    def __new__(cls, x, affine=None):
+        return torch.as_tensor(x).as_subclass(cls)
+
+    def __init__(self, x, affine=None):
+        self.affine = affine
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, Meta) and args and isinstance(args[0], Meta):
+            out.affine = getattr(args[0], "affine", None)
+        return out
+
+
+def test_a_subclass_of_tensor_moves_and_stays_what_it_is(card):
+    image = Meta(torch.rand(2, 3, 8, 8), affine=torch.eye(4))
+    for moved in (image.cuda(), image.to("cuda"), image.to("cuda", non_blocking=True)):
+        assert isinstance(moved, Meta)
+        assert moved.is_cuda
+        assert moved.affine is image.affine
+    out = nn.Conv2d(3, 4, 3).cuda()(moved)
+    assert isinstance(out, Meta)
+    assert out.affine is image.affine
+    out.sum().backward()
+    assert isinstance((moved * 2).cpu(), Meta)
+    assert type(moved.as_subclass(torch.Tensor)) is not Meta
+    assert not card.estimate().doubts
+
+
+def test_a_tensor_made_of_numbers_on_the_card_reads_none(card):
+    x = torch.ones((), device="cuda")
+    for made in (torch.tensor([x, x]), torch.as_tensor([x, 2.0]), torch.tensor([[x, 1], [2, x]], device="cuda")):
+        assert made.numel() in (2, 4)
+        assert made.dtype is torch.float32
+    assert torch.tensor([x, x], dtype=torch.float64).dtype is torch.float64
+    assert made.is_cuda
+    assert not card.guesses
+    assert torch.tensor([1, 2]).tolist() == [1, 2]
+
+
+FILLED = {
+    "by a vector": lambda m: m.bias.copy_(torch.linspace(0, 1, 2000)),
+    "by a part of what has no data": lambda m: m.bias.copy_(m.weight[0]),
+    "by a product with what has no data": lambda m: m.bias.copy_(m.weight @ m.bias),
+    "in place": lambda m: m.weight.mul_(m.bias),
+    "row by row": lambda m: m.weight[:10].zero_(),
+}
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("how", FILLED)
+def test_parameters_that_were_filled_move(how):
+    model = nn.Linear(2000, 2000)
+    with torch.no_grad():
+        FILLED[how](model)
+    parameters = list(model.parameters())
+    model.cuda()
+    assert all(a is b and b.is_cuda for a, b in zip(parameters, model.parameters(), strict=True))
+    model(torch.ones(2, 2000, device="cuda")).sum().backward()
+
+
+@pytest.mark.usefixtures("card")
+def test_parameters_that_others_hold_move():
+    """A view, a graph, a weak reference: on a GPU nobody is asked."""
+    import weakref
+
+    model = nn.Linear(20, 20)
+    held = model.bias[:3], model(torch.ones(1, 20)), weakref.ref(model.weight)
+    model.cuda()
+    assert model.bias.is_cuda
+    assert not held[0].is_cuda
+    assert held[2]() is model.weight
+
+
+def test_data_that_is_set_moves_and_comes_back():
+    model = nn.Linear(3, 3)
+    expected = model.weight.detach().clone()
+    with mk.VirtualGPU("RTX 4090") as gpu:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.cuda()
+        assert gpu.allocated_bytes == 2 * 512
+        model(torch.ones(2, 3, device="cuda")).sum().backward()
+        assert model.weight.grad.is_cuda
+        model.weight.data = model.weight.data.cpu()
+        assert model.weight.device.type == "cpu"
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
+    assert model.weight.grad is None
