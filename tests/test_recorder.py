@@ -495,3 +495,10 @@ def test_nothing_recorded_is_an_answer():
     assert (recording.peak_bytes(), recording.live_bytes(), recording.peak_event()) == (0, 0, -1)
     assert recording.peak_by("module") == {}
     assert recording.top(3) == recording.storages() == ()
+
+
+def test_a_lazy_module_has_no_memory_until_it_has_sizes():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(8))
+    with Recorder() as recorder:
+        model(torch.zeros(2, 4))
+    assert recorder.recording().peak_bytes() >= 8 * 4 * 4

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.result import write_result
 from memkit._simulation.cuda.allocator import CachingAllocator
-from tests.planning.card.allocator_replay import ALLOC, FOLDER, FREE_COMPLETED, FREE_REQUESTED, TRACES, replay
-from tests.planning.card.test_allocator import WRONG, is_faithful
+from tests.simulation.allocator_replay import ALLOC, FOLDER, FREE_COMPLETED, FREE_REQUESTED, TRACES, replay
+from tests.simulation.test_allocator import WRONG, is_faithful
 
 ROUNDS = 9
 

@@ -1,6 +1,6 @@
 """The virtual card against 79 published measurements of single operators on A100, H100 and B200.
 
-The measured rows are in tests/data/liger_rows.json, the operators in tests/planning/card/liger_rows.py.
+The measured rows are in tests/data/liger_rows.json, the operators in tests/simulation/liger_rows.py.
 
 Run: python -m benchmarks.cases.liger_rows   (5 seconds)
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.result import write_result
-from tests.planning.card.liger_rows import ROWS, as_printed, measured_bytes, peak_bytes
+from tests.simulation.liger_rows import ROWS, as_printed, measured_bytes, peak_bytes
 
 
 def figures_of(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The virtual card against recorded runs of real GPUs: peaks, reserve, and the allocations one by one.
 
-The runs and what the GPUs held are in tests/planning/card/public_runs.py. Each run is played whole: five steps, then
+The runs and what the GPUs held are in tests/simulation/public_runs.py. Each run is played whole: five steps, then
 the recorded one. Bytes are those of the virtual card; the GPU's stand beside them.
 
 Run: python -m benchmarks.cases.public_runs   (4 minutes)
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.result import write_result
-from tests.planning.card.public_runs import RUNS, CourseRun, num_alike
+from tests.simulation.public_runs import RUNS, CourseRun, num_alike
 
 
 def figures_of(run: CourseRun) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     """Most bytes that a CPU kernel is expected to take and give back inside of itself, beyond its results.
 
     Zero for kernels that only wrap numbers: less than 64 bytes. Held against the allocator in
-    `tests/planning/test_kernels.py`.
+    `tests/simulation/test_kernels.py`.
     """
     if func is _aten.convolution.default:
         return _convolution(args[0], args[1], out, args)

@@ -100,7 +100,7 @@ def estimate_memory_usage(
 
     Source:
         `docs/estimate.md`; held against recorded CPU steps of 65 models in ``tests/planning/test_dryrun.py`` and
-        ``tests/planning/test_transformers.py``.
+        ``tests/simulation/test_transformers.py``.
 
     Example:
         >>> import torch

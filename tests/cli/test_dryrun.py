@@ -1,7 +1,9 @@
 """The `memkit dryrun` command, as typed in a shell, on scripts as users write them."""
 
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -242,3 +244,59 @@ def test_what_convolutions_may_take_inside_and_the_first_guesses_are_said():
     text = render(report)
     assert f"inside kernels, at most {format_bytes(estimate.workspace_bytes):>17}" in text
     assert text.endswith("answered without data\n  a\n  b\n  c\n  d\n  e\n  and 2 more")
+
+
+# ---------------------------------------------------------------------------------------------------- torchrun
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
+    code, out, _ = dryrun(capfd, "ranks.py", "--gpu", "RTX 4090")
+    assert code == 4
+    assert "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT" in out
+    found = {}
+    for num_ranks in ("1", "4"):
+        code, out, err = dryrun(capfd, "--nproc-per-node", num_ranks, "ranks.py", "--gpu", "RTX 4090", "--json")
+        assert code == 0
+        assert f"rank 0 of {num_ranks} by nccl, {num_ranks} cards" in err
+        found[num_ranks] = json.loads(out)
+        assert found[num_ranks]["num_steps"] == 3
+    # DDP's buckets are there beside the gradients, however many ranks there are.
+    weights = 8 * (1024 * 1024 + 1024) * 4
+    assert found["1"]["estimate"]["peak_bytes"] == found["4"]["estimate"]["peak_bytes"] > 5 * weights
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_shards_holds_its_share(capfd):
+    peaks = []
+    for num_ranks in ("2", "8"):
+        code, out, _ = dryrun(capfd, "--nproc-per-node", num_ranks, "ranks.py", "fsdp", "--gpu", "RTX 4090", "--json")
+        assert code == 0
+        estimate = json.loads(out)["estimate"]
+        assert estimate["parameters_bytes"] == pytest.approx(8 * (1024 * 1024 + 1024) * 4 / int(num_ranks), rel=0.01)
+        peaks.append(estimate["peak_bytes"])
+    assert peaks[1] < peaks[0]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_that_starts_its_processes_runs_as_the_first_of_them(capfd):
+    code, out, _ = dryrun(capfd, "spawns.py", "--gpu", "RTX 4090", "--json")
+    assert code == 0
+    assert json.loads(out)["num_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("module", "way"),
+    [
+        ("skimage", "install scikit-image into"),
+        ("no_such_module", "install no_such_module into .* if no_such_module is the project's own"),
+        ("torch._six", "torch._six is no part of the installed torch: install the version"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_missing_module_is_named_as_its_package(capfd, module, way):
+    if module == "skimage" and importlib.util.find_spec(module):
+        pytest.skip("scikit-image is installed")
+    code, out, _ = dryrun(capfd, "imports.py", module, "--gpu", "RTX 4090")
+    assert code == 4
+    assert re.search(way, out)

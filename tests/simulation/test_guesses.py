@@ -9,7 +9,7 @@ from torch import nn
 
 import memkit as mk
 from memkit.planning.virtual_gpu import VirtualGPU
-from tests.planning.reads import (
+from tests.simulation.reads import (
     DECIDING,
     ORDINARY,
     accuracy,

@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, silu
 from memkit._units import MIB
 from memkit.planning.virtual_gpu import VirtualGPU
 
-ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[2] / "data" / "liger_rows.json").read_text())["rows"]
+ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "liger_rows.json").read_text())["rows"]
 _NUM_RUNS = 3  # of ten: from the second on all are alike
 
 

@@ -22,7 +22,7 @@ import torch
 from memkit._simulation.cuda.allocator import ACTIVE, CACHED, AllocatorSettings, Block, CachingAllocator, Driver, Pool
 from memkit._units import MIB
 
-FOLDER = Path(__file__).parents[2] / "data" / "allocator_traces"
+FOLDER = Path(__file__).parents[1] / "data" / "allocator_traces"
 TRACES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads((FOLDER / "index.json").read_text())}
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, OOM, SNAPSHOT, MAP, UNMAP = range(9)
 GIVES = {SEGMENT_ALLOC, MAP}

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from memkit._simulation.cuda import memory, tensors
-from tests.planning.card.liger_rows import ROWS, as_printed, peak_bytes
-from tests.planning.card.public_runs import RUNS, num_alike
+from tests.simulation.liger_rows import ROWS, as_printed, peak_bytes
+from tests.simulation.public_runs import RUNS, num_alike
 
 _BY_NAME = {run.name: run for run in RUNS}
 _ONE_EARLIER = 2  # adding up rows by index gives one of five blocks back earlier than the model does

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from memkit._simulation.cuda.allocator import Block
 from memkit.planning.virtual_gpu import VirtualGPU
-from tests.planning.card.allocator_replay import ALLOC, FREE_REQUESTED
-from tests.planning.card.allocator_replay import FOLDER as TRACES
+from tests.simulation.allocator_replay import ALLOC, FREE_REQUESTED
+from tests.simulation.allocator_replay import FOLDER as TRACES
 
 # ------------------------------------------------------------- the language model of a university course (CS336)
 

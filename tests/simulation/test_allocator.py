@@ -8,7 +8,7 @@ from memkit._recovery.errors import is_out_of_memory
 from memkit._simulation.cuda import allocator
 from memkit._simulation.cuda.allocator import AllocatorSettings, Block, CachingAllocator, Pool
 from memkit._units import GIB, MIB
-from tests.planning.card.allocator_replay import TRACES, Replay, replay
+from tests.simulation.allocator_replay import TRACES, Replay, replay
 
 # Torch 2.13 on a GPU, from a public log; the figures are the log's own, so that only the words are compared.
 REAL_MESSAGE = (

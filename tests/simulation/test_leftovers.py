@@ -410,5 +410,5 @@ def test_a_holder_in_a_module_is_named_by_it(monkeypatch):
         WAITING.put(loss)
         return loss
 
-    with pytest.raises(StateError, match=r"by tests\.planning\.test_leftovers\.WAITING.*empty tests\.planning\."):
+    with pytest.raises(StateError, match=r"by tests\.simulation\.test_leftovers\.WAITING.*empty tests\.simulation\."):
         estimate(Model(None), loss_fn)
