@@ -312,7 +312,8 @@ def has_values(tensor: Tensor) -> bool:
     """Whether a tensor is a number (an optimizer's step count) or a few whole numbers, whose values matter."""
     limit = 1 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _MOST_VALUES
     return (
-        not tensor.requires_grad
+        tensor.layout is torch.strided
+        and not tensor.requires_grad
         and tensor.device == _CPU
         and tensor.untyped_storage().nbytes() <= limit * tensor.dtype.itemsize
     )

@@ -300,3 +300,10 @@ def test_a_missing_module_is_named_as_its_package(capfd, module, way):
     code, out, _ = dryrun(capfd, "imports.py", module, "--gpu", "RTX 4090")
     assert code == 4
     assert re.search(way, out)
+
+
+@pytest.mark.usefixtures("folder")
+def test_workers_that_are_started_anew_find_the_script(capfd):
+    code, out, _ = dryrun(capfd, "spawned_workers.py", "--gpu", "T4", "--json")
+    assert code == 0
+    assert json.loads(out)["num_steps"] == 3

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.tables_patches import patches
+from memkit._errors import NotSimulatedError
 from memkit._recorder import Recorder
 from memkit._simulation.cuda.tensors import CudaTensors
 from memkit._simulation.leftovers import Shared, applied
@@ -262,3 +263,17 @@ def test_data_that_is_set_moves_and_comes_back():
         assert model.weight.device.type == "cpu"
     torch.testing.assert_close(model.weight.detach(), expected, rtol=0, atol=0)
     assert model.weight.grad is None
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse().cuda(),
+        lambda: torch.eye(3).to_sparse().to("cuda"),
+        lambda: torch.sparse_coo_tensor(torch.tensor([[0], [1]]).cuda(), torch.ones(1).cuda(), (2, 2)),
+    ],
+)
+def test_sparse_tensors_on_the_card_are_refused_with_a_way_out(make):
+    with pytest.raises(NotSimulatedError, match=r"layout torch\.sparse_coo at .*test_simulation\.py.*dense tensors"):
+        make()

@@ -15,13 +15,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import StateError
+from memkit._errors import NotSimulatedError, StateError
+from memkit._recorder import Whereabouts
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.leftovers import Patches, applied
@@ -89,6 +90,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             return self._scaled(func, args)
         args, kwargs, names_card = _with_devices(args, kwargs)
         device = kwargs.get("device")
+        if names_card and kwargs.get("layout") not in (None, torch.strided):
+            _refuse_layout(kwargs["layout"])
         if FakeTensor in types or any(issubclass(kind, FakeTensor) for kind in types):
             if func is _COPIED and device is not None and (device.type == "cpu" or args[0].constant is not None):
                 return self._to_host(args[0], kwargs) if device.type == "cpu" else self._transferred(args[0], kwargs)
@@ -152,6 +155,8 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def _transferred(self, tensor: Tensor, kwargs: dict[str, Any], func: Any = _COPIED) -> Tensor:
         """A tensor's copy on the card; whole numbers that are known stay so."""
+        if tensor.layout is not torch.strided:
+            _refuse_layout(tensor.layout)
         known = tensor.constant if isinstance(tensor, FakeTensor) else tensor if has_values(tensor) else None
         with no_dispatch():
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -205,6 +210,16 @@ _DEVICES = {_LAZY: CARD, torch.device("lazy"): CARD, torch.device("cuda"): CARD}
 def _as_cuda(value: Any) -> Any:
     """What C++ made of a card's tensor's device, as Python knows it."""
     return _DEVICES.get(value, value) if type(value) is _Device else value
+
+
+def _refuse_layout(layout: torch.layout) -> NoReturn:
+    raise NotSimulatedError(
+        "a sparse tensor on a virtual GPU",
+        got=f"a tensor of layout {layout} at {Whereabouts().place().line}",
+        expected="dense tensors on the card: CUDA's sparse kernels are not simulated",
+        fix="keep the indices and values as dense tensors (index_add, scatter), or estimate the step for the CPU: "
+        "estimate_memory_usage(model, batch, loss_fn) knows sparse tensors there.",
+    )
 
 
 def _with_devices(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any], bool]:

@@ -10,6 +10,7 @@ the folder). What is found goes to ``folder/report.json``; the script's own outp
 from __future__ import annotations
 
 import json
+import multiprocessing.process
 import os
 import random
 import sys
@@ -154,6 +155,7 @@ def main() -> None:
     mirror.mkdir()
     script = order["script"]
     os.chdir(order["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]  # where workers look for the script
     sys.argv = [script, *order["arguments"]]
     sys.path[0] = str(Path(script).resolve().parent)
     redirection = Redirection(mirror)
@@ -216,7 +218,7 @@ def _begin_alike() -> None:
 def _run(script: str, gpu: VirtualGPU, steps: Steps, num_ranks: int | None) -> tuple[str, dict[str, str] | None, bool]:
     """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
     module = ModuleType("__main__")
-    module.__file__ = script
+    module.__file__ = str(Path(script).resolve())  # as Python has it
     sys.modules["__main__"] = module
     compiled: list[bool] = []
     try:
