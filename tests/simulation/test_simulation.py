@@ -277,3 +277,22 @@ def test_data_that_is_set_moves_and_comes_back():
 def test_sparse_tensors_on_the_card_are_refused_with_a_way_out(make):
     with pytest.raises(NotSimulatedError, match=r"layout torch\.sparse_coo at .*test_simulation\.py.*dense tensors"):
         make()
+
+
+def test_a_parameter_is_made_of_the_class_of_another_one(card):
+    """As accelerate loads weights: ``type(old)(value, requires_grad=...)``."""
+    model = nn.Linear(2, 2, device="meta")
+    made = type(model.weight)(torch.zeros(2, 2), requires_grad=False)
+    assert type(made) is nn.Parameter
+    assert not made.requires_grad
+    model.weight = type(model.weight)(torch.zeros(2, 2, device=card.device), requires_grad=True)
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.is_cuda
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_data_parallel_takes_a_batch_from_the_host(card, place):
+    model = nn.DataParallel(nn.Linear(8, 8).cuda())
+    model(torch.zeros(4, 8, device=place)).sum().backward()
+    assert model.module.weight.grad.is_cuda
+    assert card.peak_bytes > 0

@@ -57,9 +57,7 @@ def answer_patches(card: Card, memory: CudaMemory, tensors: CudaTensors) -> list
         Patches(Tensor, "what CUDA's tensors do in Python", _methods(old_types)),
         Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for a profiler that is not there", dict.fromkeys(_NVTX, _nothing)),
-        Patches(
-            nn.parallel.comm, "`DataParallel` on one card", {"scatter": lambda tensor, *_, **__: (tensor.to("cuda"),)}
-        ),
+        Patches(nn.parallel.scatter_gather, "`DataParallel` on one card", {"Scatter": _Scatter}),
         Patches(to_owner, "`module.to(0)`", {PARSE_TO: _parsing(getattr(to_owner, PARSE_TO))}),
         Patches(
             torch,
@@ -285,6 +283,15 @@ class _Stream:
         return event or _Event()
 
     synchronize = wait_event = wait_stream = _nothing
+
+
+class _Scatter:
+    """Moves a batch to the one card that there is."""
+
+    @staticmethod
+    def apply(target_gpus: Any, chunk_sizes: Any, dim: int, tensor: Tensor) -> tuple[Tensor]:  # noqa: ARG004 - torch's
+        """Move it."""
+        return (tensor.to("cuda"),)
 
 
 class _Event:

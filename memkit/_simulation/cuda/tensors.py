@@ -613,15 +613,22 @@ def _device_functions() -> dict[str, Any]:
             return named if named is not device else normalize(device)
 
         functions[NORMALIZE_DEVICE] = staticmethod(normalized)
-    if IS_MADE_WITH_DEVICE:
-        new = FakeTensor.__new__
-
-        @wraps(new)
-        def created(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-            return new(cls, mode, elem, _for_autograd(torch.device(device)), *args, **kwargs)
-
-        functions["__new__"] = staticmethod(created)
+    functions["__new__"] = staticmethod(_making(FakeTensor.__new__))
     return functions
+
+
+def _making(new: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(new)
+    def made(cls: type, first: Any, *others: Any, **options: Any) -> Any:
+        is_mode = not isinstance(first, Tensor)
+        if not is_mode and options.keys() <= {"requires_grad"} and len(others) < 2:
+            return nn.Parameter(first, *others, **options)  # ``type(parameter)(value)``: what code makes of a Parameter
+        if is_mode and IS_MADE_WITH_DEVICE:
+            elem, device, *rest = others
+            others = elem, _for_autograd(torch.device(device)), *rest
+        return new(cls, first, *others, **options)
+
+    return made
 
 
 def _fallback() -> Callable[..., Any]:

@@ -55,6 +55,7 @@ _PACKAGES = {
     "skvideo": "scikit-video", "umap": "umap-learn", "yaml": "PyYAML",
 }  # fmt: skip
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NETWORK_PACKAGES = ("huggingface_hub", "requests", "urllib3", "httpx")
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
 # What a script would not raise on a card that is there.
 _NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
@@ -283,7 +284,8 @@ def _way_out(error: BaseException | None) -> str:
         return "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT, with torchrun's own N."
     chain = error
     while chain is not None:
-        if isinstance(chain, _NO_NETWORK) or "download" in str(chain).lower():
+        is_of_hub = type(chain).__module__.partition(".")[0] in _NETWORK_PACKAGES
+        if isinstance(chain, _NO_NETWORK) or is_of_hub or "download" in str(chain).lower():
             return "the script asks the network for data that is not here: run it once without memkit to fetch it."
         chain = chain.__cause__ or chain.__context__
     if isinstance(error, FileNotFoundError):
