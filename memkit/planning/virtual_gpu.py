@@ -80,7 +80,7 @@ class VirtualGPU(Uncopied):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> with mk.VirtualGPU("RTX 4090") as gpu:
+        >>> with mk.VirtualGPU("RTX 4090", torch="2.13") as gpu:
         ...     model = torch.nn.Linear(4096, 4096).cuda()
         ...     optimizer = torch.optim.AdamW(model.parameters())
         ...     for _ in range(2):

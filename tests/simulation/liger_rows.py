@@ -25,7 +25,7 @@ def peak_bytes(row: dict[str, Any]) -> int:
     """What ``torch.cuda.max_memory_allocated`` would say of a row's last run."""
     config = {name: value for name, value in row["config"].items() if name not in {"dtype", "hidden_act"}}
     config |= {row["variable"]: row["value"]}
-    with VirtualGPU(row["gpu"]) as gpu:
+    with VirtualGPU(row["gpu"], torch="2.13") as gpu:
         run = _OPERATORS[row["kernel"]](row, config)
         for _ in range(_NUM_RUNS):
             torch.cuda.reset_peak_memory_stats()

@@ -210,7 +210,7 @@ class Run:
 
     def play(self, num_steps: int = 5) -> Played:
         """Run it on a card of compute capability 8.9, whose cuBLAS workspace is that of the recordings."""
-        with VirtualGPU("RTX 4090") as gpu:
+        with VirtualGPU("RTX 4090", torch="2.13") as gpu:
             self._run(num_steps, played := Played(gpu))
         return played
 

@@ -10,6 +10,7 @@ from memkit._simulation.cuda.autocast import operators_by_policy
 from memkit._simulation.cuda.memory import Processors, inside, reduction
 from memkit._torch.cuda import rules_of
 from memkit.planning.virtual_gpu import VirtualGPU
+from tests.rules import VERSION
 from tests.versions import has
 
 _aten = torch.ops.aten
@@ -17,7 +18,7 @@ TURING, AMPERE, GAMING_AMPERE, ADA, HOPPER, BLACKWELL, GAMING_BLACKWELL = (
     (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0),
 )  # fmt: skip
 ADA_CARD = Processors.of(ADA, 128)
-RULES = rules_of()
+RULES = rules_of(VERSION)
 
 
 @pytest.fixture

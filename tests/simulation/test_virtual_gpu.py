@@ -19,8 +19,9 @@ from memkit._torch.versions import parse
 from memkit.planning.predict import estimate_memory_usage
 from memkit.planning.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.rules import VERSION
 
-RULES = rules_of()
+RULES = rules_of(VERSION)
 FIRST_ON_HOPPER = "cudnn" if {(9, 0), (9, None)} & set(RULES.prefers_cudnn) else "flash"
 KIB, MIB = 2**10, 2**20
 WORKSPACE = 2 * 4 * MIB + 8 * 16 * KIB  # of one cuBLAS handle on an RTX 4090

@@ -185,6 +185,7 @@ _OPERATORS: dict[Policy, str] = {
 }
 _SINCE: dict[str, tuple[Policy, tuple[int, int]]] = {"rms_norm": ("float32", (2, 12))}
 _OF_THEIR_OWN = (
+    "_cudnn_rnn",
     "binary_cross_entropy",
     "cudnn_convolution",
     "cudnn_convolution_transpose",
