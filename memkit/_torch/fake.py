@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import _BypassDispatchCache as BypassDispatchCache
 from torch._subclasses.fake_tensor import _DispatchCacheKey as DispatchCacheKey
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils import _device as utils_device
 
 device_context: Callable[[], Any] = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 """Returns the context that `torch.set_default_device` has entered; None where there is none."""
@@ -28,6 +30,9 @@ device_context: Callable[[], Any] = functools.partial(getattr, torch._GLOBAL_DEV
 
 NORMALIZE_DEVICE = "_normalize_fake_device" if hasattr(FakeTensor, "_normalize_fake_device") else None
 """Name of the static method that completes the device of a tensor without data; 2.10 lacks it."""
+
+device_constructors: Callable[[], set[Callable[..., Any]]] = utils_device._device_constructors
+"""Returns the functions that the default device is for; torch keeps the set that it made when it was first asked."""
 
 IS_MADE_WITH_DEVICE = "fake_mode_or_elem" not in inspect.signature(FakeTensor.__new__).parameters
 """Whether ``FakeTensor(mode, elem, device)`` looks at the device before all else: until 2.12."""
@@ -55,6 +60,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "current_default_device",
     "default_device",
+    "device_constructors",
     "device_context",
     "fake_mode_owner",
     "fake_tensor",
@@ -71,8 +77,8 @@ def set_default_device(device: torch.device | None) -> None:
 
 
 def current_default_device() -> torch.device:
-    """Return the device that tensors are made on."""
-    try:
-        return torch.get_default_device()
-    except AttributeError:  # in 2.8, once it was set to None
-        return torch.device(default_device())
+    """Return the device that tensors are made on; `torch.get_default_device` makes a tensor to learn its number."""
+    stack = function_modes()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    modes = [mode for mode in stack if isinstance(mode, utils_device.DeviceContext)]
+    context = modes[-1] if modes else device_context()
+    return torch.device(default_device()) if context is None else context.device

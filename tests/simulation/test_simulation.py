@@ -296,3 +296,33 @@ def test_data_parallel_takes_a_batch_from_the_host(card, place):
     model(torch.zeros(4, 8, device=place)).sum().backward()
     assert model.module.weight.grad.is_cuda
     assert card.peak_bytes > 0
+
+
+NUMBERED = [
+    lambda: torch.zeros(2, device=0),
+    lambda: torch.randint(3, (2,), device=torch.cuda.current_device()),
+    lambda: torch.arange(3, device=0),
+    lambda: torch.ones_like(torch.ones(2), device=0),
+    lambda: torch.ones(2).new_zeros(3, device=0),
+    lambda: torch.tensor([1.0], device=0),
+    lambda: nn.Linear(2, 2, device=0).weight,
+    lambda: torch.ones(2).to(0),
+]
+
+
+@pytest.mark.parametrize("make", NUMBERED)
+def test_a_device_may_be_a_number(make):
+    with mk.VirtualGPU("RTX 4090"):
+        assert make().device == torch.device("cuda", 0)
+
+
+def test_the_default_device_is_for_torchs_own_functions_afterwards():
+    """Torch keeps the set of functions that it is for, from the first time on that it is asked."""
+    torch.utils._device._device_constructors.cache_clear()
+    with mk.VirtualGPU("RTX 4090"):
+        torch.set_default_device("cuda")
+        assert torch.zeros(2).is_cuda
+        assert torch.tensor([1]).is_cuda
+    with torch.device("meta"):
+        assert torch.zeros(2).is_meta
+        assert torch.tensor([1]).is_meta

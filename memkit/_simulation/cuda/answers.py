@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce, wraps
 from types import SimpleNamespace
@@ -18,7 +18,14 @@ from memkit._simulation.cuda.tensors import CARD, CudaTensors
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
 from memkit._simulation.leftovers import Patches, patched
 from memkit._torch.cuda import EXCHANGE, GET_ACCELERATOR, LAZY, RECORD_HISTORY, SNAPSHOT, accelerator_owner
-from memkit._torch.fake import PARSE_TO, FakeTensor, current_default_device, fake_mode_owner, to_owner
+from memkit._torch.fake import (
+    PARSE_TO,
+    FakeTensor,
+    current_default_device,
+    device_constructors,
+    fake_mode_owner,
+    to_owner,
+)
 from memkit._torch.tensors import storage_key
 
 _OLD_TYPES = {
@@ -33,6 +40,14 @@ _OLD_TYPES = {
     "ByteTensor": torch.uint8,
     "BoolTensor": torch.bool,
 }
+# Functions and methods that make tensors on a device.
+_FACTORIES = (
+    "arange", "bartlett_window", "blackman_window", "empty", "empty_like", "empty_strided", "eye", "full", "full_like",
+    "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal", "ones", "ones_like", "rand",
+    "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "tril_indices",
+    "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
@@ -54,18 +69,19 @@ def answer_patches(card: Card, memory: CudaMemory, tensors: CudaTensors) -> list
         Patches(accelerator_owner, "FSDP2 finds the card", {GET_ACCELERATOR: lambda *_: CARD}),
         # LSTMs run step by step: what cuDNN keeps for their backward is its own secret.
         Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
-        Patches(Tensor, "what CUDA's tensors do in Python", _methods(old_types)),
+        Patches(Tensor, "what CUDA's tensors do in Python", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
         Patches(cuda.nvtx, "marks for a profiler that is not there", dict.fromkeys(_NVTX, _nothing)),
         Patches(nn.parallel.scatter_gather, "`DataParallel` on one card", {"Scatter": _Scatter}),
         Patches(to_owner, "`module.to(0)`", {PARSE_TO: _parsing(getattr(to_owner, PARSE_TO))}),
         Patches(
             torch,
-            "generators, compiled models, old defaults, tensors from data, files",
+            "generators, compiled models, old defaults, tensors from data or on `device=0`, files",
             {
                 "Generator": _Generator,
                 "set_default_tensor_type": _set_default_tensor_type,
                 "compile": _compile,
+                **_numbered(torch, _FACTORIES),
                 **_makers(),
                 "load": loading.load(torch.load),
             },
@@ -399,6 +415,22 @@ def _stacked(data: Any) -> Tensor:
     parts = [_stacked(each) for each in data]
     dtype = reduce(torch.promote_types, (each.dtype for each in parts))
     return torch.stack([each.to(dtype) for each in parts])
+
+
+def _numbered(owner: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Let a device be a number: C++ asks the machine for its accelerator."""
+
+    def numbered(make: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            if type(kwargs.get("device")) is int:
+                kwargs["device"] = torch.device("cuda", kwargs["device"])
+            return make(*args, **kwargs)
+
+        return made
+
+    device_constructors()  # torch keeps the functions as they are when it is first asked
+    return {name: numbered(getattr(owner, name)) for name in names}
 
 
 class _OldType(type):

@@ -94,7 +94,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             _refuse_layout(kwargs["layout"])
         if FakeTensor in types or any(issubclass(kind, FakeTensor) for kind in types):
             if func is _COPIED and device is not None and (device.type == "cpu" or args[0].constant is not None):
-                return self._to_host(args[0], kwargs) if device.type == "cpu" else self._transferred(args[0], kwargs)
+                return self._to_host(args[0], kwargs) if device.type == "cpu" else self._transferred(func, args, kwargs)
             if _writes_to_host(func, args):
                 with_data, named = tree_map(self._guessed, (args, kwargs))
                 return func(*with_data, **named)
@@ -103,7 +103,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             if not is_inside and not _is_large_filling(args, kwargs):
                 return func(*args, **kwargs)
         elif device.type == "cuda" and args and isinstance(args[0], Tensor):
-            return self._transferred(args[0], kwargs, func)
+            return self._transferred(func, args, kwargs)
         out = self._without_data(func, types, args, kwargs, args if names_card else ())
         is_known = isinstance(out, FakeTensor) and out.constant is not None and out.fake_device.type == "cpu"
         return self._placed(func, types, args, kwargs, out) if is_known and device is None else out
@@ -153,18 +153,19 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
             args[1].constant = torch.zeros(())  # no infinity was found
         return args[0] if func is _RESCALING else None
 
-    def _transferred(self, tensor: Tensor, kwargs: dict[str, Any], func: Any = _COPIED) -> Tensor:
-        """A tensor's copy on the card; whole numbers that are known stay so."""
+    def _transferred(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """A tensor's copy on the card, or one like it there; whole numbers that are known stay so."""
+        tensor, *others = args
         if tensor.layout is not torch.strided:
             _refuse_layout(tensor.layout)
         known = tensor.constant if isinstance(tensor, FakeTensor) else tensor if has_values(tensor) else None
         with no_dispatch():
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            elem = func(empty, **{**kwargs, "device": torch.device("meta")})
+            elem = func(empty, *others, **{**kwargs, "device": torch.device("meta")})
         fake = FakeTensor(self, elem, kwargs["device"])
         if known is not None:
             with no_dispatch():
-                fake.constant = func(known, **{**kwargs, "device": torch.device("cpu")})
+                fake.constant = func(known, *others, **{**kwargs, "device": torch.device("cpu")})
             self.converter.add_constant_storage_mapping(fake)
         return fake
 
@@ -515,10 +516,13 @@ class _Moved:
 
     def put_back(self) -> None:
         """Make tensors with data of them again."""
-        for each in gc.get_objects() if self._has_moved else ():
-            if issubclass(type(each), Tensor) and _DATA in vars(each):
-                each.grad = None
-                _swap(each, vars(each).pop(_DATA))
+        if not self._has_moved:
+            return
+        # The list of all objects is gone before anything dies: until 2.10 a storage in it would outlive its memory.
+        moved = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _DATA in vars(each)]
+        for each in moved:
+            each.grad = None
+            _swap(each, vars(each).pop(_DATA))
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:

@@ -49,10 +49,10 @@ from memkit.planning.virtual_gpu import VirtualGPU
 _ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
 # Packages whose modules have another name.
 _PACKAGES = {
-    "Bio": "biopython", "PIL": "Pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python", "dateutil": "python-dateutil",
-    "dotenv": "python-dotenv", "git": "GitPython", "hydra": "hydra-core", "mpl_toolkits": "matplotlib",
-    "pytorch_lightning": "pytorch-lightning", "skimage": "scikit-image", "sklearn": "scikit-learn",
-    "skvideo": "scikit-video", "umap": "umap-learn", "yaml": "PyYAML",
+    "Bio": "biopython", "PIL": "Pillow", "absl": "absl-py", "bs4": "beautifulsoup4", "cv2": "opencv-python",
+    "dateutil": "python-dateutil", "dotenv": "python-dotenv", "git": "GitPython", "hydra": "hydra-core",
+    "mpl_toolkits": "matplotlib", "pytorch_lightning": "pytorch-lightning", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "skvideo": "scikit-video", "umap": "umap-learn", "yaml": "PyYAML",
 }  # fmt: skip
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NETWORK_PACKAGES = ("huggingface_hub", "requests", "urllib3", "httpx")
@@ -262,6 +262,7 @@ def _problem(error: BaseException, fix: str) -> dict[str, str]:
     frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
     line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
     message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
+    message = message or f"{type(error).__name__}, which says no more"
     kind = "simulation" if isinstance(error, _NOT_THE_SCRIPTS) else "script"
     return {"error": type(error).__name__, "message": message, "line": line, "fix": fix, "of": kind}
 
@@ -292,7 +293,10 @@ def _way_out(error: BaseException | None) -> str:
         return (
             f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
         )
-    return "see whether `python SCRIPT` fails as well; if not, the virtual card lacks something: docs/dryrun.md."
+    return (
+        "see the script's traceback above; where it does not fail on a GPU, the virtual card lacks something: "
+        "docs/dryrun.md says what (kernels of the script's own are one such thing)."
+    )
 
 
 def _asks_for_rank(error: BaseException | None) -> bool:
