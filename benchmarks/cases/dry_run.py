@@ -28,13 +28,11 @@ from accelerate.commands.estimate import estimate_training_usage
 from accelerate.utils import calculate_maximum_sizes
 from kitsune import predict_memory
 from torch import Tensor, nn
-from torch._C import _get_dispatch_mode as get_dispatch_mode
-from torch._C import _TorchDispatchModeKey as TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.counting import Count
 from benchmarks.models import transformer
 from benchmarks.result import write_result
 from memkit._recorder import Recorder
@@ -47,19 +45,6 @@ from tests.planning.test_dryrun import build
 from tests.planning.truth import NUMBERS, estimate_of, real_step
 
 ROUNDS = 9
-
-
-class Count(TorchDispatchMode):
-    """Counts operators of the steps, which run in a fake tensor mode, and not what prepares them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_operators = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_step = get_dispatch_mode(TorchDispatchModeKey.FAKE) is not None
-        self.num_operators += is_step and func is not torch.ops.prim.device.default
-        return func(*args, **(kwargs or {}))
 
 
 # ------------------------------------------------------------------------------------------------------- truth

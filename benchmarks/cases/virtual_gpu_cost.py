@@ -2,7 +2,7 @@
 
 Processor time of one thread, the least of nine calls after the first; the operators are those that the steps dispatch.
 
-Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.virtual_gpu_cost   (1 minute; needs what dry_run needs)
+Run: KINETO_LOG_LEVEL=6 python -m benchmarks.cases.virtual_gpu_cost   (1 minute)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from benchmarks.cases.dry_run import Count
+from benchmarks.counting import Count
 from benchmarks.result import write_result
 from memkit.planning.predict import estimate_memory_usage
 from tests.planning.test_dryrun import build
