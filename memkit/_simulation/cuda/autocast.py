@@ -191,6 +191,7 @@ _OF_THEIR_OWN = (
     "cudnn_convolution_transpose",
     "norm.Scalar",
     "norm.ScalarOpt_dim",
+    "norm.names_ScalarOpt_dim",
 )
 
 

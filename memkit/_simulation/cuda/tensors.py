@@ -582,10 +582,13 @@ def tensor_patches() -> list[Patches]:
 def _subclassing(as_subclass: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(as_subclass)
     def subclassed(self: Tensor, cls: type[Tensor]) -> Any:
-        if not isinstance(self, FakeTensor) or issubclass(FakeTensor, cls):
+        if not isinstance(self, FakeTensor):
             return as_subclass(self, cls)
         alias = self.view_as(self)
-        alias.__class__ = cls if issubclass(cls, FakeTensor) else _without_data_of(cls)
+        if issubclass(FakeTensor, cls):
+            alias.__class__ = FakeTensor
+        else:
+            alias.__class__ = cls if issubclass(cls, FakeTensor) else _without_data_of(cls)
         return alias
 
     return subclassed
