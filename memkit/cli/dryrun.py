@@ -111,6 +111,7 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
         "script": arguments.script,
         "arguments": own,
         "gpu": gpu.name,
+        "num_ranks": arguments.nproc_per_node,
         "capacity_bytes": gpu.total_bytes,
         "verdict": _word(found, doubts),
         "fits": {"fits": True, "does not fit": False}.get(_word(found, doubts)),
@@ -242,8 +243,9 @@ def render(report: dict[str, Any]) -> str:
     report = _shown(report)
     estimate = MemoryEstimate.from_dict(report["estimate"])
     steps = f"{report['num_steps']} steps in {report['seconds']:.1f} s"
+    ranks = f", rank 0 of {report['num_ranks']} without NCCL's buffers" if report.get("num_ranks") else ""
     lines = [
-        f"{report['script']} on a virtual {report['gpu']}: {steps}, ended {report['ended']}",
+        f"{report['script']} on a virtual {report['gpu']}{ranks}: {steps}, ended {report['ended']}",
         "",
         _verdict(report),
         *_problem(report),

@@ -261,6 +261,7 @@ def test_a_script_for_torchrun_says_so_and_runs_as_the_first_rank(capfd):
         assert f"rank 0 of {num_ranks} by nccl, {num_ranks} cards" in err
         found[num_ranks] = json.loads(out)
         assert found[num_ranks]["num_steps"] == 3
+        assert f"rank 0 of {num_ranks}" in render(found[num_ranks])
     # DDP's buckets are there beside the gradients, however many ranks there are.
     weights = 8 * (1024 * 1024 + 1024) * 4
     assert found["1"]["estimate"]["peak_bytes"] == found["4"]["estimate"]["peak_bytes"] > 5 * weights
