@@ -36,7 +36,7 @@ def masked(length, mask_heads=1, dtype=torch.float16):
     return call
 
 
-LENGTHS = range(57, 98)
+LENGTHS = range(57, 98, 2)
 
 
 @pytest.mark.parametrize("version", ["2.6", "2.10", None])
@@ -52,7 +52,7 @@ def test_peak_and_reserve_grow_with_the_length_under_a_mask(version):
             F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum().backward()
             return gpu.reserved_peak_bytes
 
-    reserves = [reserved(length) for length in range(600, 1200, 49)]
+    reserves = [reserved(length) for length in range(600, 1200, 149)]
     assert reserves == sorted(reserves)
 
 
