@@ -105,8 +105,7 @@ class VirtualGPU(Uncopied):
         self.gpu = find_gpu(gpu)
         capability_of(self.gpu)
         rules = rules_of(torch, cudnn)
-        if isinstance(allocator_settings, str):
-            rules.refuse_unknown_options(allocator_settings)
+        rules.refuse_unknown_options(_options_of(allocator_settings))
         place = Gpu(
             self.gpu,
             capacity_bytes=self.gpu.total_bytes,
@@ -205,6 +204,17 @@ class VirtualGPU(Uncopied):
     def record(self) -> Record:
         """Return what was recorded so far: storages, from birth to death, and what the allocator says."""
         return self._watch.record()
+
+
+def _options_of(settings: AllocatorSettings | str) -> str:
+    """Settings with the names of the options that not all versions know, as far as they are set."""
+    if not isinstance(settings, AllocatorSettings):
+        return str(settings)
+    is_set = {
+        "large_segment_size_mb": settings.large_segment_bytes != AllocatorSettings().large_segment_bytes,
+        "per_process_memory_fraction": settings.memory_fraction != 1,
+    }
+    return ",".join(name for name, is_given in is_set.items() if is_given)
 
 
 @contextmanager

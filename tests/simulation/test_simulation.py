@@ -4,6 +4,7 @@ import ast
 import gc
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.tables_patches import patches
-from memkit._errors import NotSimulatedError
+from memkit._errors import ConfigError, NotSimulatedError
 from memkit._recorder import Recorder
 from memkit._simulation.cuda.tensors import CudaTensors
 from memkit._simulation.leftovers import Shared, applied
@@ -326,3 +327,33 @@ def test_the_default_device_is_for_torchs_own_functions_afterwards():
     with torch.device("meta"):
         assert torch.zeros(2).is_meta
         assert torch.tensor([1]).is_meta
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, device="cuda:1"),
+        lambda: torch.zeros(2).to("cuda:1"),
+        lambda: torch.zeros(2).cuda(1),
+        lambda: nn.Linear(2, 2).to("cuda:1"),
+        lambda: torch.zeros(2, device=1),
+    ],
+)
+def test_a_second_card_is_not_there(card, make):
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        make()
+    assert card.allocated_bytes == 0
+
+
+def test_a_calibrated_workspace_is_taken():
+    gpu = replace(find_gpu("RTX 4090"), cublas_workspace_bytes=3 * MIB, confidence="calibrated")
+    with mk.VirtualGPU(gpu, torch="2.13") as card:
+        x = torch.zeros(512, 512, device="cuda")
+        before = card.allocated_bytes
+        assert (x @ x).is_cuda
+        assert card.memory.workspace_bytes == card.allocated_bytes - before == 3 * MIB
+
+
+def test_settings_that_came_later_are_refused_as_text_is():
+    with pytest.raises(ConfigError, match=r"came with 2\.11"):
+        mk.VirtualGPU("T4", torch="2.6", allocator_settings=mk.AllocatorSettings(large_segment_bytes=30 * MIB))

@@ -81,10 +81,11 @@ class CudaMemory:
         self.stream = 0
         capability = card.compute_capability or (0, 0)
         self._processors = Processors.of(capability, card.num_multiprocessors)
-        self._rules, self._workspace_size = (
-            rules,
-            _LARGE_WORKSPACE if _is_one_of(rules.large_workspaces, capability) else _SMALL_WORKSPACE,
-        )
+        is_large = _is_one_of(rules.large_workspaces, capability)
+        by_rule, measured = _LARGE_WORKSPACE if is_large else _SMALL_WORKSPACE, card.cublas_workspace_bytes
+        # A card that was calibrated under another setting has its own.
+        is_own = measured is not None and measured not in (_LARGE_WORKSPACE, _SMALL_WORKSPACE)
+        self._rules, self._workspace_size = rules, int(measured or 0) if is_own else by_rule
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
 

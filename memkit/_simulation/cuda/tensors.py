@@ -210,7 +210,11 @@ _DEVICES = {_LAZY: CARD, torch.device("lazy"): CARD, torch.device("cuda"): CARD}
 
 def _as_cuda(value: Any) -> Any:
     """What C++ made of a card's tensor's device, as Python knows it."""
-    return _DEVICES.get(value, value) if type(value) is _Device else value
+    if type(value) is not _Device:
+        return value
+    if value.index and value.type in ("lazy", "cuda"):
+        raise RuntimeError(f"CUDA error: invalid device ordinal (cuda:{value.index}, where there is one card: cuda:0)")
+    return _DEVICES.get(value, value)
 
 
 def _refuse_layout(layout: torch.layout) -> NoReturn:

@@ -60,14 +60,15 @@ def _environment(num_ranks: int) -> Iterator[None]:
 
 
 def _patches(num_ranks: int | None) -> list[Patches]:
+    asked = ["nccl"]  # the backend that the script named last
     return [
         Patches(
             dist,
             "a process group that exchanges nothing",
             {
-                "init_process_group": _init(dist.init_process_group, num_ranks),
+                "init_process_group": _init(dist.init_process_group, num_ranks, asked),
                 "is_nccl_available": lambda: True,
-                "get_backend": lambda group=None: "nccl",  # noqa: ARG005 - torch's own signature
+                "get_backend": lambda group=None: asked[-1],  # noqa: ARG005 - torch's own signature
                 "barrier": _nothing,
                 "all_gather_object": _gathered,
                 "gather_object": _gathered_there,
@@ -83,11 +84,13 @@ def _patches(num_ranks: int | None) -> list[Patches]:
     ]
 
 
-def _init(init: Callable[..., None], num_ranks: int | None) -> Callable[..., None]:
+def _init(init: Callable[..., None], num_ranks: int | None, asked: list[str]) -> Callable[..., None]:
     @wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
         """Make a group of the first rank alone."""
-        given = signature(init).bind(*args, **options).arguments.get("world_size", -1)
+        arguments = signature(init).bind(*args, **options).arguments
+        asked.append(str(arguments.get("backend") or "nccl"))
+        given = arguments.get("world_size", -1)
         size = given if given > 0 else num_ranks or int(os.environ["WORLD_SIZE"])  # noqa: TID251 - as torch
         init("fake", store=FakeStore(), rank=0, world_size=size)
 
