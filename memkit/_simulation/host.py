@@ -124,8 +124,13 @@ def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, 
 
 
 def _recurrent_backward(out: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    """All gradients are in float32, as torch's shape function says in 2.13; in 2.12 it does not yet."""
-    return tuple(each.float() for each in out)
+    """All gradients are in float32, as torch's shape function says in 2.13; in 2.12 it does not yet.
+
+    Each bias has its own; the shape function returns one tensor for both.
+    """
+    gradients = [each.float() for each in out]
+    gradients[4] = torch.empty_like(gradients[3])
+    return tuple(gradients)
 
 
 def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:

@@ -154,7 +154,8 @@ class _Surroundings:
         """What a value holds, with how it is called there; what can change is saved."""
         if isinstance(value, ModuleType):
             if self._is_followed(value.__name__):
-                yield from self._named(value, vars(value), "names")
+                named = self._named(value, vars(value), "names")
+                yield from (each for each in named if each[1] != ".__builtins__")  # they are everybody's
         elif isinstance(value, type):
             if self._is_followed(value.__module__):
                 yield from self._named(value, vars(value), "class")
@@ -297,7 +298,9 @@ def _homes_of(root: Any) -> Iterator[ModuleType]:
 
 def _is_own(module: ModuleType | None) -> bool:
     """Whether it is no installed module."""
-    return module is not None and not str(getattr(module, "__file__", "")).startswith(_INSTALLED)
+    if module is None or module.__name__ in sys.builtin_module_names:
+        return False
+    return not str(getattr(module, "__file__", "")).startswith(_INSTALLED)
 
 
 def _is_atom(value: Any) -> bool:

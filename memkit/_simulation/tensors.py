@@ -1,8 +1,9 @@
 """Tensors without data: a mode that makes them and answers for them, and stand-ins in the user's own objects.
 
-`Tensors` is torch's mode of fake tensors for whole steps of sizes that are all numbers: its cache of results has keys
-that are cheap to make, few whole numbers keep their values, and where a step asks for data it gets an answer that is
-counted. `StandIns` puts other tensors in place of those of a model, a batch and an optimizer, and takes them out again.
+`Tensors` is torch's mode of fake tensors for whole steps of sizes that are all numbers: what an operator made of such
+arguments before it makes again without asking torch, few whole numbers keep their values, and where a step asks for
+data it gets an answer that is counted. `StandIns` puts other tensors in place of those of a model, a batch and an
+optimizer, and takes them out again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType, NoneType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +26,19 @@ from memkit._recorder import Whereabouts
 from memkit._settings import Checker
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
-from memkit._torch.dispatch import no_dispatch
+from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch
 from memkit._torch.fake import (
-    BypassDispatchCache,
     DataDependentOutputException,
-    DispatchCacheKey,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorConverter,
     FakeTensorMode,
     default_device,
+    fake_of,
 )
 from memkit._torch.operators import schema_of
+from memkit._torch.pytree import tree_leaves
+from memkit._torch.tensors import storage_key
 
 CALL = "a step on tensors without data"  # whichever call of the user runs it
 _aten = torch.ops.aten
@@ -59,7 +61,13 @@ _COUNTING = frozenset(  # what makes tensors, whose values are known, from nothi
 )
 
 
-_PLAIN = (int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset(
+    {bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_MOST_RECIPES = 2**17
+_META = torch.device("meta")
+# How many labels count follows from their values, and only the backward gets it.
+_COUNTS_LABELS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 
@@ -67,10 +75,9 @@ Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """A fake tensor mode for whole training steps: it answers where a step asks for data, and counts the answers.
 
-    torch's keys for cached results are made for symbolic sizes and for all layouts, and making them is most of a warm
-    run; here all sizes are numbers. torch caches nothing that touches a tensor with values (labels, lengths); but
-    values only matter to an operator if it has those of all its tensors, or writes them, or its result's size follows
-    from them.
+    torch's own cache of results is made for symbolic sizes and for all layouts, and is most of a warm run; here all
+    sizes are numbers. It keeps nothing that touches a tensor with values (labels, lengths); but values only matter to
+    an operator if it has those of all its tensors, or writes them, or its result's size follows from them.
 
     Args:
         selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
@@ -94,6 +101,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             if check.number("selected_fraction", selected_fraction, 0, 1) == 0:
                 raise check.refuse("selected_fraction", selected_fraction, "None, or a share in (0, 1]")
         super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own cache
         self.is_open = True
         self.guesses = Guesses()
         self.fake_tensor_converter = self.converter = _Converter()
@@ -101,6 +109,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._results, self._instead = {**_RESULTS, **(results or {})}, instead or {}
         self._selected_fraction = selected_fraction
         self._has_known = False
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # what a tensor of each device begins with
         # Of storages: a tensor with weak references could not move to another device.
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._most_made = _FEWEST_MADE
@@ -121,6 +130,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         """Let go of all tensors; from here on whoever uses one gets an error."""
         self.is_open = False
         self._stand_ins.clear()
+        self._attributes.clear()
         self.copies = StorageCopies()
         self.fake_tensor_converter = self.converter = _Converter()
 
@@ -174,7 +184,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def without_data(self, tensor: Tensor) -> Tensor:
         """A stand-in without data."""
-        return FakeTensor(self, self.copies.view(tensor, "meta"), _CPU)
+        return self.fake(self.copies.view(tensor, "meta"), _CPU)
 
     def with_values(self, tensor: Tensor) -> Tensor:
         """A stand-in that keeps its values."""
@@ -196,7 +206,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and remember what it made; torch calls this for each."""
-        if not self.is_open and func is not _DEVICE:
+        if func is _DEVICE:  # C++ asks for it, several times in an operator
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        if not self.is_open:
             raise StateError(
                 f"{func} on a tensor without data",
                 got="a tensor of a virtual GPU or an estimate that is over, kept by a variable or a cache",
@@ -210,9 +222,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator without data."""
         if func in self._results:
-            return self._results[func](super().dispatch(func, types, args, kwargs), *args)
+            return self._results[func](self._infer(func, types, args, kwargs), *args)
         try:
-            out = self._instead[func](*args) if func in self._instead else super().dispatch(func, types, args, kwargs)
+            out = self._instead[func](*args) if func in self._instead else self._infer(func, types, args, kwargs)
         except DataDependentOutputException:
             value = known_value(args[0])
             return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
@@ -254,37 +266,69 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         shape = torch.broadcast_shapes(tensor.shape, *(mask.shape for mask in others))  # type: ignore[no-untyped-call]
         return tensor.new_empty(math.ceil(self._selected_fraction * math.prod(shape)))
 
-    # ------------------------------------------------------------------------------------------------ cache
+    # --------------------------------------------------------------------------------- what operators make
 
-    def _cache_key(
-        self,
-        state: object,  # noqa: ARG002 - what symbolic sizes need
-        func: Any,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-    ) -> DispatchCacheKey:
-        """Torch calls this before it looks a result up; `BypassDispatchCache` says that there is none."""
-        key = [
-            type(self),  # the cache is one for all modes
+    def _infer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What torch's shape function says an operator makes; it is asked once for the same arguments."""
+        key = self._key(func, args, kwargs)
+        if key is None:
+            return args[0] if self._counts_up(func, args, kwargs) else super().dispatch(func, types, args, kwargs)
+        recipe = _recipes.get(key)
+        if recipe is not None:
+            return self.again(recipe, func, args, kwargs)
+        num_guesses = self.guesses.total()
+        out: Any = super().dispatch(func, types, args, kwargs)
+        if func in _COUNTS_LABELS:
+            out[1].constant = None
+        is_certain = self.guesses.total() == num_guesses  # else its size may follow from a guess
+        recipe = self._recipe_of(out, args, kwargs) if is_certain and _may_be_kept(func) else None
+        if recipe is not None:
+            if len(_recipes) >= _MOST_RECIPES:
+                _recipes.clear()
+            _recipes[key] = recipe
+        return out
+
+    def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - for who checks it
+        """What an operator made of such arguments before."""
+        return self._follow(recipe, args)
+
+    def _counts_up(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Add a number to a known tensor, as layers do that count their batches; torch would make a new one."""
+        is_known = func is _aten.add_.Tensor and isinstance(args[0], FakeTensor) and args[0].constant is not None
+        if not is_known or type(args[1]) is not int:
+            return False
+        with no_dispatch():
+            args[0].constant.add_(args[1], **kwargs)
+        return True
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[object, ...] | None:
+        """What a result follows from; None where that is more than this."""
+        key: list[object] = [
+            type(self),  # the same results serve all modes of a kind
             func,
             torch.get_default_dtype(),
             default_device(),
             torch.is_inference_mode_enabled(),
             *kwargs,
         ]
-        has_values = self._add(key, (*args, *kwargs.values()))
-        is_mutable = schema_of(func).is_mutable
-        if True in has_values and (False not in has_values or is_mutable or not _READ_VALUES.isdisjoint(func.tags)):
-            raise BypassDispatchCache("values")
-        return DispatchCacheKey(tuple(key))
+        has_values: set[bool] = set()
+        if not self._add(key, args, has_values) or not self._add(key, kwargs.values(), has_values):
+            return None
+        if True in has_values and (
+            False not in has_values or schema_of(func).is_mutable or not _READ_VALUES.isdisjoint(func.tags)
+        ):
+            return None
+        return tuple(key)
 
-    def _add(self, key: list[object], arguments: Iterable[object]) -> set[bool]:
-        """Add arguments to a key; returns whether the tensors among them have values."""
-        has_values = set()
+    def _add(self, key: list[object], arguments: Iterable[object], has_values: set[bool]) -> bool:
+        """Add arguments to a key, and whether tensors have values to a set; says whether a key can be made of them."""
         for argument in arguments:
-            if isinstance(argument, FakeTensor):
+            kind = type(argument)
+            if kind in _PLAIN:
+                key += kind, argument  # 1 and 1.0 are equal, but their results are not
+            elif isinstance(argument, FakeTensor):
                 if argument.fake_mode is not self or argument.layout is not torch.strided:
-                    raise BypassDispatchCache("another mode's tensor, or no strides")
+                    return False
                 has_values.add(argument.constant is not None)
                 key += (
                     argument.dtype,
@@ -299,13 +343,109 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
                     argument.is_inference(),
                 )
             elif isinstance(argument, (list, tuple)):
-                key += type(argument), len(argument)
-                has_values |= self._add(key, argument)
-            elif isinstance(argument, _PLAIN):
-                key += type(argument), argument  # 1 and 1.0 are equal, but their results are not
+                key += kind, len(argument)
+                if not self._add(key, argument, has_values):
+                    return False
             else:
-                raise BypassDispatchCache("an argument that is no plain value")
-        return has_values
+                return False
+        return True
+
+    def _recipe_of(self, out: Any, args: Any, kwargs: Any) -> _Recipe | None:
+        """How to make a result again; None where that is not known."""
+        if out is None or type(out) is bool:
+            return _Plain(out)
+        if isinstance(out, (tuple, list)):
+            recipes = [self._recipe_of(each, args, kwargs) for each in out]
+            known = tuple(each for each in recipes if each is not None)
+            new = [_storage_of(each) for each, recipe in zip(out, recipes, strict=True) if _is_new(recipe)]
+            is_known = len(known) == len(recipes) and len(set(new)) == len(new)
+            return _Several(list if isinstance(out, list) else tuple, known) if is_known else None
+        if not isinstance(out, FakeTensor) or out.constant is not None or out.layout is not torch.strided:
+            return None
+        given = [index for index, arg in enumerate(args) if arg is out]
+        return _Given(given[0]) if given else self._recipe_of_one(out, args, kwargs)
+
+    def _recipe_of_one(self, out: FakeTensor, args: Any, kwargs: Any) -> _Made | None:
+        storage = _storage_of(out)
+        bases = [index for index, arg in enumerate(args) if _storage_of(arg) == storage]
+        others = [arg for arg in args if not isinstance(arg, Tensor)]
+        if len(bases) > 1 or storage in map(_storage_of, tree_leaves((others, kwargs))):
+            return None  # of whose storage it is a view, other arguments may decide
+        base = bases[0] if bases else None
+        made = _Made(tuple(out.shape), out.stride(), out.dtype, out.fake_device, int(out.storage_offset()), base)
+        return made if _unlike(self._follow(made, args)) == _unlike(out) else None
+
+    def _follow(self, recipe: _Recipe, args: Sequence[Any]) -> Any:
+        if isinstance(recipe, _Made):
+            with no_dispatch():
+                elem = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device=_META)
+                if recipe.base is not None:
+                    elem.set_(args[recipe.base].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
+            return self.fake(elem, recipe.device)
+        if isinstance(recipe, _Given):
+            return args[recipe.position]
+        if isinstance(recipe, _Several):
+            return recipe.kind([self._follow(each, args) for each in recipe.items])
+        return recipe.value
+
+    def fake(self, elem: Tensor, device: torch.device) -> Tensor:
+        """Make a tensor without data of one on the meta device."""
+        attributes = self._attributes.get(device)
+        if attributes is not None:
+            return fake_of(elem, device, attributes)
+        fake = FakeTensor(self, elem, device)
+        self._attributes[device] = vars(fake).copy()
+        return fake
+
+
+class _Made(NamedTuple):
+    """A tensor that an operator made: new, or a view of its argument number ``base``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    offset: int
+    base: int | None
+
+
+class _Given(NamedTuple):
+    """The argument that an operator returned."""
+
+    position: int
+
+
+class _Plain(NamedTuple):
+    value: bool | None
+
+
+class _Several(NamedTuple):
+    kind: type
+    items: tuple[_Recipe, ...]
+
+
+_Recipe: TypeAlias = _Made | _Given | _Plain | _Several
+_recipes: dict[tuple[object, ...], _Recipe] = {}  # a cache for the process, as torch's own is
+
+
+def _may_be_kept(func: Any) -> bool:
+    """Whether an operator does nothing but make its result, as far as one can tell."""
+    is_known = type(func) is OpOverload and func.namespace in ("aten", "prims", "prim")
+    return is_known and torch.Tag.inplace_view not in func.tags
+
+
+def _is_new(recipe: _Recipe | None) -> bool:
+    return isinstance(recipe, _Made) and recipe.base is None
+
+
+def _storage_of(value: Any) -> int | None:
+    is_dense = isinstance(value, FakeTensor) and value.layout is torch.strided
+    return storage_key(value.untyped_storage()) if is_dense else None
+
+
+def _unlike(tensor: Tensor) -> tuple[object, ...]:
+    """What else can tell a tensor from one that `_Made` describes."""
+    return tensor.untyped_storage().nbytes(), tensor.storage_offset(), tensor.requires_grad, keys_of(tensor)
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
 """What passes through torch's dispatcher: modes that see each operator, and keys that are left out for a block."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ def fake_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+keys_of: Callable[[torch.Tensor], DispatchKeySet] = torch._C._dispatch_keys
+"""Returns what decides which kernels a tensor's operators run."""
+
+
 def counting_in_views() -> Any:
     """In the block below autograd, let views count their changes as they do above it."""
     return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - torch's form
@@ -43,6 +48,7 @@ __all__ = [
     "current_modes",
     "fake_mode",
     "is_traceable_wrapper_subclass_type",
+    "keys_of",
     "no_dispatch",
     "pop_mode",
     "private_backend_name",

@@ -110,7 +110,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
     def without_data(self, tensor: Tensor) -> Tensor:
         """A stand-in on the card."""
-        return FakeTensor(self, self.copies.view(tensor, "meta"), CARD)
+        return self.fake(self.copies.view(tensor, "meta"), _LAZY)
 
     def with_values(self, tensor: Tensor) -> Tensor:
         """A stand-in that keeps its values: on the card, but for an optimizer's step count."""
