@@ -1,6 +1,7 @@
 """What passes through torch's dispatcher: modes that see each operator, and keys that are left out for a block."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch._ops import OpOverload  # an operator; others are of higher order
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each operator; documented, but its module is private
+    _disable_current_modes,
     is_traceable_wrapper_subclass_type,  # a tensor that holds other tensors
 )
-from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
 from torch.utils._python_dispatch import _pop_mode as pop_mode
 from torch.utils._python_dispatch import _push_mode as push_mode
@@ -27,6 +28,11 @@ from torch.utils._python_dispatch import _push_mode as push_mode
 def fake_mode() -> Any:
     """Return the mode of tensors without data that is active; None where none is."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """In the block, no mode sees an operator."""
+    return _disable_current_modes() if current_modes() else nullcontext()
 
 
 keys_of: Callable[[torch.Tensor], DispatchKeySet] = torch._C._dispatch_keys

@@ -183,7 +183,7 @@ class DivisorWatch:
             table: list[list[Factor]] = [[weight for weight, _ in group], *columns]
             if any(isinstance(each, Tensor) and not each.is_cpu for line in table for each in line):
                 return self._later(table)
-            return _is_uneven(_stacked(table).tolist())
+            return _is_uneven([[float(each) for each in line] for line in table])
 
     def _later(self, table: list[list[Factor]]) -> bool:
         previous, is_there = self._pending, self._arrival is None or self._arrival.query()

@@ -84,6 +84,7 @@ class Driver:
         self._model, self._computation = model, computation
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
         self._divisors, self._was_uneven = DivisorWatch(), False
+        self._is_lazy = True  # until it was seen not to be
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.state_watch.changes_attributes &= watches_attributes
         self.current: Attempt | CheckAttempt | None = None
@@ -130,7 +131,8 @@ class Driver:
             ConfigError: The loss mixes the rows.
         """
         # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
-        is_looked_at = run.was_cut and not has_lazy_parameters(self._model)
+        self._is_lazy = self._is_lazy and has_lazy_parameters(self._model)
+        is_looked_at = run.was_cut and not self._is_lazy
         if is_looked_at:
             is_looked_at = yield from self._look_at_split(run, loss_fn)
         while (attempt := run.next_attempt()) is not None:

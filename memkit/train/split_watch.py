@@ -14,6 +14,7 @@ from torch import nn
 from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit._recovery.batch import BatchRun, Forced
+from memkit._torch.dispatch import fake_mode
 from memkit._torch.fake import FakeTensor
 from memkit.train.split import list_leaves
 from memkit.train.split_check import SplitVerdict, take_workspace
@@ -67,7 +68,7 @@ class SplitWatch:
     @property
     def is_simulated(self) -> bool:
         """Whether the step is simulated, which has no gradients to compare."""
-        return any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
+        return fake_mode() is not None and any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
