@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from typing import Any
 _WAITING = (signal.SIGINT, signal.SIGTERM)
 _PASSIVE = (signal.SIG_DFL, signal.SIG_IGN)
 # Beneath the enums that the module's own functions turn their arguments and results into, which take longer.
-_get, _set = inspect.unwrap(signal.getsignal), inspect.unwrap(signal.signal)
+_beneath: Any = vars(signal)["_signal"]
+_get, _set = _beneath.getsignal, _beneath.signal
 
 
 def are_plain() -> bool:
