@@ -34,11 +34,11 @@ from memkit._torch.fake import (
     FakeTensorConverter,
     FakeTensorMode,
     default_device,
-    fake_of,
+    refuse_data_pointer,
 )
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
-from memkit._torch.tensors import storage_key
+from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 
 CALL = "a step on tensors without data"  # whichever call of the user runs it
 _aten = torch.ops.aten
@@ -389,13 +389,17 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return recipe.value
 
     def fake(self, elem: Tensor, device: torch.device) -> Tensor:
-        """Make a tensor without data of one on the meta device."""
+        """Make a tensor without data of one on the meta device, as `FakeTensor` does, whose checks take much longer."""
         attributes = self._attributes.get(device)
-        if attributes is not None:
-            return fake_of(elem, device, attributes)
-        fake = FakeTensor(self, elem, device)
-        self._attributes[device] = vars(fake).copy()
-        return fake
+        if attributes is None:
+            fake = FakeTensor(self, elem, device)
+            self._attributes[device] = vars(fake).copy()
+            return fake
+        make = getattr(Tensor, MAKE_SUBCLASS)
+        made: Tensor = make(FakeTensor, elem, dispatch_device=True, device_for_backend_keys=device)
+        refuse_data_pointer(made)
+        vars(made).update(attributes)
+        return made
 
 
 class _Made(NamedTuple):

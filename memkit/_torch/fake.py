@@ -22,8 +22,6 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _device as utils_device
 
-from memkit._torch.tensors import MAKE_SUBCLASS
-
 device_context: Callable[[], Any] = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
 """Returns the context that `torch.set_default_device` has entered; None where there is none."""
 
@@ -36,6 +34,9 @@ device_constructors: Callable[[], set[Callable[..., Any]]] = utils_device._devic
 
 IS_MADE_WITH_DEVICE = "fake_mode_or_elem" not in inspect.signature(FakeTensor.__new__).parameters
 """Whether ``FakeTensor(mode, elem, device)`` looks at the device before all else: until 2.12."""
+
+refuse_data_pointer: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
+"""Lets who asks a tensor without data for its address get an error."""
 
 RUN_FALLBACK = "run_fallback_kernel"
 """Name of the function of `fake_tensor` that runs an operator without a shape function on zeros."""
@@ -61,8 +62,8 @@ __all__ = [
     "device_constructors",
     "device_context",
     "fake_mode_owner",
-    "fake_of",
     "fake_tensor",
+    "refuse_data_pointer",
     "set_default_device",
     "to_owner",
 ]
@@ -81,16 +82,3 @@ def current_default_device() -> torch.device:
     modes = [mode for mode in stack if isinstance(mode, utils_device.DeviceContext)]
     context = modes[-1] if modes else device_context()
     return torch.device(default_device()) if context is None else context.device
-
-
-def fake_of(elem: torch.Tensor, device: torch.device, attributes: dict[str, Any]) -> FakeTensor:
-    """Make a tensor without data that begins with the attributes of another of its mode and device.
-
-    As ``FakeTensor(mode, elem, device)`` does, whose checks take most of its time.
-    """
-    made: FakeTensor = getattr(torch.Tensor, MAKE_SUBCLASS)(
-        FakeTensor, elem, dispatch_device=True, device_for_backend_keys=device
-    )
-    torch._C._set_throw_on_mutable_data_ptr(made)
-    vars(made).update(attributes)
-    return made

@@ -56,7 +56,7 @@ def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
     def estimate():
         mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, target="RTX 4090", precision=precision)
 
-    files = files_of(estimate) - {"_torch/fake.py"}  # older optimizers make tensors, and the seam is asked where
+    files = files_of(estimate) - {"_torch/fake.py"}  # 2.8's optimizers make tensors, and the seam is asked where
     assert len(files) <= most, sorted(files)
     assert {"_simulation/simulation.py", "_simulation/cuda/allocator.py", "_recorder.py"} <= files
 
