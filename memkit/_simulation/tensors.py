@@ -34,7 +34,7 @@ from memkit._torch.fake import (
     FakeTensorConverter,
     FakeTensorMode,
     default_device,
-    refuse_data_pointer,
+    guard_data_pointer,
 )
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
@@ -397,7 +397,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             return fake
         make = getattr(Tensor, MAKE_SUBCLASS)
         made: Tensor = make(FakeTensor, elem, dispatch_device=True, device_for_backend_keys=device)
-        refuse_data_pointer(made)
+        guard_data_pointer(made)
         vars(made).update(attributes)
         return made
 

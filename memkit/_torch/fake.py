@@ -35,8 +35,12 @@ device_constructors: Callable[[], set[Callable[..., Any]]] = utils_device._devic
 IS_MADE_WITH_DEVICE = "fake_mode_or_elem" not in inspect.signature(FakeTensor.__new__).parameters
 """Whether ``FakeTensor(mode, elem, device)`` looks at the device before all else: until 2.12."""
 
-refuse_data_pointer: Callable[[torch.Tensor], None] = torch._C._set_throw_on_mutable_data_ptr
-"""Lets who asks a tensor without data for its address get an error."""
+guard_data_pointer: Callable[[torch.Tensor], None] = (
+    torch._C._set_warn_deprecated_on_mutable_data_ptr
+    if torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access
+    else torch._C._set_throw_on_mutable_data_ptr
+)
+"""Lets who asks a tensor without data for its address get a warning, or an error: as torch is set."""
 
 RUN_FALLBACK = "run_fallback_kernel"
 """Name of the function of `fake_tensor` that runs an operator without a shape function on zeros."""
@@ -63,7 +67,7 @@ __all__ = [
     "device_context",
     "fake_mode_owner",
     "fake_tensor",
-    "refuse_data_pointer",
+    "guard_data_pointer",
     "set_default_device",
     "to_owner",
 ]
