@@ -9,6 +9,7 @@ import torch
 from torch import _guards as fake_mode_owner  # its `detect_fake_mode` says whether tensors have no data
 from torch._C import _get_default_device as default_device
 from torch._C import _nn as to_owner  # its `_parse_to` reads the arguments of `module.to(...)`
+from torch._functorch import config as functorch_settings
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,7 +38,7 @@ IS_MADE_WITH_DEVICE = "fake_mode_or_elem" not in inspect.signature(FakeTensor.__
 
 guard_data_pointer: Callable[[torch.Tensor], None] = (
     torch._C._set_warn_deprecated_on_mutable_data_ptr
-    if torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access
+    if functorch_settings.fake_tensor_allow_unsafe_data_ptr_access
     else torch._C._set_throw_on_mutable_data_ptr
 )
 """Lets who asks a tensor without data for its address get a warning, or an error: as torch is set."""
