@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _get_dispatch_mode as get_dispatch_mode
-from torch._C import _TorchDispatchModeKey as TorchDispatchModeKey
+from torch._C import _get_dispatch_mode as get_dispatch_mode, _TorchDispatchModeKey as TorchDispatchModeKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

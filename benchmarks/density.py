@@ -24,7 +24,7 @@ WIDTH = 32
 Consistency = tuple[str, float]  # kind and weight
 
 
-def load(side: str, num_points: int) -> mk.PointScene:
+def load(side: str, num_points: int) -> mk.recipes.PointScene:
     """Points spread evenly over a hemisphere, with their normals, and whether the cortex is sunken there."""
     fsaverage = datasets.fetch_surf_fsaverage("fsaverage5")
     mesh = surface.load_surf_mesh(fsaverage[f"white_{side}"])
@@ -46,7 +46,9 @@ def load(side: str, num_points: int) -> mk.PointScene:
         return (values[chosen] * shares).sum(1)
 
     is_sunken = between_corners(depth[:, None])[:, 0] > 0
-    return mk.PointScene(between_corners(points), F.normalize(between_corners(normals)), is_sunken.long(), key=side)
+    return mk.recipes.PointScene(
+        between_corners(points), F.normalize(between_corners(normals)), is_sunken.long(), key=side
+    )
 
 
 class Block(nn.Module):
@@ -58,7 +60,7 @@ class Block(nn.Module):
         self.look = nn.Sequential(nn.LayerNorm(WIDTH + 7), nn.Linear(WIDTH + 7, WIDTH), nn.GELU())
         self.update = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, batch: mk.PointBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: mk.recipes.PointBatch) -> Tensor:
         index = mk.GridIndex.from_coords(
             batch.coords, self.cell_mm, batch.offsets
         )  # no cell holds points of two clouds
@@ -83,16 +85,18 @@ class PointNet(nn.Module):
         self.blocks = nn.ModuleList(map(Block, POOLING_MM))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
 
-    def forward(self, batch: mk.PointBatch) -> Tensor:
+    def forward(self, batch: mk.recipes.PointBatch) -> Tensor:
         x = self.first(batch.features)
         for block in self.blocks:
             x = block(x, batch)
         return self.head(x)
 
 
-def predict(model: nn.Module, scene: mk.PointScene, rows: Tensor) -> Tensor:
+def predict(model: nn.Module, scene: mk.recipes.PointScene, rows: Tensor) -> Tensor:
     with torch.no_grad():
-        return model(mk.PointBatch(scene.coords[rows], scene.features[rows], torch.tensor([len(rows)]))).argmax(1)
+        return model(mk.recipes.PointBatch(scene.coords[rows], scene.features[rows], torch.tensor([len(rows)]))).argmax(
+            1
+        )
 
 
 class Score(NamedTuple):
@@ -109,7 +113,7 @@ class Score(NamedTuple):
     same: float
 
 
-def scores(model: nn.Module, scene: mk.PointScene) -> dict[str, Score]:
+def scores(model: nn.Module, scene: mk.recipes.PointScene) -> dict[str, Score]:
     """The score of each density."""
     sampler = mk.GridAwareSampler(seed=1)
     samples = sampler.sample_scenarios(sampler.index(scene.coords, GRID_MM))
@@ -125,7 +129,7 @@ def scores(model: nn.Module, scene: mk.PointScene) -> dict[str, Score]:
 
 
 def make_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scene: mk.PointScene, consistency: Consistency | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, scene: mk.recipes.PointScene, consistency: Consistency | None
 ) -> Callable[[], tuple[float, str]]:
     """A step on all densities, or with None on the scan as it is; it returns the loss and where time went."""
     if consistency is not None:
@@ -139,7 +143,7 @@ def make_step(
             return result.loss.item(), result.line()
 
     else:
-        batch = mk.PointBatch(scene.coords, scene.features, torch.tensor([len(scene.coords)]))
+        batch = mk.recipes.PointBatch(scene.coords, scene.features, torch.tensor([len(scene.coords)]))
 
         def step() -> tuple[float, str]:
             loss = F.cross_entropy(model(batch), scene.targets)
@@ -152,7 +156,7 @@ def make_step(
 
 
 def train(
-    scene: mk.PointScene, num_steps: int, consistency: Consistency | None, seed: int = 0
+    scene: mk.recipes.PointScene, num_steps: int, consistency: Consistency | None, seed: int = 0
 ) -> tuple[nn.Module, list[float], str]:
     """Return the trained model, the loss of each step, and where the last one's time went."""
     torch.manual_seed(seed)

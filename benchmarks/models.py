@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.reference_family import sample_batch
-from memkit import TrainingConfig
+from memkit.predict import TrainingConfig
 
 Loss = Callable[[nn.Module, Any], Tensor]
 

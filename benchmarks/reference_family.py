@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit import TrainingConfig
+from memkit.predict import TrainingConfig
 
 IN_CHANNELS = 4  # occupancy, ink, height, surface
 LATENT_CHANNELS = 4

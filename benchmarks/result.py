@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import memkit
-from memkit._atomic import write_text
+from memkit._machine.files import write_text
 
 FOLDER = Path(__file__).parent / "results"
 

@@ -22,7 +22,7 @@ def render(text: str) -> str:
 def patches() -> str:
     """Owners, what is changed of each, and why."""
     from memkit._simulation.simulation import Gpu
-    from memkit.planning.gpus import find_gpu
+    from memkit.predict.gpus import find_gpu
 
     place = Gpu(find_gpu("RTX 4090"))
     with place.on_stage(place.make_tensors(None)) as found:

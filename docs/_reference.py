@@ -1,4 +1,4 @@
-"""Writes the site's reference while it is built: a page for each room, from the names that memkit exports.
+"""Writes the site's reference while it is built: a page for each public package, from the names that it exports.
 
 A hook of mkdocs and an extension of griffe, which reads the docstrings (both named in mkdocs.yml). No page is
 committed, so that a new name cannot be forgotten; a new room stops the strict build until it has a place in the nav.
@@ -18,7 +18,6 @@ from mkdocs.structure.files import File, Files
 import memkit
 import memkit.cli
 
-_TOOLS = "tools"
 _INTEGRATIONS = ("transformers", "lightning", "fabric", "torch_geometric", "torchmetrics")
 
 
@@ -26,19 +25,17 @@ def pages() -> dict[str, str]:
     """Write the pages.
 
     Returns:
-        The Markdown of each page by its name: one for each room, "tools" for names that live in no room,
-        "integrations" for what is imported from `memkit.integrations`, "shell" for the commands, and "index".
+        The Markdown of each page by its name: one for each public package, "integrations" for what is imported
+        from `memkit.integrations`, "shell" for the commands, and "index".
     """
-    rooms: dict[str, list[str]] = {}
-    for name, home in memkit._HOMES.items():  # noqa: SLF001 - where each name lives is what the pages are made from
-        rooms.setdefault(_TOOLS if home.startswith("_") else home.split(".")[0], []).append(name)
-    index = ["# All names\n\nEach is an attribute of `memkit`; the pages follow the rooms that the names live in.\n"]
+    top = set(memkit.__all__)
+    index = [f"# All names\n\nAttributes of `memkit` itself: {', '.join(f'`{name}`' for name in sorted(top))}.\n"]
     written = {}
-    for room, names in sorted(rooms.items(), key=lambda item: (item[0] == _TOOLS, item[0])):
-        title = "Tools and errors" if room == _TOOLS else f"memkit.{room}"
-        written[room] = "\n\n".join([f"# {title}", *(f"::: memkit.{name}" for name in names)]) + "\n"
-        links = ", ".join(f"[`{name}`]({room}.md#memkit.{name})" for name in names)
-        index.append(f"## {title}\n\n{links}\n")
+    for room in memkit._PACKAGES:  # noqa: SLF001 - the one list of them
+        names = importlib.import_module(f"memkit.{room}").__all__
+        written[room] = "\n\n".join([f"# memkit.{room}", *(f"::: memkit.{room}.{name}" for name in names)]) + "\n"
+        links = ", ".join(f"[`{name}`]({room}.md#memkit.{room}.{name})" for name in names)
+        index.append(f"## memkit.{room}\n\n{links}\n")
     index.append("What other frameworks need is imported by its module: [memkit.integrations](integrations.md).\n")
     return written | {"integrations": _integrations(), "shell": _shell(), "index": "\n".join(index)}
 

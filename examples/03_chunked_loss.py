@@ -74,7 +74,7 @@ def train(num_epochs: int, num_rows: int, tracker: mk.Tracker) -> None:
         for batch in loader:
             trainer.train_step(batch, loss_fn)
         loss = validate(model, val_batches)
-        peak, seconds = mk.format_bytes(tracker.peak_since(mark)), time.process_time() - start
+        peak, seconds = mk.memory.format_bytes(tracker.peak_since(mark)), time.process_time() - start
         print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
 
 

@@ -83,7 +83,7 @@ def train(num_epochs: int, num_rows: int, memory: mk.MemoryManager, tracker: mk.
             trainer.train_step(batch, loss_fn)
             memory.step()
         loss = validate(model, val_batches)
-        peak, seconds = mk.format_bytes(tracker.peak_since(mark)), time.process_time() - start
+        peak, seconds = mk.memory.format_bytes(tracker.peak_since(mark)), time.process_time() - start
         print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
 
 
@@ -97,7 +97,7 @@ def main() -> None:
         train(num_epochs, num_rows, memory, tracker)
     print(memory.summary())
     memory.close()
-    mk.write_report(mk.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
+    mk.write_report(mk.report.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
     print(f"report: {folder / 'report.html'}")
 
 

@@ -73,7 +73,7 @@ def train(num_epochs: int, num_rows: int, memory: mk.MemoryManager, tracker: mk.
     for epoch in range(num_epochs):
         start, mark = time.process_time(), tracker.mark()
         loss = loop.run(epoch + 1).validation["loss"]
-        peak, seconds = mk.format_bytes(tracker.peak_since(mark)), time.process_time() - start
+        peak, seconds = mk.memory.format_bytes(tracker.peak_since(mark)), time.process_time() - start
         print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
 
 
@@ -88,7 +88,7 @@ def main() -> None:
         train(num_epochs, num_rows, memory, tracker)
     print(memory.summary())
     memory.close()
-    mk.write_report(mk.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
+    mk.write_report(mk.report.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
     print(f"report: {folder / 'report.html'}")
 
 

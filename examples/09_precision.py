@@ -81,7 +81,7 @@ def train(
         if result.validation is None:  # this epoch was done before the stop
             continue
         loss = result.validation["loss"]
-        peak, seconds = mk.format_bytes(tracker.peak_since(mark)), time.process_time() - start
+        peak, seconds = mk.memory.format_bytes(tracker.peak_since(mark)), time.process_time() - start
         print(f"epoch {epoch + 1}: validation loss {loss:.5f}, peak {peak}, {seconds:.1f} s")
     state.close()
 
@@ -98,7 +98,7 @@ def main() -> None:
             train(num_epochs, num_rows, memory, tracker, folder, last)
     print(memory.summary())
     memory.close()
-    mk.write_report(mk.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
+    mk.write_report(mk.report.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
     print(f"report: {folder / 'report.html'}")
 
 

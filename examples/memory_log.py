@@ -61,13 +61,13 @@ def main() -> None:
     print(memory.summary(), end="\n\n")
     print(*leaks, sep="\n", end="\n\n")
     del outputs
-    print(f"given back: {mk.format_bytes(memory.release())}\n")
+    print(f"given back: {mk.memory.format_bytes(memory.release())}\n")
 
     with memory.track() as tracker, memory.phase("one step, watched"):
         train_step(x[:BATCH], y[:BATCH])
-    print(f"a step takes {mk.format_bytes(tracker.peak_bytes)} in tensors, most of it:")
+    print(f"a step takes {mk.memory.format_bytes(tracker.peak_bytes)} in tensors, most of it:")
     for category, nbytes in list(tracker.peak_by_category.items())[:4]:
-        print(f"  {mk.format_bytes(nbytes):>10}  {category}")
+        print(f"  {mk.memory.format_bytes(nbytes):>10}  {category}")
 
     try:
         with memory.post_mortem(folder), memory.phase("too large"):
@@ -77,7 +77,7 @@ def main() -> None:
         print("\nout of memory:", *record["text"][1:8], sep="\n  ")
 
     memory.close()
-    log = mk.read_memory_events(folder / "memory_events.jsonl")
+    log = mk.report.read_memory_events(folder / "memory_events.jsonl")
     print(f"\nthe log has {len(log.events)} events; the last one is {log.events[-1].event!r}")
 
 

@@ -78,12 +78,12 @@ def main() -> None:
     config = mk.MemoryTestConfig(test_full_model=not arguments.smoke, num_test_points=2 if arguments.smoke else 12)
     for analysis in ("full",) if arguments.smoke else ("full", "core"):
         start = time.process_time()
-        result = mk.run_memory_test(config, analysis, gpus=CARDS)
+        result = mk.recipes.run_memory_test(config, analysis, gpus=CARDS)
         print(result.explain())
         written = ", ".join(path.name for path in result.write(arguments.output_dir))
         print(f"\n{time.process_time() - start:.0f} s of one core, no GPU; written: {written}\n")
 
-    own = mk.profile_scaling(build_step, sizes=[5_000, 50_000, 500_000])
+    own = mk.predict.profile_scaling(build_step, sizes=[5_000, 50_000, 500_000])
     law = own.law["train"]
     print(f"A model of one's own, three rounds of messages between {NUM_NODES:,} nodes:")
     print(

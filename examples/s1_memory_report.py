@@ -87,9 +87,9 @@ def main() -> None:
     for name, drop_text_encoder in (("before", False), ("after", True)):
         video = run(folder / f"{name}.jsonl", num_steps, drop_text_encoder=drop_text_encoder)
         print(f"{name}: a video of {tuple(video.shape)}")
-    before, after = (mk.read_memory_events(folder / f"{name}.jsonl") for name in ("before", "after"))
+    before, after = (mk.report.read_memory_events(folder / f"{name}.jsonl") for name in ("before", "after"))
     (folder / "memory_events.json").write_text(json.dumps(WAN_EVENTS))
-    wan = mk.read_memory_events(folder / "memory_events.json")
+    wan = mk.report.read_memory_events(folder / "memory_events.json")
     for suffix in ("html", "md", "txt"):
         mk.write_report(after, folder / f"report.{suffix}", baseline=before, sections=[about_the_text])
         mk.write_report(wan, folder / f"wan.{suffix}")

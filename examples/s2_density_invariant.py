@@ -21,9 +21,9 @@ import memkit as mk
 GRID_MM, POOLING_MM, WIDTH = 6.0, (8.0, 16.0, 32.0), 32
 
 
-def load(side: str, num_points: int) -> mk.PointScene:
+def load(side: str, num_points: int) -> mk.recipes.PointScene:
     points, normals, depth = _hemisphere.load(side).scatter(num_points)
-    return mk.PointScene(points, normals, (depth > 0).long(), key=side)
+    return mk.recipes.PointScene(points, normals, (depth > 0).long(), key=side)
 
 
 class Block(nn.Module):
@@ -35,10 +35,10 @@ class Block(nn.Module):
         self.look = nn.Sequential(nn.LayerNorm(WIDTH + 7), nn.Linear(WIDTH + 7, WIDTH), nn.GELU())
         self.update = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, x: Tensor, batch: mk.PointBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: mk.recipes.PointBatch) -> Tensor:
         index = mk.GridIndex.from_coords(batch.coords, self.cell_mm, batch.offsets)  # clouds stay apart
         cell = index.cell_of_point()
-        offset = (batch.coords - mk.voxel_mean(batch.coords, index)[cell]) / self.cell_mm
+        offset = (batch.coords - mk.points.voxel_mean(batch.coords, index)[cell]) / self.cell_mm
         height = (offset * batch.features).sum(1, keepdim=True)
         seen = self.look(torch.cat([x, offset, batch.features, height], 1))
         largest = seen.new_zeros(index.num_cells, WIDTH).scatter_reduce(
@@ -56,14 +56,14 @@ class PointNet(nn.Module):
         self.blocks = nn.ModuleList(map(Block, POOLING_MM))
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2))
 
-    def forward(self, batch: mk.PointBatch) -> Tensor:
+    def forward(self, batch: mk.recipes.PointBatch) -> Tensor:
         x = self.first(batch.features)
         for block in self.blocks:
             x = block(x, batch)
         return self.head(x)
 
 
-def train(scene: mk.PointScene, num_steps: int, *, dense_alone: bool) -> nn.Module:
+def train(scene: mk.recipes.PointScene, num_steps: int, *, dense_alone: bool) -> nn.Module:
     torch.manual_seed(0)
     model = PointNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -72,7 +72,7 @@ def train(scene: mk.PointScene, num_steps: int, *, dense_alone: bool) -> nn.Modu
     trainer = mk.DensityInvariantTrainer(
         model, sampler, F.cross_entropy, "kl", weight=1.0, optimizer=optimizer, grid_size=GRID_MM
     )
-    batch = mk.PointBatch(scene.coords, scene.features, torch.tensor([len(scene.coords)]))
+    batch = mk.recipes.PointBatch(scene.coords, scene.features, torch.tensor([len(scene.coords)]))
     for _ in range(num_steps):
         if dense_alone:
             F.cross_entropy(model(batch), scene.targets).backward()
@@ -108,7 +108,9 @@ def main() -> None:
         for name, each in sampler.sample_scenarios(sampler.index(right.coords, GRID_MM)).items():
             rows = each.indices
             with torch.no_grad():
-                scores = model(mk.PointBatch(right.coords[rows], right.features[rows], torch.tensor([len(rows)])))
+                scores = model(
+                    mk.recipes.PointBatch(right.coords[rows], right.features[rows], torch.tensor([len(rows)]))
+                )
             is_right = scores.argmax(1) == right.targets[rows]
             print(f"  {name:6} {is_right.float().mean():.1%} of the other hemisphere's points are right")
 

@@ -71,7 +71,7 @@ def main() -> None:
     num_steps, every = (2, 2) if is_smoke else (120, 30)
     torch.manual_seed(0)  # and no global default device or dtype: data stay on the host
     data = load(32 if is_smoke else 512)
-    loader = mk.make_dataloader(data, BATCH, shuffle=True, drop_last=True, num_workers=0)  # None: as many as is good
+    loader = mk.train.make_dataloader(data, BATCH, shuffle=True, drop_last=True, num_workers=0)
 
     enlarge = nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.Conv2d(1, 16, 3, padding=1), nn.SiLU())
     enlarge.append(nn.Conv2d(16, 1, 3, padding=1))
@@ -98,7 +98,7 @@ def main() -> None:
         with torch.no_grad():  # no graph through the generator in the discriminator's step
             fake = enlarge(generator(micro[1]))
         loss = F.softplus(discriminator(fake)).mean() + F.softplus(-discriminator(micro[0])).mean()
-        return loss + mk.gradient_penalty(discriminator, micro[0])  # in float32
+        return loss + mk.train.gradient_penalty(discriminator, micro[0])  # in float32
 
     def g_loss(generator: nn.Module, noise: Tensor) -> Tensor:
         return F.softplus(-discriminator(enlarge(generator(noise)))).mean()
@@ -111,7 +111,7 @@ def main() -> None:
                 with g_trainer.evaluation() as evaluate:  # results go to the host at once, part by part
                     fakes = evaluate(torch.rand(len(data) // 2, LATENT + 1), lambda model, z: enlarge(model(z)).cpu())
                 distance = kernel_distance(fakes.float(), data.tensors[0])
-                given_back = mk.format_bytes(memory.release())  # the cache is cleared here, and never in a step
+                given_back = mk.memory.format_bytes(memory.release())  # the cache is cleared here, and never in a step
                 print(f"step {g_trainer.num_steps}: D {d.loss:.3f}, G {g.loss:.3f}, distance {distance:.4f}")
                 print(f"  {memory.line()}, given back {given_back}")
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import memkit as mk
 
 SIDE_MM, FINEST = 192.0, 64  # of the cube, in mm and in voxels
-SCAN = mk.VoxelLayout(("occupancy", "intensity"), value_range=[(0, 1), (-2, 2)])
-SURFACE = mk.VoxelLayout(("occupancy",), value_range=[(0, 1)])
+SCAN = mk.voxel.VoxelLayout(("occupancy", "intensity"), value_range=[(0, 1), (-2, 2)])
+SURFACE = mk.voxel.VoxelLayout(("occupancy",), value_range=[(0, 1)])
 
 
 class Scans:
@@ -29,9 +29,8 @@ class Scans:
     def __init__(self, side: str, num_scans: int, most_voxels: int) -> None:
         brain = _hemisphere.load(side, "pial")
         self.points, self.depth = brain.points - brain.points.mean(0), brain.depth / brain.depth.std()
-        resolution = mk.DynamicResolutionProcessor(max_active_voxels=most_voxels)
+        self.num_scans, resolution = num_scans, mk.DynamicResolutionProcessor(max_active_voxels=most_voxels)
         self.size = FINEST >> resolution.choose((self.points / SIDE_MM * FINEST).floor().long()).level
-        self.num_scans = num_scans
 
     def __len__(self) -> int:
         return self.num_scans
@@ -45,8 +44,9 @@ class Scans:
         """Occupied or not, and the mean depth of what lies in a voxel: (2, D, H, W)."""
         coords = ((self.points[rows] / SIDE_MM + 0.5) * self.size).long().clamp(0, self.size - 1)
         index = mk.GridIndex.from_coords(coords.float(), grid_size=1.0)
-        mean = mk.voxel_mean(torch.stack([torch.ones(len(rows)), self.depth[rows]], 1), index)
-        return mk.SparseVoxels.from_coords(coords[mk.first_points(index)], mean, shape=(self.size,) * 3).to_dense()[0]
+        mean = mk.points.voxel_mean(torch.stack([torch.ones(len(rows)), self.depth[rows]], 1), index)
+        cells = coords[mk.points.first_points(index)]
+        return mk.voxel.SparseVoxels.from_coords(cells, mean, shape=(self.size,) * 3).to_dense()[0]
 
 
 class UNet(nn.Module):
@@ -65,10 +65,10 @@ class UNet(nn.Module):
 
 
 def validate(trainer: mk.MemoryEfficientTrainingWrapper, scans: Scans) -> dict[str, float]:
-    voxels, size = mk.VoxelMetrics(), SIDE_MM / scans.size
-    clouds = mk.PointCloudMetrics(thresholds=[size], conventions=["occnet"], empty_distance=SIDE_MM)
+    voxels, size = mk.voxel.VoxelMetrics(), SIDE_MM / scans.size
+    clouds = mk.voxel.PointCloudMetrics(thresholds=[size], conventions=["occnet"], empty_distance=SIDE_MM)
     with trainer.evaluation() as evaluate:
-        for sample in mk.VoxelDataset(scans, use_augmentation=False, layout=SCAN):
+        for sample in mk.voxel.VoxelDataset(scans, use_augmentation=False, layout=SCAN):
             found = evaluate(sample["scan"][None], lambda model, scan: model(scan) > 0.5)
             target = sample["surface"][None] > 0
             voxels.update(found, target)
@@ -91,9 +91,9 @@ def main() -> None:
     features = mk.Perceptual3DLoss(in_channels=1, base_channels=8, num_levels=3), lambda step: min(0.1, step / 200)
     losses = {"voxels": (mk.OccupancyAwareLoss(4.0), 1.0), "edges": (mk.StructurePreservingLoss(), 0.5)}
     criterion = mk.CompositeLoss3D(losses | {"features": features})  # a loss, and its weight: a number or of the step
-    config = {"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02, "intensity_jitter": 0.1, "layout": SCAN}
+    draws = {"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02, "intensity_jitter": 0.1, "layout": SCAN}
     left, right = Scans("left", num_scans, most_voxels), Scans("right", max(2, every), most_voxels)
-    dataset = mk.VoxelDataset(left, augmentation_config=config, layouts={"surface": SURFACE}, photometric=["scan"])
+    dataset = mk.voxel.VoxelDataset(left, augmentation_config=draws, layouts={"surface": SURFACE}, photometric=["scan"])
     state, monitor = mk.TrainingStateManager(folder / "states", keep=1), mk.ValidationMonitor(mode="max", metric="iou")
     parts = {"model": model, "optimizer": optimizer, "monitor": monitor}
 
@@ -107,12 +107,12 @@ def main() -> None:
                 state.save(trainer.num_steps, **parts)
             print(f"step {trainer.num_steps}, {batch['scan'].shape[-1]} voxels to a side:", figures)
 
-    stages = [mk.Stage(left.size // 2, batch_size), mk.Stage(left.size, batch_size)]
+    stages = [mk.recipes.Stage(left.size // 2, batch_size), mk.recipes.Stage(left.size, batch_size)]
     mk.ProgressiveTrainer(
         step, stages, resize=lambda batch, side: {name: F.adaptive_max_pool3d(x, side) for name, x in batch.items()}
-    ).run(mk.make_dataloader(dataset, batch_size, num_workers=0))
+    ).run(mk.train.make_dataloader(dataset, batch_size, num_workers=0))
     memory.close()
-    mk.write_report(mk.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
+    mk.write_report(mk.report.read_memory_events(folder / "memory_events.jsonl"), folder / "report.html")
     print(f"best: step {state.restore(**parts)}, IoU {monitor.best:.3f}; report: {folder / 'report.html'}")
 
 

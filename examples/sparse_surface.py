@@ -22,7 +22,7 @@ import memkit as mk
 SIZE, VOXEL_MM = 128, 2.0
 
 
-def load(side: str) -> tuple[mk.SparseVoxels, Tensor]:
+def load(side: str) -> tuple[mk.voxel.SparseVoxels, Tensor]:
     """Voxels with a one and the mean normal (N, 4), and the mean curvature (N, 1) in each, standardised."""
     brain = _hemisphere.load(side)
     curvature = (brain.curvature - brain.curvature.mean()) / brain.curvature.std()
@@ -31,7 +31,7 @@ def load(side: str) -> tuple[mk.SparseVoxels, Tensor]:
     coords, voxel = (brain.points / VOXEL_MM + SIZE / 2).floor().long().unique(dim=0, return_inverse=True)
     means = torch.zeros(len(coords), 4).index_add(0, voxel, values) / voxel.bincount()[:, None]
     features = torch.cat([torch.ones(len(coords), 1), means[:, :3]], 1)
-    return mk.SparseVoxels.from_coords(coords, features, shape=(SIZE,) * 3), means[:, 3:]
+    return mk.voxel.SparseVoxels.from_coords(coords, features, shape=(SIZE,) * 3), means[:, 3:]
 
 
 def network() -> nn.Module:
@@ -42,12 +42,12 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Conv3d(16, 1, 1))
 
 
-def peak_of_a_step(processor: mk.SparsityAwareProcessor, voxels: mk.SparseVoxels, target: Tensor) -> str:
+def peak_of_a_step(processor: mk.SparsityAwareProcessor, voxels: mk.voxel.SparseVoxels, target: Tensor) -> str:
     memory = mk.MemoryManager("cpu")
     with memory.track() as tracker:
         F.mse_loss(processor(voxels).features, target).backward()
     memory.close()
-    return mk.format_bytes(tracker.peak_bytes)
+    return mk.memory.format_bytes(tracker.peak_bytes)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from sklearn.neighbors import NearestNeighbors
 from torch import Tensor, nn
 
 import memkit as mk
+from memkit.memory import format_bytes
 
 RADIUS_MM = 3.0 if "--smoke" in sys.argv else 6.0
 BUDGET = "16MiB"
@@ -93,7 +94,7 @@ def main() -> None:
         gradients_and_peak(double, exact, in_pieces=in_pieces) for in_pieces in (False, True)
     )
     error = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(plain, ours, strict=True))
-    print(f"plain {mk.format_bytes(plain_peak)}, in pieces {mk.format_bytes(our_peak)} in tensors at the peak")
+    print(f"plain {format_bytes(plain_peak)}, in pieces {format_bytes(our_peak)} in tensors at the peak")
     print(f"gradients differ by {error:.0e} of their largest value")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -42,18 +42,18 @@ def figures_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> di
     return {"loss": F.cross_entropy(scores, batch[1], reduction="none"), "accuracy": (scores, batch[1])}
 
 
-def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk.LoopResult, nn.Module]:
+def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk.recipes.LoopResult, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(512, 10)),
     )
     train_data, val_data = load()
-    train_loader = mk.make_dataloader(train_data, batch_size=64, shuffle=True, num_workers=0)
-    val_loader = mk.make_dataloader(val_data, batch_size=64, num_workers=0)
+    train_loader = mk.train.make_dataloader(train_data, batch_size=64, shuffle=True, num_workers=0)
+    val_loader = mk.train.make_dataloader(val_data, batch_size=64, num_workers=0)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = mk.make_schedule(optimizer, "cosine", num_steps=num_epochs * len(train_loader), warmup_steps=10)
+    schedule = mk.train.make_schedule(optimizer, "cosine", num_steps=num_epochs * len(train_loader), warmup_steps=10)
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=schedule, max_grad_norm=1.0)
 
     def stopping_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -68,7 +68,7 @@ def train(folder: Path, num_epochs: int, stop_at: int | None = None) -> tuple[mk
             stopping_loss,
             val_loader=val_loader,
             val_fn=figures_of,
-            reducers={"accuracy": mk.Accuracy()},
+            reducers={"accuracy": mk.recipes.Accuracy()},
             monitor=mk.ValidationMonitor(patience=3, mode="max", metric="accuracy"),
             state=state,
             report_every=25,

@@ -80,7 +80,7 @@ def main() -> None:
     volume, brain = load()
     for card in cards:
         batch_size, reserved_bytes, line = largest_batch(card, volume, brain)
-        reserved = mk.format_bytes(reserved_bytes)
+        reserved = mk.memory.format_bytes(reserved_bytes)
         print(f"{card}: batches of {batch_size} ({reserved} reserved); one more runs out at `{line}`")
 
 

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 
 MARK = "memkit-mark:"
 

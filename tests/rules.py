@@ -4,7 +4,7 @@ import pytest
 
 from memkit._simulation import simulation
 from memkit._torch.cuda import rules_of
-from memkit.planning import virtual_gpu
+from memkit.predict import virtual_gpu
 
 VERSION = "2.13"  # the one that CI runs; the recorded runs are exact under its rules
 

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+import memkit as mk
+
 ROOT = Path(__file__).parents[1]
 
 CHECK = """
@@ -41,13 +45,25 @@ def test_import_costs_nothing_and_changes_nothing():
     for _ in range(3):  # the least of three: another process may have taken the core
         result = run("import memkit")
         assert result["same"]
-        assert {name for name in result["new"] if name.startswith("memkit")} == {"memkit", "memkit._version"}
+        assert {name for name in result["new"] if name.startswith("memkit")} == {
+            "memkit", "memkit._core", "memkit._core.lazy", "memkit._version",
+        }  # fmt: skip
         seconds.append(result["seconds"])
     assert min(seconds) <= 0.050
 
 
+@pytest.mark.parametrize("package", mk._PACKAGES)
+def test_a_public_package_costs_nothing(package):
+    seconds = [run(f"import memkit.{package}")["seconds"] for _ in range(2)]
+    assert min(seconds) <= 0.050
+
+
 def test_every_public_name_loads_nothing_heavy():
-    result = run("import memkit\nfor name in memkit.__all__: getattr(memkit, name)")
+    result = run(
+        "import memkit\n"
+        "for module in (memkit, *(getattr(memkit, name) for name in memkit._PACKAGES)):\n"
+        "    for name in module.__all__: getattr(module, name)"
+    )
     roots = {name.partition(".")[0] for name in result["new"]}
     assert not roots & (HEAVY - {"torch"})
     assert not {name for name in result["new"] if name.startswith(("torch._inductor", "torch.distributed.fsdp"))}
@@ -57,8 +73,8 @@ def test_every_public_name_loads_nothing_heavy():
 def test_names_that_need_no_torch_do_not_load_it():
     script = (
         "import sys, memkit as mk\n"
-        "config = mk.get_preset_config('medium', 24); mk.estimate_memory_usage(config); mk.parse_bytes('1GiB')\n"
-        "mk.read_memory_events\n"
+        "config = mk.get_preset_config('medium', 24); mk.estimate_memory_usage(config); mk.memory.parse_bytes('1GiB')\n"
+        "mk.report.read_memory_events\n"
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)

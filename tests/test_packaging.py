@@ -41,13 +41,13 @@ FEATURES = {
     "progress": "import tqdm" + LOOP.format("progress=True"),
     "tensorboard": "from torch.utils.tensorboard import SummaryWriter"
     + LOOP.format('writer=SummaryWriter("runs"), report_every=1'),
-    "metrics": 'import memkit as mk, torch; mk.nearest_points(torch.rand(9, 3), torch.rand(9, 3), backend="kdtree")',
+    "metrics": 'import memkit as mk, torch; nearest_points(torch.rand(9, 3), torch.rand(9, 3), backend="kdtree")',
     "torchmetrics": FEATURE_OF_INTEGRATION.format("torchmetrics"),
     "plots": """
 import memkit as mk, torch
 weight = torch.ones(4, 4, requires_grad=True)
 build_step = lambda n: lambda: (torch.ones(n, 4) @ weight).sum().backward()
-mk.profile_scaling(build_step, sizes=[64, 128, 256]).plot("law.png")
+mk.predict.profile_scaling(build_step, sizes=[64, 128, 256]).plot("law.png")
 """,
     "hf": FEATURE_OF_INTEGRATION.format("transformers"),
     "lightning": FEATURE_OF_INTEGRATION.format("lightning"),
@@ -55,7 +55,12 @@ mk.profile_scaling(build_step, sizes=[64, 128, 256]).plot("law.png")
     "docs": "import material, mkdocs, mkdocstrings",
 }
 COLLECTIONS = {"test", "dev", "bench"}  # of other extras and tools, for those who work on memkit
-TESTS = ["tests/test_public_api.py", "tests/test_units.py", "tests/train/test_wrapper.py", "tests/points/test_grid.py"]
+TESTS = [
+    "tests/test_public_api.py",
+    "tests/core/test_units.py",
+    "tests/train/test_wrapper.py",
+    "tests/points/test_grid.py",
+]
 
 
 def call(*command, cwd, python=sys.executable, **options):
@@ -161,7 +166,7 @@ def test_types_are_those_of_the_installed_wheel(tools, built, tmp_path):
     (tmp_path / "api.py").write_text((next(built.glob("memkit-*/")) / "tests/typing/api.py").read_text())
     check = ["-m", "mypy", "--config-file=", "--strict", "--python-executable", tools.python, "api.py"]
     succeed(*check, cwd=tmp_path)
-    (tmp_path / "api.py").write_text("import memkit as mk\nreveal_type(mk.parse_bytes)\nmk.parse_bytes([1])\n")
+    (tmp_path / "api.py").write_text("import memkit as mk\nreveal_type(mk.memory.parse_bytes)\nmk.parse_bytes([1])\n")
     code, text = call(*check, cwd=tmp_path)
     assert code == 1
     assert "-> int" in text

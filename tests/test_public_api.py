@@ -1,42 +1,85 @@
-"""The public surface: names, their homes, their documentation."""
+"""The public surface: names, where they are, their documentation, and what a misspelt one says."""
 
 import ast
+import importlib
 import inspect
+import pydoc
 from pathlib import Path
 
 import pytest
 
 import memkit as mk
 
-SOURCE = ast.parse(Path(mk.__file__).read_text())
+ROOMS = {name: importlib.import_module(f"memkit.{name}") for name in mk._PACKAGES}
+LAZY = {"": mk, **{name: room for name, room in ROOMS.items() if name != "errors"}}
+NAMES = [(room, name) for room, module in {"": mk, **ROOMS}.items() for name in module.__all__]
 
 
-def test_names_are_sorted_complete_and_said_once():
-    assert mk.__all__ == sorted(mk.__all__)
-    assert set(mk.__all__) == {*mk._HOMES, "__version__"}
-    assert dir(mk) == mk.__all__
+def imports_for_type_checkers(module):
+    """By name, the module that it is imported from under `if TYPE_CHECKING`."""
+    block = next(node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.If))
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module != "memkit"]
+    assert all(alias.asname == alias.name for node in found for alias in node.names)  # else it is not exported
+    return {alias.name: node.module for node in found for alias in node.names}
 
 
-def test_type_checkers_see_the_same_names_from_the_same_homes():
-    block = next(node for node in SOURCE.body if isinstance(node, ast.If))
-    imports = {
-        alias.name: node.module.removeprefix("memkit.")
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imports == mk._HOMES
+@pytest.mark.parametrize("module", LAZY.values(), ids=LAZY)
+def test_type_checkers_see_the_same_names_from_the_same_modules(module):
+    assert imports_for_type_checkers(module) == module._HOMES
+    assert sorted(module._HOMES) == module.__all__
+    assert set(module.__all__) <= set(dir(module))
 
 
-@pytest.mark.parametrize("name", [name for name in mk.__all__ if name != "__version__"])
-def test_every_name_loads_and_is_documented(name):
-    value = getattr(mk, name)
+def test_the_top_has_what_one_needs_in_the_first_hour():
+    assert len(mk.__all__) <= 46
+    rooms = {name: module._HOMES[name] for module in LAZY.values() for name in module._HOMES if module is not mk}
+    for name, home in mk._HOMES.items():  # the same, also in the package of its topic
+        assert home == "memkit._core.errors" or rooms[name] == home
+
+
+@pytest.mark.parametrize(("room", "name"), NAMES)
+def test_every_name_loads_and_is_documented(room, name):
+    value = getattr(ROOMS.get(room, mk), name)
     text = inspect.getdoc(value)
     assert text
     if not (inspect.isclass(value) and issubclass(value, (Exception, Warning))):
         assert "Example:" in text, f"{name} has no example"
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'memkit' has no attribute 'GradientAcumulator'"):
-        _ = mk.GradientAcumulator
+def test_no_name_is_hidden_by_a_module_of_its_package():
+    for room, module in LAZY.items():
+        files = {path.stem for path in Path(module.__file__).parent.glob("*.py")}
+        files |= {path.parent.name for path in Path(module.__file__).parent.glob("*/__init__.py")}
+        assert not files & set(module.__all__), room
+
+
+def test_a_name_that_is_elsewhere_says_where():
+    for module, name, text in (
+        (
+            mk,
+            "chamfer_distance",
+            "has no attribute 'chamfer_distance'; it is memkit.voxel.chamfer_distance",
+        ),
+        (mk, "ConfigError", "it is memkit.errors.ConfigError"),
+        (mk.points, "MemoryManager", "it is memkit.MemoryManager"),
+        (mk.train, "GradientAcumulator", "did you mean 'GradientAccumulator'?"),
+        (mk, "VirtualGpu", "did you mean 'VirtualGPU'?"),
+        (mk, "quux", "module 'memkit' has no attribute 'quux'$"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(module, name)
+
+
+def test_help_begins_with_six_names_and_a_line_each():
+    lines = pydoc.plain(pydoc.render_doc(mk)).splitlines()
+    first = next(number for number, line in enumerate(lines) if line.lstrip().startswith("- `"))
+    assert first < 10
+    names = [line.split("`")[1] for line in lines[first : first + 6]]
+    assert set(names) <= set(mk.__all__)
+    assert len(set(names)) == 6
+    assert not lines[first + 6].strip()
+
+
+def test_errors_have_the_name_that_people_import():
+    for name in mk.errors.__all__:
+        assert getattr(mk.errors, name).__module__ == "memkit.errors"

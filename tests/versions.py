@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from memkit._errors import MemkitWarning, TorchVersionError
+from memkit._core.errors import MemkitWarning, TorchVersionError
 
 _TESTS = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "docs"))
 _TORCH = str(Path(torch.__file__).parent)

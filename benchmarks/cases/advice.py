@@ -30,11 +30,11 @@ import memkit as mk
 from benchmarks.models import Decoder, UNet
 from benchmarks.result import write_result
 from memkit._simulation.simulation import Host
-from memkit.assemble.advice.advise import advise
-from memkit.assemble.advice.record import Advice
-from memkit.assemble.advice.remedies import nothing
-from memkit.assemble.advice.step import Observation, Training, observe
-from memkit.assemble.advice.submodules import held_by_modules
+from memkit.recipes.advice.advise import advise
+from memkit.recipes.advice.record import Advice
+from memkit.recipes.advice.remedies import nothing
+from memkit.recipes.advice.step import Observation, Training, observe
+from memkit.recipes.advice.submodules import held_by_modules
 
 Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor], dict[str, Any]]
 
@@ -113,7 +113,7 @@ def edge_mlp() -> Case:
         return F.mse_loss(model(batch["points"], batch["edges"]), batch["depth"])
 
     def fewer(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return batch | {"edges": batch["edges"][:, mk.sample_edges(batch["edges"][1], 0.5, seed=0)]}
+        return batch | {"edges": batch["edges"][:, mk.points.sample_edges(batch["edges"][1], 0.5, seed=0)]}
 
     batch = {"points": points, "edges": edges, "depth": depth}
     return EdgeNet(64), batch, loss_fn, {"changes_model": True, "fewer_edges": fewer}

@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import Decoder
 from benchmarks.result import write_result
 from memkit import estimate_memory_usage
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import KEPT_OPERATORS

@@ -42,7 +42,7 @@ SIZES = (30_000, 100_000)
 ROUNDS = 12
 
 
-def training(left: mk.PointScene, right: mk.PointScene) -> dict[str, Any]:
+def training(left: mk.recipes.PointScene, right: mk.recipes.PointScene) -> dict[str, Any]:
     """Scores of the other hemisphere and losses, for each way; the mean of the seeds, and each seed's right points."""
     torch.manual_seed(SEEDS[0])
     rows: dict[str, Any] = {"untrained": {name: score._asdict() for name, score in scores(PointNet(), right).items()}}
@@ -73,7 +73,7 @@ def trainer_of(model: nn.Module, mode: str, memory: mk.MemoryManager | None = No
     )
 
 
-def modes(scene: mk.PointScene) -> dict[str, dict[str, float]]:
+def modes(scene: mk.recipes.PointScene) -> dict[str, dict[str, float]]:
     torch.manual_seed(0)
     net = PointNet()
     rows: dict[str, dict[str, float]] = {}
@@ -100,12 +100,12 @@ def modes(scene: mk.PointScene) -> dict[str, dict[str, float]]:
 def gradient_error(net: nn.Module, mode: str) -> float:
     """Of one step in float64, relative to the joint one."""
     scene = load("left", 2000)
-    scene = mk.PointScene(scene.coords.double(), scene.features.double(), scene.targets)
+    scene = mk.recipes.PointScene(scene.coords.double(), scene.features.double(), scene.targets)
     joint, other = (moved(net, each, scene) for each in ("joint", mode))
     return float((other - joint).norm() / joint.norm())
 
 
-def moved(net: nn.Module, mode: str, scene: mk.PointScene) -> Tensor:
+def moved(net: nn.Module, mode: str, scene: mk.recipes.PointScene) -> Tensor:
     model = copy.deepcopy(net).double()
     with trainer_of(model, mode) as trainer:
         trainer.train_step(scene)

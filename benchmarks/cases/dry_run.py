@@ -35,14 +35,14 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.counting import Count
 from benchmarks.models import transformer
 from benchmarks.result import write_result
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
-from memkit.planning.predict import estimate_memory_usage
+from memkit.predict.usage import estimate_memory_usage
 from tests.allocations import trace_allocations
-from tests.planning.steps import STEPS, Step
-from tests.planning.steps_transformers import STEPS as TRANSFORMERS
-from tests.planning.test_dryrun import build
-from tests.planning.truth import NUMBERS, estimate_of, real_step
+from tests.predict.steps import STEPS, Step
+from tests.predict.steps_transformers import STEPS as TRANSFORMERS
+from tests.predict.test_dryrun import build
+from tests.predict.truth import NUMBERS, estimate_of, real_step
 
 ROUNDS = 9
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.result import write_result
-from memkit._recording import Recording
+from memkit._recorder.recording import Recording
 
 STEPS = 3
 GPU = "RTX 4090"
@@ -209,10 +209,10 @@ def watch(script: str, where: str) -> None:
     """In a process of its own."""
     import torch
 
-    from memkit._recorder import Recorder
-    from memkit.planning.script.imports import AtImport
-    from memkit.planning.script.process import Steps, _EndOfStepsError
-    from memkit.planning.virtual_gpu import VirtualGPU
+    from memkit._recorder.recorder import Recorder
+    from memkit.predict.script.imports import AtImport
+    from memkit.predict.script.process import Steps, _EndOfStepsError
+    from memkit.predict.virtual_gpu import VirtualGPU
 
     sys.path[0] = str(Path(script).resolve().parent)
     sys.meta_path.insert(0, AtImport(lambda path: path))  # so that torchvision can be imported

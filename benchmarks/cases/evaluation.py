@@ -64,7 +64,7 @@ def iou_ways() -> dict[str, Callable[[], Metric]]:
         return metric.update, metric.result
 
     def memkit() -> Metric:
-        metric = mk.VoxelMetrics()
+        metric = mk.voxel.VoxelMetrics()
         return metric.update, lambda: metric.compute()["iou"]
 
     def of_torchmetrics() -> Metric:
@@ -84,7 +84,7 @@ def confusion_ways() -> dict[str, Callable[[], Metric]]:
         return metric.update, metric.result
 
     def memkit() -> Metric:
-        metric = mk.ConfusionCounts(10)
+        metric = mk.recipes.ConfusionCounts(10)
         return metric.update, metric.result
 
     def of_torchmetrics() -> Metric:

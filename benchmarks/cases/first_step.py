@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import memkit as mk
 from benchmarks.result import write_result
-from memkit._device import limit_memory
-from memkit._recorder import Recorder
+from memkit._machine.devices import limit_memory
+from memkit._recorder.recorder import Recorder
 
 ROWS = 192
 SHARES = (0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -22,7 +22,7 @@ from accelerate.utils import ProjectConfiguration
 from lightning.fabric import Fabric
 
 from benchmarks.result import write_result
-from tests.train.state_worker import Memkit, MemkitBackground, Things, kill_many
+from tests.recipes.state_worker import Memkit, MemkitBackground, Things, kill_many
 
 OTHER_FILE_SYSTEM = Path("/dev/shm")
 

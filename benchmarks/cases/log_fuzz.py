@@ -1,7 +1,7 @@
 """Damaged memory logs: each is read, or refused with one typed error that says where; and the cost of an event.
 
 Logs (one run, two runs, a minor version ahead, both forms of the older array), snapshots and traces are damaged: as
-a disk, an editor or another program would. `tests/test_events_faults.py` runs a part of it.
+a disk, an editor or another program would. `tests/events/test_faults.py` runs a part of it.
 
 Run: python -m benchmarks.cases.log_fuzz   (1 minute)
 """
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result import write_result
-from memkit._errors import FileFormatError
-from memkit._eventlog import EventLog, read_memory_events
-from memkit._events import Event, LoggedDevice, LogHeader, Origin
-from memkit._eventwriter import EventWriter, save_events
+from memkit._core.errors import FileFormatError
+from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
+from memkit._events.reader import EventLog, read_memory_events
+from memkit._events.writer import EventWriter, save_events
 from memkit.report.exports import export_log
 from tests.report.foreign import profile_of_a_card, snapshot
 

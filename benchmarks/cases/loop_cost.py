@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.result import write_result
+from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.train.compact import CompactStrings
-from memkit.train.loop import MemoryEfficientTrainLoop
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 REPEATS, PAIRS, WARM_UP = 8, 80, 10

@@ -30,9 +30,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.result import write_result
-from memkit.train.loop import MemoryEfficientTrainLoop
+from memkit.recipes.loop import MemoryEfficientTrainLoop
+from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.schedules import make_schedule
-from memkit.train.state import TrainingStateManager
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 SAMPLES, BATCH, DONE = 64, 4, 9  # of the resume

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.result import write_result
-from memkit._errors import MemkitError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import MemkitError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.clouds import chamfer_distance, density_aware_chamfer, hausdorff_distance
 from memkit.voxel.grids import feature_mae, voxel_scores
 from memkit.voxel.recall import precision_recall

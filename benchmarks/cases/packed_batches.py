@@ -22,7 +22,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GraphConv
 
 from benchmarks.result import write_result
-from memkit._loss import Loss
+from memkit._gradients.loss import Loss
 from memkit.integrations.torch_geometric import split_graphs
 from memkit.points.packed import split_packed
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper

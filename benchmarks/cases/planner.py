@@ -34,9 +34,9 @@ from torch import Tensor, nn
 import memkit as mk
 from benchmarks.models import DecoderBlock, Task, UNet, transformer
 from benchmarks.result import FOLDER, write_result
-from memkit.assemble.prepare import plan_training
-from memkit.planning.plan.plan import TrainingPlan
-from memkit.planning.plan.search import micro_batch_counts
+from memkit.predict.plan.plan import TrainingPlan
+from memkit.predict.plan.search import micro_batch_counts
+from memkit.recipes.planned import plan_training
 from memkit.train.checkpointing import choose_blocks
 from memkit.train.split import count_rows
 from tests.allocations import trace_allocations
@@ -193,7 +193,7 @@ def search_space(task: Task) -> list[Settings]:
     """Every number of micro-batches with every coarse treatment."""
     try:
         names = list(choose_blocks(task.model, "auto"))
-    except mk.ConfigError:
+    except mk.errors.ConfigError:
         names = []
     half = names[: len(names) // 2]
     treatments: list[dict[str, str] | None] = [None]

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.result import write_result
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from tests.allocations import observe_operators, trace_allocations
 from tests.zoo import CASES, Case, no_mark
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from benchmarks.cases.log_fuzz import damaged, foreign_files, header, real_logs, typical_event
 from benchmarks.result import write_result
-from memkit._eventlog import read_memory_events
-from memkit._eventwriter import save_events
-from memkit.assemble.report import write_report
+from memkit._events.reader import read_memory_events
+from memkit._events.writer import save_events
 from memkit.cli import main as shell
+from memkit.recipes.report import write_report
 from memkit.report.write import MARK, SUFFIXES
 
 NUM_LOGS = 50_000

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from benchmarks.result import write_result
-from memkit.planning.scaling.config import MemoryTestConfig
-from memkit.planning.scaling.profile import profile_scaling
-from memkit.planning.scaling.reference import EdgeCase, core_cases, full_cases
-from memkit.planning.scaling.traces import forward_alone
+from memkit.predict.scaling.profile import profile_scaling
+from memkit.predict.scaling.traces import forward_alone
+from memkit.recipes.memory_test.config import MemoryTestConfig
+from memkit.recipes.memory_test.reference import EdgeCase, core_cases, full_cases
 from tests.allocations import mark, trace_allocations
 
 SIZES = (5_000, 20_000, 100_000)

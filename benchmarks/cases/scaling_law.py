@@ -1,6 +1,6 @@
 """The scaling laws: far extrapolation on many kinds of steps, real runs, cost; and the noisy law by Monte Carlo.
 
-Each family of `tests/planning/scaling/families.py` gets its structural law in both modes. It is compared with a dry run
+Each family of `tests/predict/scaling/families.py` gets its structural law in both modes. It is compared with a dry run
 at 100 times the largest size that it was traced at, and with the CPU allocator (torch.profiler) during the second step
 of a real run at a size that fits. Beside it: the straight line of logarithms and the secant, both from five exact peaks
 up to a hundredth of that size. Time is processor time of the law with all of its traces; memory is the most that the
@@ -22,14 +22,14 @@ import numpy as np
 import torch
 
 from benchmarks.result import write_result
-from memkit.planning.scaling.noisy import noisy_law
-from memkit.planning.scaling.points import MODES, Mode
-from memkit.planning.scaling.structural import structural_law
-from memkit.planning.scaling.traces import trace_step
+from memkit.predict.scaling.noisy import noisy_law
+from memkit.predict.scaling.points import MODES, Mode
+from memkit.predict.scaling.structural import structural_law
+from memkit.predict.scaling.traces import trace_step
 from tests.allocations import trace_allocations
-from tests.planning.scaling.families import FAMILIES, Family
-from tests.planning.scaling.test_law_structural import allocated_peak
-from tests.planning.scaling.test_noisy import FAR, Truth
+from tests.predict.scaling.families import FAMILIES, Family
+from tests.predict.scaling.test_law_structural import allocated_peak
+from tests.predict.scaling.test_noisy import FAR, Truth
 
 NUM_DRAWS = 100
 NUM_TIMINGS = 3

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.cases.dry_run import LlamaBlock
 from benchmarks.result import write_result
 from memkit._simulation.shard import Shard
-from memkit.planning.predict import estimate_memory_usage
+from memkit.predict.usage import estimate_memory_usage
 
 HALVES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 CASES = {

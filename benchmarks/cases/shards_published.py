@@ -26,8 +26,8 @@ from benchmarks.result import write_result
 from memkit._simulation.ranks import as_first_rank
 from memkit._simulation.shard import Shard
 from memkit._simulation.simulation import Gpu, TrainingStep
-from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.gpus import find_gpu
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.gpus import find_gpu
 
 _aten = torch.ops.aten
 WIDTH, NUM_BLOCKS, HEADS, KV_HEADS, HIDDEN, VOCABULARY = 4096, 32, 32, 8, 14336, 128256

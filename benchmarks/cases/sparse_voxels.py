@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.result import write_result
-from memkit._voxels import SparseVoxels
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.sparse import SparsityAwareProcessor
 from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import trace_allocations

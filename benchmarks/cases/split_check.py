@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import Task, transformer, unet
 from benchmarks.result import write_result
-from memkit._loss import read_loss
+from memkit._gradients.loss import read_loss
 from memkit.train.split_check import Examination
 from memkit.train.split_ways import ways_to_cut
 from tests.allocations import trace_allocations

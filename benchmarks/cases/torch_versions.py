@@ -131,7 +131,7 @@ def predicted_peaks() -> dict[str, dict[str, int | str]]:
     import torch
 
     import memkit as mk
-    from tests.planning.steps import STEPS
+    from tests.predict.steps import STEPS
 
     torch.set_num_threads(1)
     peaks: dict[str, dict[str, int | str]] = {}

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.counting import Count
 from benchmarks.result import write_result
-from memkit.planning.predict import estimate_memory_usage
-from tests.planning.test_dryrun import build
+from memkit.predict.usage import estimate_memory_usage
+from tests.predict.test_dryrun import build
 
 MODELS = ("mlp", "resnet", "unet3d", "encoder", "message_passing", "tied_decoder")
 ROUNDS = 9

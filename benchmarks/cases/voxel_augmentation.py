@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.result import write_result
-from memkit._errors import MemkitError, MemkitWarning
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import MemkitError, MemkitWarning
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation, VoxelPoints
 from memkit.voxel.compose import ComposedAugmentation

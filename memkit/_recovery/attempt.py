@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, SupportsIndex, TypeVar
 
-from memkit._device import release_cached_memory
-from memkit._errors import InputError, InputTypeError, MemkitOutOfMemoryError
+from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError
+from memkit._machine.devices import release_cached_memory
 from memkit._recovery.errors import describe_error, drop_frames, is_out_of_memory
 
 _logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from memkit._device import release_cached_memory
-from memkit._errors import MemkitOutOfMemoryError, StateError
-from memkit._loss import Loss
+from memkit._core.errors import MemkitOutOfMemoryError, StateError
+from memkit._gradients.loss import Loss
+from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Caught, Failed, Kinds, OutOfMemory, insist
 from memkit._recovery.plan import Part, Plan
 from memkit._recovery.sizes import Entry, SizeMemory

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memkit._device import under_memory_pressure
-from memkit._errors import MemkitError, MemkitOutOfMemoryError
+from memkit._core.errors import MemkitError, MemkitOutOfMemoryError
+from memkit._machine.devices import under_memory_pressure
 
 # Backend and message. Each row is there for a real message: tests/data/oom_corpus.json has it, with its source.
 _CERTAIN = (

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 
-from memkit import _rng
-from memkit._errors import StateError
+from memkit._core.errors import StateError
+from memkit._machine import random_state
+from memkit._recorder.rehearsal import Attributes
 from memkit._recovery.attempt import insist
-from memkit._rehearsal import Attributes
 from memkit._torch.modules import buffers_of, is_compiled
 from memkit._torch.tensors import version_of
 
@@ -51,7 +51,7 @@ class StateWatch:
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
-        self.numpy = _rng.NumpyState()
+        self.numpy = random_state.NumpyState()
 
     def modes(self) -> list[tuple[nn.Module, bool]]:
         """Return the mode of each module."""
@@ -159,18 +159,18 @@ class RandomNumbers:
     """
 
     def __init__(
-        self, generators: Iterable[Any] = (), *, of_torch: bool = True, numpy: _rng.NumpyState | None = None
+        self, generators: Iterable[Any] = (), *, of_torch: bool = True, numpy: random_state.NumpyState | None = None
     ) -> None:
         self._of_torch = of_torch
-        self._random = _rng.capture(numpy) if of_torch else _rng.capture_host(numpy)
+        self._random = random_state.capture(numpy) if of_torch else random_state.capture_host(numpy)
         self._states = [(each, _generator_state(each)) for each in generators]
 
     def restore(self) -> None:
         """Put all back."""
-        if isinstance(self._random, _rng.RandomState):
-            _rng.restore(self._random)
+        if isinstance(self._random, random_state.RandomState):
+            random_state.restore(self._random)
         else:
-            _rng.restore_host(self._random)
+            random_state.restore_host(self._random)
         for generator, state in self._states:
             _set_generator_state(generator, state)
 
@@ -203,7 +203,7 @@ def _is_same(state: Any, other: Any) -> bool:
     """Whether two states of random generators, in whatever form, are equal."""
     if isinstance(state, (torch.Tensor, np.ndarray)):
         return bool((state == other).all())
-    if isinstance(state, (_rng.RandomState, _rng.HostRandomState)):
+    if isinstance(state, (random_state.RandomState, random_state.HostRandomState)):
         fields = dataclasses.fields(state)
         return all(_is_same(getattr(state, each.name), getattr(other, each.name)) for each in fields)
     if isinstance(state, dict):

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from memkit._recorder import Whereabouts
+from memkit._recorder.recorder import Whereabouts
 from memkit._simulation.uses import Site, Use, operation_of, site_of
 from memkit._torch.dispatch import no_dispatch
 from memkit._torch.fake import FakeTensor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memkit._errors import StateError
+from memkit._core.errors import StateError
 from memkit._simulation.guesses import GuessedFloat, GuessedInt, Guesses
 from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS

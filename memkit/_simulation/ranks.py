@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._simulation.shard import REPLICATED, Shard
 from memkit._simulation.simulation import MakeOptimizer, Part, optimizer_maker
 from memkit._torch.dispatch import without_modes

@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import torch
 
-from memkit._errors import ConfigError
-from memkit._settings import Checker
+from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 
 Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REPLICATED = ("ddp", "zero1")
@@ -36,13 +36,14 @@ class Shard:
         ConfigError: A value is not one of those, or belongs to another kind.
 
     Source:
-        `docs/estimate-shards.md`; held against two gloo processes in ``tests/planning/test_shards.py``.
+        `docs/estimate-shards.md`; held against two gloo processes in ``tests/predict/test_shards.py``.
 
     Example:
         >>> import memkit as mk, torch
         >>> model = torch.nn.Sequential(*(torch.nn.Linear(1000, 1000, device="meta") for _ in range(4)))
         >>> batch, loss_fn = torch.empty(8, 1000), lambda model, x: model(x).square().mean()
-        >>> estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, shard=mk.Shard("fsdp2", 4, units=("*",)))
+        >>> shard = mk.predict.Shard("fsdp2", 4, units=("*",))
+        >>> estimate = mk.estimate_memory_usage(model, batch, loss_fn=loss_fn, shard=shard)
         >>> estimate.parameters_bytes == 4 * 4 * (250 * 1000 + 250)
         True
     """

@@ -21,12 +21,12 @@ from torch.compiler import set_stance
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from memkit import _rng
-from memkit._errors import ConfigError, InputTypeError
-from memkit._loss import Loss, detached, read_loss
-from memkit._protocols import Card
-from memkit._recorder import UNSHARD, Events, Recorder, Whereabouts
-from memkit._recording import Recording
+from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.protocols import Card
+from memkit._gradients.loss import Loss, detached, read_loss
+from memkit._machine import random_state
+from memkit._recorder.recorder import UNSHARD, Events, Recorder, Whereabouts
+from memkit._recorder.recording import Recording
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
 from memkit._simulation.cuda.answers import answer_patches
 from memkit._simulation.cuda.history import History
@@ -391,7 +391,7 @@ def simulate(
 @contextmanager
 def as_by_itself() -> Iterator[None]:
     """Whatever the caller's modes: gradients on, random state put back."""
-    with _rng.preserved(), torch.inference_mode(mode=False), torch.enable_grad():
+    with random_state.preserved(), torch.inference_mode(mode=False), torch.enable_grad():
         yield
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from memkit._errors import InputError, NotSimulatedError, StateError
-from memkit._recorder import Whereabouts
-from memkit._settings import Checker
+from memkit._core.errors import InputError, NotSimulatedError, StateError
+from memkit._core.settings import Checker
+from memkit._recorder.recorder import Whereabouts
 from memkit._simulation.guesses import KNOWN, Guesses, known_value
 from memkit._torch import aten
 from memkit._torch.dispatch import OpOverload, keys_of, no_dispatch

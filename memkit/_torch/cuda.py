@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import torch
 
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
 from memkit._torch.versions import parse
 
 accelerator_owner: Any = torch._C

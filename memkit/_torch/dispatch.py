@@ -5,24 +5,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass as without_torch_function  # noqa: N813 - a context
 from torch._C import (
+    DisableTorchFunctionSubclass as without_torch_function,  # noqa: N813 - a context
     DispatchKey,
     DispatchKeySet,
     TensorBase,  # attributes of tensors below their subclasses
+    _ExcludeDispatchKeyGuard as without_keys,
+    _get_privateuse1_backend_name as private_backend_name,
 )
-from torch._C import _ExcludeDispatchKeyGuard as without_keys
-from torch._C import _get_privateuse1_backend_name as private_backend_name
 from torch._ops import OpOverload  # an operator; others are of higher order
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each operator; documented, but its module is private
     _disable_current_modes,
+    _get_current_dispatch_mode_stack as current_modes,
+    _pop_mode as pop_mode,
+    _push_mode as push_mode,
     is_traceable_wrapper_subclass_type,  # a tensor that holds other tensors
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_modes
-from torch.utils._python_dispatch import _pop_mode as pop_mode
-from torch.utils._python_dispatch import _push_mode as push_mode
 
 
 def fake_mode() -> Any:

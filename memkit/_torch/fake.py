@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import _guards as fake_mode_owner  # its `detect_fake_mode` says whether tensors have no data
-from torch._C import _get_default_device as default_device
-from torch._C import _nn as to_owner  # its `_parse_to` reads the arguments of `module.to(...)`
+from torch._C import (
+    _get_default_device as default_device,
+    _nn as to_owner,  # its `_parse_to` reads the arguments of `module.to(...)`
+)
 from torch._functorch import config as functorch_settings
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (

@@ -7,10 +7,14 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any
 
-from torch._C import _current_autograd_node as current_node  # that the engine runs now
-from torch._C import _current_graph_task_id as current_backward  # -1 outside of one
-from torch._C._autograd import _get_current_graph_task_keep_graph as keeps_graph  # whether it may run again
-from torch._C._autograd import _get_sequence_nr as next_sequence_number  # of the next node in this thread
+from torch._C import (
+    _current_autograd_node as current_node,  # that the engine runs now
+    _current_graph_task_id as current_backward,  # -1 outside of one
+)
+from torch._C._autograd import (
+    _get_current_graph_task_keep_graph as keeps_graph,  # whether it may run again
+    _get_sequence_nr as next_sequence_number,  # of the next node in this thread
+)
 from torch.autograd.graph import _engine_run_backward
 
 ENGINE = _engine_run_backward.__code__

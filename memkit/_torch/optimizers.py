@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim import optimizer as optimizer_module
+from torch.optim import Optimizer, optimizer as optimizer_module
 from torch.utils import _foreach_utils as foreach  # decides whether several tensors are stepped at once
 from torch.utils.hooks import RemovableHandle
 

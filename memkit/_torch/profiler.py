@@ -1,13 +1,19 @@
 """The profiler below torch.profiler: it sees what operators take inside, and costs little when nobody listens."""
 
-from torch._C._autograd import ProfilerEvent
-from torch._C._autograd import _disable_profiler_legacy as stop_profiler
-from torch._C._autograd import _enable_profiler_legacy as start_profiler
-from torch._C._autograd import _enable_record_function as record_functions  # off in some builds' threads
-from torch._C._autograd import _profiler_type as running_profiler
-from torch._C._profiler import ActiveProfilerType, ProfilerConfig, ProfilerState
-from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
-from torch._C._profiler import _RecordFunctionFast as Mark  # a named span
+from torch._C._autograd import (
+    ProfilerEvent,
+    _disable_profiler_legacy as stop_profiler,
+    _enable_profiler_legacy as start_profiler,
+    _enable_record_function as record_functions,  # off in some builds' threads
+    _profiler_type as running_profiler,
+)
+from torch._C._profiler import (
+    ActiveProfilerType,
+    ProfilerConfig,
+    ProfilerState,
+    _ExperimentalConfig as ExperimentalConfig,
+    _RecordFunctionFast as Mark,  # a named span
+)
 
 __all__ = [
     "ActiveProfilerType",

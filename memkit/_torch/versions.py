@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from memkit._errors import MemkitWarning, TorchVersionError
+from memkit._core.errors import MemkitWarning, TorchVersionError
 
 OLDEST, NEWEST = (2, 8), (2, 15)  # docs/versions.md has the table; pyproject.toml asks for the oldest
 

@@ -1,1 +1,19 @@
 """Habits in scripts that cost memory, found without running them."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memkit.check.check import (
+        check_paths as check_paths,
+        check_source as check_source,
+    )
+    from memkit.check.findings import Finding as Finding
+else:  # a type checker would take any name for one that `__getattr__` may give
+    from memkit._core.lazy import load_lazily
+
+    _HOMES = {
+        "Finding": "memkit.check.findings",
+        "check_paths": "memkit.check.check",
+        "check_source": "memkit.check.check",
+    }
+    __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES)

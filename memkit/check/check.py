@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._core.errors import ConfigError, FileFormatError, InputError
 from memkit.check import evaluation, graphs, launch, precision, setup, steps
 from memkit.check.findings import Finding, Place, Rule
 from memkit.check.launch import Launcher
@@ -73,7 +73,7 @@ def check_source(text: str, *, path: str = "<source>") -> tuple[Finding, ...]:
         ...     optimizer.step()
         ...     history.append(loss)
         ... '''
-        >>> [(finding.rule, finding.line) for finding in mk.check_source(script)]
+        >>> [(finding.rule, finding.line) for finding in mk.check.check_source(script)]
         [('graph-kept', 7)]
     """
     return tuple(_check(Source(path, text, is_shell=path.endswith(".sh")), set(_IDS)))
@@ -98,7 +98,7 @@ def check_paths(
         >>> import memkit as mk, pathlib, tempfile
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / "train.py").write_text("import torch\ntorch.autograd.set_detect_anomaly(True)\n")
-        >>> result = mk.check_paths([folder])
+        >>> result = mk.check.check_paths([folder])
         >>> result.num_files, [finding.rule for finding in result.findings]
         (1, ['anomaly-left-on'])
     """

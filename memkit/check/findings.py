@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from memkit._printable import printable
+from memkit._core.printable import printable
 
 Level = Literal["error", "warning"]
 Code = TypeVar("Code")
@@ -31,7 +31,7 @@ class Finding:
 
     Example:
         >>> import memkit as mk
-        >>> finding, = mk.check_source("import torch\ntorch.autograd.set_detect_anomaly(True)\n")
+        >>> finding, = mk.check.check_source("import torch\ntorch.autograd.set_detect_anomaly(True)\n")
         >>> finding.rule, finding.line, finding.level
         ('anomaly-left-on', 2, 'warning')
     """

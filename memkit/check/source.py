@@ -9,8 +9,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memkit._errors import FileFormatError
-from memkit._regularfile import read_regular
+from memkit._core.errors import FileFormatError
+from memkit._machine.regular_file import read_regular
 
 PYTHON, NOTEBOOK, SHELL = ".py", ".ipynb", ".sh"
 _MOST_BYTES = 32 * 2**20  # a notebook with pictures; no script is as large

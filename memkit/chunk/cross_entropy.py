@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError
-from memkit._streamed import Gradients, accumulator_dtype, with_gradients
+from memkit._core.errors import ConfigError, InputError
+from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
 from memkit.chunk.loss import check_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit._captured import CapturedTensors
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.settings import Checker
+from memkit._gradients.captured import CapturedTensors
+from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
-from memkit._settings import Checker
-from memkit._streamed import accumulator_dtype, refuse_second_derivative, spans, without_hooks
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.tensors import version_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memkit._errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 from memkit._torch import pytree
 
 

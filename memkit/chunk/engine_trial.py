@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._recorder import Recorder
-from memkit._streamed import accumulator_dtype, without_hooks
+from memkit._gradients.streamed import accumulator_dtype, without_hooks
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.workspace import WorkspaceMarks
 from memkit._torch.profiler import ActiveProfilerType, running_profiler
-from memkit._workspace import WorkspaceMarks
 from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import modes_of, modules_of, undone, unpacked
 from memkit.chunk.sizing import Measurement

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._torch import pytree
 from memkit._torch.modules import is_compiled

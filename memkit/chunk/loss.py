@@ -8,9 +8,9 @@ from typing import Any, Literal, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._loss import Loss
-from memkit._streamed import accumulator_dtype, count_rows, sum_of_chunks
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._gradients.loss import Loss
+from memkit._gradients.streamed import accumulator_dtype, count_rows, sum_of_chunks
 from memkit._torch import pytree
 from memkit.chunk.engine_params import describe, parameters_of
 from memkit.chunk.engine_trial import HEAD, cast_bytes, kind_of, sum_bytes, watched
@@ -69,7 +69,7 @@ def chunked_loss(
 
     Example:
         >>> import torch
-        >>> from memkit import chunked_loss
+        >>> from memkit.chunk import chunked_loss
         >>> model = torch.nn.Linear(6, 1)
         >>> def squared_error(x, y):
         ...     return (model(x) - y).square()

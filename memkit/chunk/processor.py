@@ -124,7 +124,7 @@ class ChunkedProcessor:
         reduction: Literal["mean", "sum"] = "mean",
         weight_total: float | Tensor | None = None,
     ) -> Tensor:
-        """Compute a loss with its gradients; ``fn`` returns losses of rows: see `memkit.chunked_loss`."""
+        """Compute a loss with its gradients; ``fn`` returns losses of rows: see `memkit.chunk.chunked_loss`."""
         return loss_call(
             f"{self._name}.loss(..., reduction={reduction!r})",
             self._fn,

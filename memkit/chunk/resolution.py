@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memkit._errors import FileFormatError, InputError, InputTypeError, StateError
-from memkit._settings import Checker
-from memkit._voxelkeys import MORTON_BITS, morton_encode
-from memkit._voxels import without_affine
+from memkit._core.errors import FileFormatError, InputError, InputTypeError, StateError
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import without_affine
+from memkit._core.voxel_keys import MORTON_BITS, morton_encode
 
 Downsample = Literal["area", "max", "sum", "masked_mean", "nearest"]
 _CHOOSE = "DynamicResolutionProcessor.choose(coords)"

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex, get_args
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
 from memkit.chunk.engine_params import describe
 from memkit.chunk.segments_index import Segments

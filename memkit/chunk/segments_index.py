@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 
 _BLOCK = 1 << 16
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memkit._streamed import accumulator_dtype
+from memkit._gradients.streamed import accumulator_dtype
 from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
 from memkit.chunk.segments_index import Segments
 

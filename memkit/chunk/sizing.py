@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, log
 from typing import Literal, Protocol, SupportsIndex
 
-from memkit._errors import ConfigError
-from memkit._settings import as_whole
-from memkit._units import format_bytes, parse_bytes
+from memkit._core.errors import ConfigError
+from memkit._core.settings import as_whole
+from memkit._core.units import format_bytes, parse_bytes
 
 ChunkSize = SupportsIndex | Literal["auto"]
 

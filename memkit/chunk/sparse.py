@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from memkit._errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit._recovery.attempt import Done, Failed, unless_failed
 from memkit._recovery.snapshot import RandomNumbers, held_generators
-from memkit._settings import Checker
 from memkit._torch.autocast import without_gradients
-from memkit._voxels import SparseVoxels
 from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
 from memkit.chunk.sparse_tiles import Cut, cut_blocks, cut_box, run_patches

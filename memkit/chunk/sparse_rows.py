@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
-from memkit._voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
 
 CALL = "SparsityAwareProcessor(fn)(volume)"

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memkit._streamed import accumulator_dtype, refuse_second_derivative
-from memkit._voxels import SparseVoxels
+from memkit._core.sparse_voxels import SparseVoxels
+from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative
 from memkit.chunk.sparse_rows import CALL
 from memkit.chunk.tiles import ExactAxis, Piece, Reach, place_of
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._streamed import accumulator_dtype, refuse_second_derivative
-from memkit._voxels import Pairs, SparseVoxels, Triple
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.sparse_voxels import Pairs, SparseVoxels, Triple
+from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative
 
 CALL = "submanifold_conv3d(voxels, weight)"
 
@@ -50,7 +50,8 @@ def submanifold_conv3d(
 
     Example:
         >>> import torch
-        >>> from memkit import SparseVoxels, submanifold_conv3d
+        >>> from memkit.chunk import submanifold_conv3d
+        >>> from memkit.voxel import SparseVoxels
         >>> voxels = SparseVoxels.from_coords(torch.tensor([[3, 4, 5], [3, 4, 6]]), torch.ones(2, 1), shape=(8, 8, 8))
         >>> submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3)).features.tolist()
         [[2.0], [2.0]]

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning
-from memkit._settings import as_whole
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit._core.settings import as_whole
 from memkit.chunk.halo import find_reach
 from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import InputError, InputTypeError
-from memkit._streamed import accumulator_dtype, refuse_second_derivative, without_hooks
+from memkit._core.errors import InputError, InputTypeError
+from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, without_hooks
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.engine_replay import Circumstances
 from memkit.chunk.independence import undone

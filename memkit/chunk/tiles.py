@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from memkit._printable import printable
+from memkit._core.printable import printable
 from memkit._version import __version__
 
 # A command is a module with add_parser(commands), whose parser sets run=, a function from arguments to an exit code.

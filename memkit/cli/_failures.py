@@ -7,7 +7,7 @@ from pathlib import Path
 from sysconfig import get_paths
 from types import TracebackType
 
-from memkit._errors import MemkitError, NotSimulatedError
+from memkit._core.errors import MemkitError, NotSimulatedError
 from memkit.cli._codes import FAILED, NOT_KNOWN, WRONG_USE
 from memkit.cli._terminal import say
 

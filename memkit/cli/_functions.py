@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 
 
 def load_function(command: str, text: str, *, instead: str = "") -> Callable[..., Any]:

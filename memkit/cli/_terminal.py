@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from memkit._printable import printable
+from memkit._core.printable import printable
 
 
 def say(line: str = "", *, is_error: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from memkit._eventlog import read_memory_events
+from memkit._events.reader import read_memory_events
 from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._collector import without_collector
 from memkit.cli._terminal import say, say_all

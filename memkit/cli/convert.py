@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from memkit._eventlog import read_memory_events
+from memkit._events.reader import read_memory_events
 from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
 from memkit.cli._terminal import say

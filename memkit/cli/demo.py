@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 
-from memkit._units import format_bytes
-from memkit.assemble.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Name, Run, run_demo
+from memkit._core.units import format_bytes
 from memkit.cli._codes import NO, YES
 from memkit.cli._terminal import say_all
+from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Name, Run, run_demo
 
 _TITLES: dict[Name, str] = {
     "plain_limited": "full batch, limited",

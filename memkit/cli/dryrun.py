@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memkit._errors import InputError, StateError
-from memkit._printable import printable
-from memkit._units import format_bytes
+from memkit._core.errors import InputError, StateError
+from memkit._core.printable import printable
+from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._terminal import say, say_all
-from memkit.planning.estimate import MemoryEstimate
-from memkit.planning.gpus import GPU, capability_of, find_gpu
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.gpus import GPU, capability_of, find_gpu
 
 _STEPS = 3
 _LEAST_SECONDS, _SLOWER = 60, 5  # what a script may take when it runs again
@@ -160,7 +160,7 @@ class _Script:
         }
 
     def run(self, answers: str, sizes: Path, *, is_quiet: bool = False, timeout: float | None = None) -> dict[str, Any]:
-        """Run it once; return what `memkit.planning.script.process` reports.
+        """Run it once; return what `memkit.predict.script.process` reports.
 
         Args:
             answers: How the card answers what it does not know.
@@ -177,7 +177,7 @@ class _Script:
             order = self._order | {"folder": folder, "answers": answers, "sizes": str(sizes)}
             settings = {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
             code = subprocess.run(
-                [sys.executable, "-m", "memkit.planning.script.process", json.dumps(order)],
+                [sys.executable, "-m", "memkit.predict.script.process", json.dumps(order)],
                 cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
                 env=os.environ | settings,  # noqa: TID251 - handed on
                 stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),

@@ -7,14 +7,14 @@ import contextlib
 import json
 from typing import Any
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
 from memkit.cli._terminal import say, say_all
-from memkit.planning.estimate import MemoryEstimate, Verdict
-from memkit.planning.gpus import GPU, find_gpu
-from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.presets import PRESETS, get_preset_config
+from memkit.predict.estimate import MemoryEstimate, Verdict
+from memkit.predict.gpus import GPU, find_gpu
+from memkit.predict.presets import PRESETS, get_preset_config
+from memkit.predict.usage import estimate_memory_usage
 
 _SENTENCES = {
     "fits": "fits into {}",

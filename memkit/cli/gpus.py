@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from memkit._units import GIB, parse_bytes
+from memkit._core.units import GIB, parse_bytes
 from memkit.cli._codes import NO, YES
 from memkit.cli._terminal import say, say_all
-from memkit.planning.gpus import GPU, all_gpus, find_gpu, write_gpus
+from memkit.predict.gpus import GPU, all_gpus, find_gpu, write_gpus
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
         if arguments.need is not None or arguments.calibrated is not None:
             arguments.parser.error("--calibrate measures one card: leave --need and --calibrated out")
-        from memkit.planning.calibration import calibrate_gpu  # imports torch
+        from memkit.predict.calibration import calibrate_gpu  # imports torch
 
         gpu = calibrate_gpu(arguments.name or "cuda")
         write_gpus(arguments.calibrate, [gpu])

@@ -6,13 +6,13 @@ import argparse
 import json
 import warnings
 
-from memkit._units import GIB
+from memkit._core.units import GIB
 from memkit.cli._codes import YES
 from memkit.cli._terminal import say, say_all
-from memkit.planning.config import TrainingConfig
-from memkit.planning.formula import estimate_by_formula
-from memkit.planning.presets import PRESETS, get_preset_config
-from memkit.planning.summary import print_config_summary
+from memkit.predict.config import TrainingConfig
+from memkit.predict.formula import estimate_by_formula
+from memkit.predict.presets import PRESETS, get_preset_config
+from memkit.predict.summary import print_config_summary
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

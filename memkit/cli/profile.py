@@ -11,17 +11,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from memkit._errors import InputError
-from memkit._units import format_bytes
+from memkit._core.errors import InputError
+from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
 from memkit.cli._terminal import say, say_all
-from memkit.planning.scaling.config import MemoryTestConfig
-from memkit.planning.scaling.journal import Journal
-from memkit.planning.scaling.points import ScalingPoint
+from memkit.predict.scaling.journal import Journal
+from memkit.predict.scaling.points import ScalingPoint
+from memkit.recipes.memory_test.config import MemoryTestConfig
 
 if TYPE_CHECKING:
-    from memkit.planning.scaling.outputs import MemoryTestResult
+    from memkit.recipes.memory_test.outputs import MemoryTestResult
 
 _JOURNAL = "memkit-profile.points.jsonl"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kM]?)")
@@ -114,7 +114,7 @@ def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> Journal
 def _results(
     arguments: argparse.Namespace, config: MemoryTestConfig, journal: Journal | None
 ) -> list[MemoryTestResult]:
-    from memkit.planning.scaling.sweep import run_memory_test, run_own_step  # these import torch
+    from memkit.recipes.memory_test.sweep import run_memory_test, run_own_step  # these import torch
 
     predicted = set[str]()
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from memkit._eventlog import read_memory_events
-from memkit.assemble.report import make_report
+from memkit._events.reader import read_memory_events
 from memkit.cli._codes import YES
 from memkit.cli._collector import without_collector
 from memkit.cli._terminal import say
+from memkit.recipes.report import make_report
 from memkit.report.write import SUFFIXES, check_target, save_report
 
 _OUTPUT = "memory_analysis_report.md"

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric import is_wrapped
 from torch import nn
 
-from memkit._errors import InputTypeError
+from memkit._core.errors import InputTypeError
 from memkit.train.split_loss import SplitLoss
 
 

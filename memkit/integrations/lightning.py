@@ -20,13 +20,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from memkit._errors import ConfigError, FileFormatError, MemkitWarning
-from memkit._loss import Loss
+from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning
+from memkit._gradients.loss import Loss
 from memkit.integrations.lightning_parts import Part, Parts, detached, rows_of, with_places
 from memkit.memory.manager import MemoryManager
+from memkit.recipes.order import tell_epoch
 from memkit.train.gradients import list_parameters, multiply_gradients
 from memkit.train.models import may_recover_alone
-from memkit.train.order import tell_epoch
 from memkit.train.split import count_rows
 from memkit.train.split_loss import SplitLoss
 

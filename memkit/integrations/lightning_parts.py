@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Metric
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit._torch import pytree
 from memkit.train.split import count_rows
 

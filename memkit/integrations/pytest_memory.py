@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import pytest
 
-from memkit._errors import ConfigError
-from memkit._recorder import Recorder
-from memkit._units import KIB, format_bytes
+from memkit._core.errors import ConfigError
+from memkit._core.units import KIB, format_bytes
+from memkit._recorder.recorder import Recorder
 from memkit.memory.leaks import LeakWatch
 from memkit.memory.track import Tracker
 
 if TYPE_CHECKING:  # the plugin loads this file, not the other way around
     from memkit.integrations.pytest_plugin import Limit
-    from memkit.planning.estimate import MemoryEstimate
+    from memkit.predict.estimate import MemoryEstimate
 
 _SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs stay below it
 _ROWS = 8  # lines of code that are named where no holder is found
@@ -64,13 +64,13 @@ def watch(limit: Limit, *held: object) -> Watch:
 
         return Watch(tracker, lambda: tracker.peak_bytes, table)
     if limit.gpu is not None:
-        from memkit.planning.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
+        from memkit.predict.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
 
         card = VirtualGPU(limit.gpu, selected_fraction=limit.selected_fraction)
         return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
     from memkit._simulation.leftovers import empty_caches
     from memkit._simulation.simulation import Host, Simulation, as_by_itself
-    from memkit.planning.estimate import MemoryEstimate
+    from memkit.predict.estimate import MemoryEstimate
 
     simulation = Simulation(Host(), selected_fraction=limit.selected_fraction)
     recorded = simulation.watch()

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
 
 import pytest
 
-from memkit._errors import ConfigError, MemkitError, MemkitWarning
-from memkit._units import format_bytes, parse_bytes
-from memkit.planning.gpus import capability_of, find_gpu
+from memkit._core.errors import ConfigError, MemkitError, MemkitWarning
+from memkit._core.units import format_bytes, parse_bytes
+from memkit.predict.gpus import capability_of, find_gpu
 
 if TYPE_CHECKING:  # importing it imports torch
     from memkit.integrations.pytest_memory import AssertNoLeak, Watch

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Batch
 
-from memkit._errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 from memkit.points.packed import cut_evenly
 
 

@@ -27,7 +27,7 @@ class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not ther
         >>> import torch
         >>> import memkit as mk
         >>> from memkit.integrations.torchmetrics import StreamingMetric
-        >>> metric = StreamingMetric(mk.VoxelMetrics())
+        >>> metric = StreamingMetric(mk.voxel.VoxelMetrics())
         >>> metric.update(torch.ones(2, 4, 4, 4), torch.ones(2, 4, 4, 4))
         >>> metric.compute()["iou"].item()
         1.0

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from memkit._errors import ConfigError, InputError
-from memkit._loss import Loss
+from memkit._core.errors import ConfigError, InputError
+from memkit._gradients.loss import Loss
 from memkit._recovery.snapshot import Rollback, StateWatch
 from memkit._torch.autocast import without_gradients
 from memkit._torch.graph import saved
 from memkit.memory.manager import MemoryManager
+from memkit.recipes.order import tell_epoch
 from memkit.train.gradients import graph_nodes
-from memkit.train.order import tell_epoch
 from memkit.train.split import SplitFn, count_rows
 from memkit.train.split_loss import SplitLoss
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memkit._records import DeviceMemory, HostMemory
-from memkit._units import GIB, format_bytes
+from memkit._core.records import DeviceMemory, HostMemory
+from memkit._core.units import GIB, format_bytes
 
 _LARGE_SHARE = 0.2  # of what is reserved; below, fragmentation costs less than the change is worth
 _TIGHT = 0.1  # of the host's memory

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from memkit import _device
-from memkit._errors import ConfigError, MemkitWarning, StateError
-from memkit._events import Event, LoggedDevice, LogHeader, Origin
-from memkit._eventwriter import EventWriter, parse_event, rank_path, save_events, save_legacy
+from memkit._core.errors import ConfigError, MemkitWarning, StateError
+from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
+from memkit._events.writer import EventWriter, parse_event, rank_path, save_events, save_legacy
+from memkit._machine import devices
 
 
 class Journal:
@@ -23,9 +23,9 @@ class Journal:
     Args:
         header: What to say about the run.
         path: The run's log file, which every event is appended to; with several ranks, each has its own (see
-            `memkit._eventwriter.rank_path`). None keeps them in memory only. It belongs to the process that opened it:
-            one that is forked from there, such as a DataLoader worker, has its own events in its own memory, and warns
-            once.
+            `memkit._events.writer.rank_path`). None keeps them in memory only. It belongs to the process that opened
+            it: one that is forked from there, such as a DataLoader worker, has its own events in its own memory, and
+            warns once.
         max_events: How many to keep in memory; older ones are dropped there.
 
     Attributes:
@@ -64,7 +64,7 @@ class Journal:
         return len(self._events)
 
     def add(self, events: Sequence[str]) -> None:
-        """Take events, each as its `memkit._eventwriter.event_text`, and write them."""
+        """Take events, each as its `memkit._events.writer.event_text`, and write them."""
         held = len(self._events)
         self._events.extend(events)
         self.num_dropped += held + len(events) - len(self._events)
@@ -82,7 +82,7 @@ class Journal:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the events in memory to a log file, which `memkit.read_memory_events` reads; atomically.
+        """Write the events in memory to a log file, which `memkit.report.read_memory_events` reads; atomically.
 
         Args:
             path: The file; one that exists is replaced. Its directory must exist.
@@ -122,11 +122,11 @@ def header_of(device: torch.device, total_bytes: int | None) -> LogHeader:
     else:
         counted = Origin(f"{device.type}_allocator", "measured")
         names += ["peak_total_bytes", "reserved_bytes", "reserved_peak_bytes"]
-    rank, world_size = _device.process_rank()
+    rank, world_size = devices.process_rank()
     return LogHeader.new(
         rank=rank,
         world_size=world_size,
-        device=LoggedDevice(_device.device_name(device), total_bytes, device.type),
+        device=LoggedDevice(devices.device_name(device), total_bytes, device.type),
         versions={"torch": str(torch.__version__)},
         fields={
             **dict.fromkeys(names, counted),

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memkit._core.units import KIB, format_bytes
 from memkit._torch.graph import next_sequence_number
 from memkit._torch.modules import HOOKS
-from memkit._units import KIB, format_bytes
 from memkit.memory.graphs import grad_of, spanning
 from memkit.memory.holders import Holder, References, attributes
 from memkit.memory.sources import Growth, find_call, find_growth

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from memkit import _device
-from memkit._errors import InputError, StateError
-from memkit._events import Event
-from memkit._eventwriter import event_text
-from memkit._records import DeviceMemory
+from memkit._core.errors import InputError, StateError
+from memkit._core.records import DeviceMemory
+from memkit._events.log import Event
+from memkit._events.writer import event_text
+from memkit._machine import devices
 from memkit.memory.journal import Journal
 from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, Whereabouts, larger, peak_by_record
 from memkit.memory.track import Tracker
@@ -160,12 +160,12 @@ class Ledger:
         self.ended: deque[Block] = deque()
         self.settled_ns = 0
         self.phases: dict[str, PhaseTotals] = {}
-        self._host_peak = _device.ResidentPeak()
+        self._host_peak = devices.ResidentPeak()
         self.peak_bytes: int | None = None
         self.reserved_peak_bytes: int | None = None
         self.host_peak_bytes = 0
         self.watched_bytes: int | None = None
-        self.read_device = _device.allocator_counter(device)
+        self.read_device = devices.allocator_counter(device)
         self.read_host = self._host_peak.read
         self._device = device
         self._journal = journal
@@ -237,7 +237,7 @@ class Ledger:
                 values["note"] = {"error": block.error}
             if peak.known is not None:
                 values["peak_bytes"] = peak.known
-            resident_bytes = None if self.ended else _device.resident_bytes()  # the last one ended just now
+            resident_bytes = None if self.ended else devices.resident_bytes()  # the last one ended just now
             texts.append(self._text(values, block.end_ns, block.last, block.live_bytes, resident_bytes))
         if texts:
             self._journal.add(texts)
@@ -269,7 +269,7 @@ class Ledger:
         values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": note}
         Event(**values)  # refuses here what is no event
         live_bytes = None if tracker is None else tracker.live_bytes
-        resident_bytes = _device.resident_bytes()
+        resident_bytes = devices.resident_bytes()
         self._journal.add([self._text(values, time.monotonic_ns(), counters, live_bytes, resident_bytes)])
 
     def _text(
@@ -303,8 +303,8 @@ class Ledger:
             self.host_peak_bytes = host_peak
 
     def _restart_peak(self) -> int | None:
-        _device.reset_peak(self._device)
-        return _device.peak_bytes(self._device)
+        devices.reset_peak(self._device)
+        return devices.peak_bytes(self._device)
 
     def _restart_host_peak(self) -> int:
         self._host_peak.restart()

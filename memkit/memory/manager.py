@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from memkit import _device
-from memkit._errors import ConfigError, MemkitWarning
-from memkit._protocols import Closing, Uncopied
-from memkit._records import MemorySnapshot
+from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.protocols import Closing, Uncopied
+from memkit._core.records import MemorySnapshot
+from memkit._core.settings import Checker
+from memkit._core.units import parse_budget
+from memkit._machine import devices
 from memkit._recovery.attempt import telling_errors
-from memkit._settings import Checker
-from memkit._units import parse_budget
 from memkit.memory.advice import Advice, advise, advise_about_sharing
 from memkit.memory.journal import Journal, header_of
 from memkit.memory.leaks import Leaks, LeakWatch
@@ -93,7 +93,7 @@ class MemoryManager(Uncopied, Closing):
         line_every: int | None = None,
         max_events: int = 10_000,
     ) -> None:
-        self.device = _device.resolve_device(device)
+        self.device = devices.resolve_device(device)
         if self.device.type == "meta":
             raise ConfigError(
                 "MemoryManager('meta')", got="meta", expected="a device that holds memory", fix="use Tracker instead."
@@ -109,7 +109,7 @@ class MemoryManager(Uncopied, Closing):
         self._journal = Journal(header_of(self.device, total_bytes), path=log, max_events=max_events)
         self._ledger = Ledger(self.device, self._journal, reset_peaks=reset_peaks)
         weakref.finalize(self, _finish, self._ledger, self._journal)  # also at the end of the program
-        identity = _device.device_identity(self.device)
+        identity = devices.device_identity(self.device)
         self._claim = None if identity is None else DeviceClaim(identity)
         self._warn_of_sharing()
 
@@ -117,7 +117,7 @@ class MemoryManager(Uncopied, Closing):
 
     def snapshot(self) -> MemorySnapshot:
         """Read everything, the driver too. What a backend does not count is None."""
-        device, host = _device.device_memory(self.device), _device.host_memory()
+        device, host = devices.device_memory(self.device), devices.host_memory()
         on_cpu, tracker, allocated = (
             self.device.type == "cpu",
             self._ledger.here.tracker,
@@ -146,10 +146,10 @@ class MemoryManager(Uncopied, Closing):
         process, by its resident bytes; on an accelerator it is for this process's tensors.
         """
         if self.device.type == "cpu":
-            host = _device.host_memory()
+            host = devices.host_memory()
             available, used = host.available_bytes, host.rss_bytes
         else:
-            device = _device.device_memory(self.device)
+            device = devices.device_memory(self.device)
             used, reserved = device.allocated_bytes or 0, device.reserved_bytes or 0
             free = device.free_bytes
             if free is None:  # MPS: against what the driver recommends
@@ -174,7 +174,7 @@ class MemoryManager(Uncopied, Closing):
             reserved_peak_bytes=self._ledger.reserved_peak_bytes,
         )
         others = self._claim.others() if self._claim else ()
-        return advise(counters, _device.host_memory(), _device.allocator_settings(), others)
+        return advise(counters, devices.host_memory(), devices.allocator_settings(), others)
 
     # ------------------------------------------------------------------------------------ phases and steps
 
@@ -270,8 +270,8 @@ class MemoryManager(Uncopied, Closing):
         self._released_at = now
         before = self._held_bytes()
         _clear_last_error()
-        _device.release_cached_memory()
-        _device.trim_heap()
+        devices.release_cached_memory()
+        devices.trim_heap()
         given_back = max(0, before - self._held_bytes())
         self.mark("release", note={"given_back_bytes": given_back})
         return given_back
@@ -306,13 +306,13 @@ class MemoryManager(Uncopied, Closing):
     # ---------------------------------------------------------------------------------------------- inside
 
     def _held_bytes(self) -> int:
-        reserved = _device.allocator_counters(self.device).reserved_bytes
-        return _device.resident_bytes() if reserved is None else reserved
+        reserved = devices.allocator_counters(self.device).reserved_bytes
+        return devices.resident_bytes() if reserved is None else reserved
 
     def _total_bytes(self) -> int | None:
         if self.device.type == "cpu":
-            return _device.host_memory().total_bytes
-        return _device.device_memory(self.device).total_bytes
+            return devices.host_memory().total_bytes
+        return devices.device_memory(self.device).total_bytes
 
     def _write_post_mortem(self, directory: str | os.PathLike[str], error: Exception) -> None:
         phase, tracker = self._ledger.here.origin_of(error)

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from memkit import _device
-from memkit._atomic import write_bytes, write_text
-from memkit._events import EVENT_KEYS, Event
-from memkit._eventwriter import rank_path
-from memkit._printable import printable_json
-from memkit._records import MemorySnapshot
+from memkit._core.printable import printable_json
+from memkit._core.records import MemorySnapshot
+from memkit._core.units import format_bytes
+from memkit._events.log import EVENT_KEYS, Event
+from memkit._events.writer import rank_path
+from memkit._machine import devices
+from memkit._machine.files import write_bytes, write_text
 from memkit._recovery.errors import describe_error
-from memkit._units import format_bytes
 from memkit.memory.census import Census, take_census
 from memkit.memory.summary import summarize_host
 from memkit.memory.track import Tracker
@@ -62,12 +62,12 @@ def write_post_mortem(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    rank, world_size = _device.process_rank()
+    rank, world_size = devices.process_rank()
     path = rank_path(folder / "out-of-memory.json", rank, world_size)
     problems: list[str] = []
     census = _attempt(lambda: take_census(device, _NUM_LARGEST), problems)
     tracked = None if tracker is None else _attempt(lambda: _tracked(tracker), problems)
-    allocator = _attempt(lambda: _device.allocator_snapshot(device), problems)
+    allocator = _attempt(lambda: devices.allocator_snapshot(device), problems)
     record: dict[str, Any] = {
         "schema": SCHEMA,
         "text": _describe(error, f"{device}, rank {rank}" if world_size > 1 else str(device), phase, snapshot, census),

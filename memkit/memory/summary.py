@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from memkit._records import MemorySnapshot
-from memkit._units import format_bytes
+from memkit._core.records import MemorySnapshot
+from memkit._core.units import format_bytes
 from memkit.memory.phases import PhaseTotals
 
 _UNKNOWN = "not recorded"

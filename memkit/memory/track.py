@@ -7,12 +7,12 @@ from typing import NamedTuple, Self
 
 import torch
 
-from memkit._device import resolve_device
-from memkit._errors import StateError
-from memkit._protocols import Uncopied
-from memkit._recorder import Recorder
-from memkit._recording import IntArray, Label, Moment, Phase, Recording, StorageRecord
-from memkit._units import format_bytes
+from memkit._core.errors import StateError
+from memkit._core.protocols import Uncopied
+from memkit._core.units import format_bytes
+from memkit._machine.devices import resolve_device
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.recording import IntArray, Label, Moment, Phase, Recording, StorageRecord
 
 _ROWS = 8  # rows that a summary gives to each table
 
@@ -99,7 +99,9 @@ class Tracker(Uncopied):
     def _make_recorder(self) -> Recorder:
         if not self._workspace:
             return Recorder()
-        from memkit._workspace import WorkspaceMarks  # needs a part of torch that may go: only on demand
+        from memkit._recorder.workspace import (
+            WorkspaceMarks,
+        )  # needs a part of torch that may go: only on demand
 
         return Recorder(marks=WorkspaceMarks())
 

@@ -8,7 +8,7 @@ from typing import Literal, cast, get_args
 
 import torch
 
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
 from memkit.points import passes
 from memkit.points.passes import Passes
 

@@ -11,10 +11,10 @@ from typing import SupportsIndex, final
 import numpy as np
 from numpy.typing import NDArray
 
-from memkit._epochs import EpochOrder
-from memkit._errors import ConfigError, InputError
-from memkit._settings import Checker
-from memkit._units import parse_bytes
+from memkit._core.epochs import EpochOrder
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.settings import Checker
+from memkit._core.units import parse_bytes
 from memkit.points.cache import fingerprint
 from memkit.points.cells import Points, host_array
 from memkit.points.philox import Stream, draw_key, random_bits
@@ -65,7 +65,7 @@ class BudgetBatchSampler(EpochOrder):
     Example:
         >>> import torch, memkit as mk
         >>> num_points = torch.randint(100, 900, (1000,), generator=torch.Generator().manual_seed(0))
-        >>> batches = mk.BudgetBatchSampler(num_points, max_points=2000, seed=0)
+        >>> batches = mk.points.BudgetBatchSampler(num_points, max_points=2000, seed=0)
         >>> max(int(num_points[batch].sum()) for batch in batches)
         2000
         >>> len(batches), round(batches.fill["points"], 3)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError, MemkitWarning
+from memkit._core.errors import InputError, InputTypeError, MemkitWarning
 from memkit.points.passes import Passes, grid_coords
 
 Points = ArrayLike | Tensor

@@ -79,7 +79,7 @@ def sample_edges(
     Example:
         >>> import torch, memkit as mk
         >>> dst = torch.tensor([0, 0, 0, 0, 2, 2, 5])
-        >>> keep, weight = mk.sample_edges(dst, ratio=0.5, seed=1, return_weight=True)
+        >>> keep, weight = mk.points.sample_edges(dst, ratio=0.5, seed=1, return_weight=True)
         >>> dst[keep].tolist(), weight.tolist()
         ([0, 0, 2, 5], [2.0, 2.0, 2.0, 1.0])
     """

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._atomic import atomic_writer
-from memkit._errors import FileFormatError, InputError, InputTypeError
+from memkit._core.errors import FileFormatError, InputError, InputTypeError
+from memkit._machine.files import atomic_writer
 from memkit.points import passes as in_numpy
 from memkit.points.backends import HostBackend, host_passes
 from memkit.points.cells import (

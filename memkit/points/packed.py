@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError, MemkitError
+from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit.points.cells import host_array
 
 Ends = dict[str, list[int]]  # of each offset: where each scene's rows end
@@ -39,7 +39,7 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
         n: How many parts, at most.
         belongs_to: What entries belong to whose rows do not tell: ``"points"``, ``"scenes"``, ``"all"`` (the entry goes
             whole to every part), or the name of an offset, such as ``{"inverse": "origin_offset"}``. Give it by
-            ``functools.partial(mk.split_packed, belongs_to=...)``.
+            ``functools.partial(mk.points.split_packed, belongs_to=...)``.
 
     Returns:
         Parts of the batch's own type, in order, whose offsets and scene numbers begin anew. A single part is the batch.
@@ -56,7 +56,7 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
     Example:
         >>> import torch, memkit as mk
         >>> batch = {"coord": torch.rand(9, 3), "offset": torch.tensor([2, 3, 9]), "name": ["hall", "desk", "room"]}
-        >>> for part in mk.split_packed(batch, 2):
+        >>> for part in mk.points.split_packed(batch, 2):
         ...     print(tuple(part["coord"].shape), part["offset"].tolist(), part["name"])
         (3, 3) [2, 3] ['hall', 'desk']
         (6, 3) [6] ['room']

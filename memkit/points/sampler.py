@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from memkit._errors import FileFormatError, InputError
-from memkit._settings import Checker
-from memkit._units import MIB, parse_bytes
+from memkit._core.errors import FileFormatError, InputError
+from memkit._core.settings import Checker
+from memkit._core.units import MIB, parse_bytes
 from memkit.points.backends import Backend, HostBackend, host_passes, resolved
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array

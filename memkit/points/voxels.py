@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError
-from memkit._streamed import accumulator_dtype
+from memkit._core.errors import InputError
+from memkit._gradients.streamed import accumulator_dtype
 from memkit.points.grid import GridIndex
 
 
@@ -29,7 +29,8 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from memkit import GridIndex, voxel_mean
+        >>> from memkit import GridIndex
+        >>> from memkit.points import voxel_mean
         >>> index = GridIndex.from_cells(torch.tensor([4, 1, 4]))
         >>> voxel_mean(torch.tensor([1.0, 5.0, 3.0]), index).tolist()
         [5.0, 2.0]
@@ -57,7 +58,8 @@ def first_points(index: GridIndex) -> Tensor:
 
     Example:
         >>> import torch
-        >>> from memkit import GridIndex, first_points
+        >>> from memkit import GridIndex
+        >>> from memkit.points import first_points
         >>> first_points(GridIndex.from_cells(torch.tensor([4, 1, 4, 4]))).tolist()
         [1, 0]
     """
@@ -79,7 +81,8 @@ def fragments(index: GridIndex) -> Iterator[Tensor]:
 
     Example:
         >>> import torch
-        >>> from memkit import GridIndex, fragments
+        >>> from memkit import GridIndex
+        >>> from memkit.points import fragments
         >>> [rows.tolist() for rows in fragments(GridIndex.from_cells(torch.tensor([4, 1, 4, 4])))]
         [[0, 1], [2], [3]]
     """

@@ -1,1 +1,15 @@
-"""Records to paper: what a memory log says, as a page for people. Nothing here imports torch."""
+"""Logs of memory as pages for people. Nothing here imports torch."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memkit._events.reader import read_memory_events as read_memory_events
+    from memkit.report.exports import export_log as export_log
+else:  # a type checker would take any name for one that `__getattr__` may give
+    from memkit._core.lazy import load_lazily
+
+    _HOMES = {
+        "export_log": "memkit.report.exports",
+        "read_memory_events": "memkit._events.reader",
+    }
+    __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from memkit._units import GIB
+from memkit._core.units import GIB
 from memkit.report.figures import Figures
 from memkit.report.nodes import Share, Size, clean
 from memkit.report.words import Words, share_text

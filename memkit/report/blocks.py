@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from memkit._errors import InputError
-from memkit._eventlog import EventLog
-from memkit._events import Event
+from memkit._core.errors import InputError
+from memkit._events.log import Event
+from memkit._events.reader import EventLog
 
 
 def snapshot_of(log: EventLog) -> bytes:

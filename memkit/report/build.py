@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from memkit._errors import InputError, InputTypeError
-from memkit._eventlog import EventLog
+from memkit._core.errors import InputError, InputTypeError
+from memkit._events.reader import EventLog
 from memkit.report.advice import Advice, advise
 from memkit.report.cards import Card, Fit, card_nodes, find_fits
 from memkit.report.comparing import compare_figures, compare_section
@@ -96,8 +96,8 @@ def _figures(name: str, log: object, total_bytes: int | None) -> Figures:
         raise InputTypeError(
             call,
             got=f"a {type(log).__name__}",
-            expected="what memkit.read_memory_events returns",
-            fix="read the file first: pass memkit.read_memory_events(path).",
+            expected="what memkit.report.read_memory_events returns",
+            fix="read the file first: pass memkit.report.read_memory_events(path).",
         )
     if not log.events:
         raise InputError(

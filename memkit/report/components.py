@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memkit._events import Event
+from memkit._events.log import Event
 from memkit.report.observed import Observed
 
 _WHOLE = frozenset({"model_loaded", "models_loaded", "all_loaded"})

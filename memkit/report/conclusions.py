@@ -5,8 +5,8 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator, Sequence
 
-from memkit._eventlog import EventLog
-from memkit._printable import printable
+from memkit._core.printable import printable
+from memkit._events.reader import EventLog
 from memkit.report.advice import HORIZONS, Advice
 from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import Figures, Peak

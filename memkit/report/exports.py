@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from memkit._atomic import write_bytes
-from memkit._errors import InputError
-from memkit._eventfile import OWN
-from memkit._eventlog import EventLog
-from memkit._events import EVENT_KEYS, Event, LogHeader
-from memkit._eventwriter import header_record, run_lines
-from memkit._printable import printable, printable_json
+from memkit._core.errors import InputError
+from memkit._core.printable import printable, printable_json
+from memkit._events.file import OWN
+from memkit._events.log import EVENT_KEYS, Event, LogHeader
+from memkit._events.reader import EventLog
+from memkit._events.writer import header_record, run_lines
+from memkit._machine.files import write_bytes
 from memkit.report.blocks import snapshot_of
 
 _COUNTERS = {
@@ -55,8 +55,8 @@ def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
 
     Example:
         >>> import json, pathlib, tempfile
-        >>> from memkit._eventlog import EventLog
-        >>> from memkit._events import Event
+        >>> from memkit._events.reader import EventLog
+        >>> from memkit._events.log import Event
         >>> from memkit.report.exports import export_log
         >>> path = pathlib.Path(tempfile.mkdtemp(), "trace.json")
         >>> export_log(EventLog((), (Event("t5_loaded", peak_total_bytes=11_362_869_248),)), path)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from memkit._eventlog import EventLog
-from memkit._events import Event, LogHeader, Origin
+from memkit._events.log import Event, LogHeader, Origin
+from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
 from memkit.report.nodes import Size
 from memkit.report.observed import Observed, observe

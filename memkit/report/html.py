@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from memkit._units import GIB
+from memkit._core.units import GIB
 from memkit._version import __version__
 from memkit.report.markdown import is_right
 from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Report, Share, Size, Table

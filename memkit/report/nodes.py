@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from memkit._eventlog import EventLog
-from memkit._printable import printable
+from memkit._core.printable import printable
+from memkit._events.reader import EventLog
 
 _LONGEST_NAME = 80
 

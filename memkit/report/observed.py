@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from memkit._eventlog import EventLog
-from memkit._events import Event
+from memkit._events.log import Event
+from memkit._events.reader import EventLog
 
 _STEP = re.compile(r"step[_ -]?(\d{1,18})", re.ASCII)
 

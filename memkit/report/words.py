@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memkit._errors import ConfigError
-from memkit._units import GIB
+from memkit._core.errors import ConfigError
+from memkit._core.units import GIB
 from memkit.report.nodes import Cell, Share, Size, clean
 
 Language = Literal["en", "zh"]

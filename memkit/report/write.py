@@ -6,9 +6,9 @@ import json
 import os
 from pathlib import Path
 
-from memkit._atomic import write_text
-from memkit._errors import InputError
-from memkit._printable import printable_json
+from memkit._core.errors import InputError
+from memkit._core.printable import printable_json
+from memkit._machine.files import write_text
 from memkit.report.html import to_html
 from memkit.report.markdown import to_markdown, to_text
 from memkit.report.nodes import Bars, Lines, Node, Paragraph, Report, Share, Size, Table

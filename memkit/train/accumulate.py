@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import StateError
-from memkit._protocols import Closing, GradScaler, Uncopied
+from memkit._core.errors import StateError
+from memkit._core.protocols import Closing, GradScaler, Uncopied
 from memkit.train.checks import check_loss, check_reduction, check_steps, read_count
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import nn
 
-from memkit._errors import ConfigError
-from memkit._protocols import Closing
+from memkit._core.errors import ConfigError
+from memkit._core.protocols import Closing
 from memkit.train.models import unwrap_model
 from memkit.train.treatments import TREATMENTS, Elsewhere, TreatedForward, Treatment
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
-from memkit._loss import Loss
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._gradients.loss import Loss
+from memkit.train.backward_steps import steps_in_backward
 from memkit.train.gradients import as_list
-from memkit.train.step_in_backward import steps_in_backward
 
 
 def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)") -> None:

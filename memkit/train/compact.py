@@ -13,7 +13,7 @@ from typing import Any, NoReturn, final, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from memkit._errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 
 _NUMBERS = (bool, int, float)
 
@@ -35,7 +35,7 @@ class CompactStrings(Sequence[str]):
 
     Example:
         >>> import memkit as mk
-        >>> names = mk.CompactStrings(f"scene-{i:04d}.ply" for i in range(1000))
+        >>> names = mk.train.CompactStrings(f"scene-{i:04d}.ply" for i in range(1000))
         >>> len(names), names[-1], names[:2], names.nbytes
         (1000, 'scene-0999.ply', ('scene-0000.ply', 'scene-0001.ply'), 22008)
     """
@@ -89,7 +89,7 @@ class CompactRecords(Sequence[dict[str, Any]]):
 
     Example:
         >>> import memkit as mk
-        >>> records = mk.CompactRecords({"file": f"{i}.png", "label": i % 10} for i in range(100))
+        >>> records = mk.train.CompactRecords({"file": f"{i}.png", "label": i % 10} for i in range(100))
         >>> records[42], records.columns["label"].sum()
         ({'file': '42.png', 'label': 2}, np.int64(450))
     """

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from memkit._errors import ConfigError, InputError, InputTypeError, warn_user
-from memkit._loss import Loss
+from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._gradients.loss import Loss
 from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
@@ -79,7 +79,7 @@ def cached_backward(
         >>> encoder = torch.nn.Linear(4, 2)
         >>> def contrast(embeddings):
         ...     return torch.nn.functional.cross_entropy(embeddings @ embeddings.T, torch.arange(len(embeddings)))
-        >>> loss = mk.cached_backward(encoder, torch.randn(32, 4), contrast, chunk_size=8)
+        >>> loss = mk.train.cached_backward(encoder, torch.randn(32, 4), contrast, chunk_size=8)
         >>> encoder.weight.grad.shape
         torch.Size([2, 4])
     """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memkit._errors import warn_user
+from memkit._core.errors import warn_user
 from memkit._torch.dispatch import without_modes
 from memkit._torch.graph import inputs_of, saved, saved_or_none
 from memkit.train.gradients import graph_nodes

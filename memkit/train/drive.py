@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit._loss import Loss
+from memkit._gradients.loss import Loss
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory

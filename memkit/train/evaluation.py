@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit._errors import InputError, MemkitOutOfMemoryError
+from memkit._core.errors import InputError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.sizes import SizeMemory
 from memkit._torch import pytree

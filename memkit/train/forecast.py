@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit import _device
-from memkit._errors import ConfigError, InputError, MemkitWarning
-from memkit._protocols import MemoryWatch
-from memkit._recorder import Recorder
-from memkit._recording import Recording
+from memkit._core.errors import ConfigError, InputError, MemkitWarning
+from memkit._core.protocols import MemoryWatch
+from memkit._core.units import format_bytes, parse_budget
+from memkit._machine import devices
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.recording import Recording
 from memkit._recovery.attempt import Done, attempt
 from memkit._recovery.errors import describe_error
 from memkit._torch import pytree
-from memkit._units import format_bytes, parse_budget
 from memkit.train.gradients import list_parameters
 from memkit.train.split import count_rows, shape_key, take_rows
 
@@ -215,11 +215,11 @@ def _reader(
             return max(now, first - held)
 
         return available
-    total = _device.host_memory().total_bytes if device.type == "cpu" else _device.device_memory(device).total_bytes
+    total = devices.host_memory().total_bytes if device.type == "cpu" else devices.device_memory(device).total_bytes
     budget_bytes = parse_budget(memory, total, name="memory")
 
     def left() -> int:
-        allocated = _device.allocator_counters(device).allocated_bytes
+        allocated = devices.allocator_counters(device).allocated_bytes
         return max(0, budget_bytes - (_held_bytes(model, optimizers) if allocated is None else allocated))
 
     return left

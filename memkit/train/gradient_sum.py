@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import StateError
-from memkit._protocols import GradScaler
+from memkit._core.errors import StateError
+from memkit._core.protocols import GradScaler
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes

@@ -10,11 +10,10 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from memkit._protocols import GradScaler
+from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.optimizers import states_of_scaler
-from memkit._torch.tensors import accumulate_hooks, gradient_dtype
-from memkit._torch.tensors import set_gradient_dtype as set_dtype_of_gradient
+from memkit._torch.tensors import accumulate_hooks, gradient_dtype, set_gradient_dtype as set_dtype_of_gradient
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memkit._device import has_room, release_cached_memory
-from memkit._errors import MemkitOutOfMemoryError, warn_user
-from memkit._recorder import Recorder
+from memkit._core.errors import MemkitOutOfMemoryError, warn_user
+from memkit._core.units import format_bytes
+from memkit._machine.devices import has_room, release_cached_memory
+from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, attempt
 from memkit._torch.tensors import sparse_parts
-from memkit._units import format_bytes
 from memkit.train.parameterwise import steps_parameterwise
 from memkit.train.ranks import local_part
 from memkit.train.transaction import ChunkedStep, close_all
@@ -158,9 +158,9 @@ class StepGuard:
             f"{size} are too many, or do not fit"
         )
         warn_user(
-            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: where it steps each "
-            f"parameter by itself, say memkit.register_parameterwise({self._unknown}), and its step is whole without a "
-            "copy; on_oom='raise', or guard_steps=False, guards nothing."
+            f"optimizer.step(): memkit does not know how {self._unknown} steps; {what}. Way out: where it steps "
+            f"each parameter by itself, say memkit.train.register_parameterwise({self._unknown}), and its step is "
+            "whole without a copy; on_oom='raise', or guard_steps=False, guards nothing."
         )
 
 

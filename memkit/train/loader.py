@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memkit import _device, _host, _rng
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
+from memkit._core.units import format_bytes
+from memkit._machine import devices, host, random_state
 from memkit._torch import pytree
-from memkit._units import format_bytes
 from memkit.train.split import Tree, map_leaves
 
 _LOGGER = logging.getLogger("memkit")
@@ -47,10 +47,10 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
     Example:
         >>> import torch, memkit as mk
         >>> batch = {"points": torch.zeros(5, 3), "names": ["a", "b"]}
-        >>> mk.to_device(batch, "meta")["points"].device
+        >>> mk.train.to_device(batch, "meta")["points"].device
         device(type='meta')
     """
-    target = device if isinstance(device, torch.device) else _device.resolve_device(device)
+    target = device if isinstance(device, torch.device) else devices.resolve_device(device)
     return map_leaves(lambda leaf: _move(leaf, target), batch, _moves_itself)
 
 
@@ -87,7 +87,7 @@ class LoaderPlan:
     Example:
         >>> import torch, memkit as mk
         >>> dataset = torch.utils.data.TensorDataset(torch.zeros(20, 3))
-        >>> plan = mk.make_dataloader(dataset, batch_size=8, device="cpu").plan
+        >>> plan = mk.train.make_dataloader(dataset, batch_size=8, device="cpu").plan
         >>> plan.num_workers, plan.batch_bytes, plan.reasons[-1]
         (0, 96, 'memory is not pinned: there is no accelerator to copy to')
     """
@@ -114,9 +114,9 @@ class Machine:
     def here(cls, device: torch.device) -> Machine:
         """Ask this machine and process."""
         return cls(
-            num_cores=_host.usable_cores(),
-            available_bytes=_device.host_memory().available_bytes,
-            shared_memory_bytes=_host.shared_memory_free_bytes(),
+            num_cores=host.usable_cores(),
+            available_bytes=devices.host_memory().available_bytes,
+            shared_memory_bytes=host.shared_memory_free_bytes(),
             has_accelerator=device.type not in {"cpu", "meta"},
             may_start_processes=not multiprocessing.current_process().daemon,
         )
@@ -202,7 +202,7 @@ def make_dataloader(
     Example:
         >>> import torch, memkit as mk
         >>> dataset = torch.utils.data.TensorDataset(torch.zeros(20, 3))
-        >>> loader = mk.make_dataloader(dataset, batch_size=8, device="cpu", shuffle=True)
+        >>> loader = mk.train.make_dataloader(dataset, batch_size=8, device="cpu", shuffle=True)
         >>> len(loader), loader.num_workers, loader.pin_memory
         (3, 0, False)
     """
@@ -213,7 +213,7 @@ def make_dataloader(
             expected="samples in a batch, 1 or more",
             fix="pass a whole number.",
         )
-    plan = plan_loader(dataset, batch_size, Machine.here(_device.resolve_device(device)))
+    plan = plan_loader(dataset, batch_size, Machine.here(devices.resolve_device(device)))
     chosen: dict[str, Any] = {"num_workers": plan.num_workers, "pin_memory": plan.pin_memory}
     if torch_kwargs.get("num_workers", plan.num_workers):
         chosen |= {"prefetch_factor": plan.prefetch_factor or _PREFETCH, "persistent_workers": True}
@@ -230,7 +230,7 @@ def _batch_bytes(dataset: Dataset[Any], batch_size: int) -> int | None:
     """Return the bytes of a batch by its first sample; None where there is no index, or nothing is known in bytes."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or len(dataset) == 0:
         return None
-    with _rng.preserved():
+    with random_state.preserved():
         leaves = pytree.tree_leaves(dataset[0])
     sizes = [leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor | np.ndarray)]
     return batch_size * sum(sizes) if sizes else None

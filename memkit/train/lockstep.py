@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._errors import MemkitWarning, StateError
+from memkit._core.errors import MemkitWarning, StateError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.ranks import COLLECTIVES, is_root, missing_for_lockstep, parameter_group, state_of

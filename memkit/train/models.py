@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from memkit._errors import MemkitWarning
+from memkit._core.errors import MemkitWarning
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit._torch.ranks import missing_for_lockstep
 

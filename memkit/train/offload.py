@@ -14,12 +14,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, StateError, warn_user
-from memkit._recorder import running_node
+from memkit._core.errors import ConfigError, StateError, warn_user
+from memkit._core.units import parse_bytes
+from memkit._recorder.recorder import running_node
 from memkit._torch import compiler
 from memkit._torch.fake import FakeTensor
 from memkit._torch.tensors import base_of, storage_key, version_of
-from memkit._units import parse_bytes
 from memkit.train.models import device_of
 from memkit.train.offload_files import DiskStore, FakeStore, HostStore, Store
 from memkit.train.state_offload import moved_state, span
@@ -60,7 +60,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
     Example:
         >>> import torch, memkit as mk
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
-        >>> offload = mk.offload_activations(to="disk", budget="4KiB", min_bytes=1024)
+        >>> offload = mk.train.offload_activations(to="disk", budget="4KiB", min_bytes=1024)
         >>> with offload:
         ...     loss = model(torch.ones(32, 64)).sum()
         >>> offload.written_bytes, offload.held_bytes

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memkit._errors import MemkitOutOfMemoryError
+from memkit._core.errors import MemkitOutOfMemoryError
 
 
 class Store(Protocol):

@@ -14,7 +14,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, InputTypeError
+from memkit._core.errors import ConfigError, InputTypeError
 from memkit._recovery.attempt import insist
 from memkit._torch.optimizers import MUON, init_group_of, makes_state, own_step
 from memkit._torch.tensors import gradient_dtype
@@ -70,7 +70,7 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
 
     Example:
         >>> import torch, memkit as mk
-        >>> @mk.register_parameterwise
+        >>> @mk.train.register_parameterwise
         ... class SignSGD(torch.optim.Optimizer):
         ...     def __init__(self, params, lr=0.01):
         ...         super().__init__(params, {"lr": lr})
@@ -80,7 +80,7 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
         ...             for parameter in group["params"]:
         ...                 if parameter.grad is not None:
         ...                     parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
-        >>> with mk.atomic_steps(SignSGD(torch.nn.Linear(3, 1).parameters())):
+        >>> with mk.train.atomic_steps(SignSGD(torch.nn.Linear(3, 1).parameters())):
         ...     pass
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):  # type: ignore[redundant-expr]  # people pass any
@@ -146,7 +146,7 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
     Example:
         >>> import torch, memkit as mk
         >>> optimizer = torch.optim.AdamW(torch.nn.Linear(3, 1).parameters())
-        >>> mk.materialize_state(optimizer)
+        >>> mk.train.materialize_state(optimizer)
         >>> sum(tensor.nbytes for state in optimizer.state.values() for tensor in state.values())
         40
     """

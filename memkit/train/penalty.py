@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from memkit._errors import InputError, warn_user
+from memkit._core.errors import InputError, warn_user
 from memkit.train.split_check import scan_modules
 
 _WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -50,7 +50,7 @@ def gradient_penalty(
     Example:
         >>> import torch, memkit as mk
         >>> discriminator = torch.nn.Linear(2, 1)
-        >>> penalty = mk.gradient_penalty(discriminator, torch.ones(3, 2))
+        >>> penalty = mk.train.gradient_penalty(discriminator, torch.ones(3, 2))
         >>> torch.testing.assert_close(penalty, discriminator.weight.square().sum())
     """
     _warn_of_norms(discriminator)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit import _device
-from memkit._errors import ConfigError, MemkitWarning
+from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._machine import devices
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
 
@@ -45,7 +45,7 @@ class Precision:
                 fix="use 'bf16-mixed' on recent cards, 'fp16-mixed' on older ones.",
             )
         if name == "auto":
-            name = "bf16-mixed" if _device.prefers_bfloat16(device) else None
+            name = "bf16-mixed" if devices.prefers_bfloat16(device) else None
         if name == "fp16-mixed" and device.type == "cpu":
             warnings.warn(
                 "precision='fp16-mixed' on a CPU, which emulates float16: steps are 4 to 60 times slower than in "

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memkit._errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.units import MIB
 from memkit._recovery.attempt import insist
 from memkit._torch import foreach
 from memkit._torch.tensors import gradient_dtype
-from memkit._units import MIB
 from memkit.train.gradients import widen_gradients
 
 _NORM = "measuring the gradients' norm"

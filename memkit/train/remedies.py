@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from memkit._errors import ConfigError, warn_user
+from memkit._core.errors import ConfigError, warn_user
 from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
 from memkit._torch.modules import is_compiled
 from memkit.train.checkpointing import Checkpointing

@@ -15,7 +15,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from memkit._errors import StateError
+from memkit._core.errors import StateError
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit._torch.fake import FakeTensor
 from memkit._torch.operators import schema_of

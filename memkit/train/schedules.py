@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from memkit._settings import Checker
+from memkit._core.settings import Checker
 from memkit.train.checks import refuse
 
 _CALL = "make_schedule"
@@ -84,7 +84,7 @@ def make_schedule(
     Example:
         >>> import torch, memkit as mk
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        >>> schedule = mk.make_schedule(optimizer, "linear", num_steps=4, warmup_steps=1)
+        >>> schedule = mk.train.make_schedule(optimizer, "linear", num_steps=4, warmup_steps=1)
         >>> rates = []
         >>> for _ in range(5):
         ...     rates += schedule.get_last_lr()

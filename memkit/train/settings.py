@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from memkit._loss import Loss
+from memkit._gradients.loss import Loss
 from memkit.train.checks import check_callable, check_choice, check_norm, check_steps, refuse
 
 CALL = "MemoryEfficientTrainingWrapper"

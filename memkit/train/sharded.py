@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from torch import nn
 
-from memkit._device import release_cached_memory
-from memkit._errors import MemkitOutOfMemoryError
+from memkit._core.errors import MemkitOutOfMemoryError
+from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Forced, Peers
 from memkit._recovery.plan import Part

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit._torch import pytree
 
 SplitFn = Callable[[Any, int], list[Any]]

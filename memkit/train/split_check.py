@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memkit._device import host_memory, release_cached_memory
-from memkit._errors import InputError, StateError
-from memkit._loss import Loss, read_loss
+from memkit._core.errors import InputError, StateError
+from memkit._core.units import MIB
+from memkit._gradients.loss import Loss, read_loss
+from memkit._gradients.streamed import without_hooks
+from memkit._machine.devices import host_memory, release_cached_memory
+from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
-from memkit._rehearsal import RanksError, Rehearsal, Span
-from memkit._streamed import without_hooks
 from memkit._torch.modules import BatchNorm, Dropout
 from memkit._torch.tensors import gradient_dtype, hooks_of, set_gradient_dtype
-from memkit._units import MIB
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
@@ -96,9 +96,9 @@ class SplitVerdict:
         if self.loss == "rows":
             sentences.append(
                 "The loss, or the model, compares or mixes the rows of the batch: where it is a loss over embeddings, "
-                "memkit.cached_backward gives its exact gradient; where it adds up means over different things (tokens "
-                "and rows, a task each), divide each by the whole batch's number, which the batch brings along; else "
-                "keep the batch whole: one micro-batch, and on_oom='raise'."
+                "memkit.train.cached_backward gives its exact gradient; where it adds up means over different things "
+                "(tokens and rows, a task each), divide each by the whole batch's number, which the batch brings, "
+                "or keep the batch whole: one micro-batch, and on_oom='raise'."
             )
         elif self.loss == "weights":
             sentences.append(

@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit._captured import named_tensors
-from memkit._errors import InputError
-from memkit._loss import Loss, detached, read_loss
-from memkit._protocols import Uncopied
+from memkit._core.errors import InputError
+from memkit._core.protocols import Uncopied
+from memkit._gradients.captured import named_tensors
+from memkit._gradients.loss import Loss, detached, read_loss
+from memkit._gradients.streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
-from memkit._streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_callable, check_choice, check_loss, check_steps, read_count, refuse
 from memkit.train.divisors import divisors

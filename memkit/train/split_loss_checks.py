@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, warn_user
 from memkit._torch.graph import inputs_of
 from memkit._torch.modules import COMPILED, is_compiled_wrapper
 from memkit.train.gradients import graph_nodes, has_reentrant_checkpoint

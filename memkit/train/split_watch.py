@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, MemkitOutOfMemoryError, warn_user
+from memkit._core.errors import ConfigError, MemkitOutOfMemoryError, warn_user
 from memkit._recovery.attempt import Failed, OutOfMemory
 from memkit._recovery.batch import BatchRun, Forced
 from memkit._torch.dispatch import fake_mode

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit._errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import materialize_state
 from memkit.train.transaction import atomic_steps
@@ -44,7 +44,7 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
         >>> import torch, memkit as mk
         >>> model = torch.nn.Linear(300, 300)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with mk.offload_state(optimizer):
+        >>> with mk.train.offload_state(optimizer):
         ...     model(torch.ones(2, 300)).sum().backward()
         ...     optimizer.step()
     """

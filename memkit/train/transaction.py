@@ -18,7 +18,7 @@ from torch import optim
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from memkit._errors import ConfigError, MemkitOutOfMemoryError
+from memkit._core.errors import ConfigError, MemkitOutOfMemoryError
 from memkit._recovery.attempt import Done, attempt, insist
 from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
@@ -74,7 +74,7 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
         >>> import torch, memkit as mk
         >>> model = torch.nn.Linear(3, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> with mk.atomic_steps(optimizer):
+        >>> with mk.train.atomic_steps(optimizer):
         ...     model(torch.ones(2, 3)).sum().backward()
         ...     optimizer.step()
     """
@@ -86,7 +86,7 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
                 got=f"a {type(each).__name__}",
                 expected=f"one of {known_names()}, or a subclass that leaves the step alone",
                 fix="use one of these, or step without it; if it steps each parameter by itself, call "
-                f"memkit.register_parameterwise({type(each).__name__}).",
+                f"memkit.train.register_parameterwise({type(each).__name__}).",
             )
     steps = [ChunkedStep(each, only_once=False) for each in optimizers]
     try:
@@ -337,7 +337,9 @@ class ChunkedStep:
     def _refuse(self, error: BaseException, torn: str = "") -> NoReturn:
         total = self._num_before + sum(len(each.parameters) for each in self._work or ())
         whole = f"{self.num_stepped} of {total} parameters are stepped, each of them whole with its state{torn}"
-        state = "" if self._is_short else "call memkit.materialize_state(optimizer) before the first forward, and "
+        state = (
+            "" if self._is_short else "call memkit.train.materialize_state(optimizer) before the first forward, and "
+        )
         raise MemkitOutOfMemoryError(
             "optimizer.step()",
             got=f"out of memory inside it, also in the smallest parts: {describe_error(error)}; "

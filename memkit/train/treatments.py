@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from memkit._errors import StateError
+from memkit._core.errors import StateError
 from memkit._recovery.replay import Again, Replay
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch.aten import FUSED_ATTENTION

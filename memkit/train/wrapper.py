@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memkit import _device
-from memkit._errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
-from memkit._loss import Loss, read_loss
-from memkit._protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._core.errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
+from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._gradients.loss import Loss, read_loss
+from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
 from memkit._recovery.snapshot import Rollback
@@ -39,8 +39,7 @@ from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
-from memkit.train.precision import Name as PrecisionName
-from memkit.train.precision import Precision
+from memkit.train.precision import Name as PrecisionName, Precision
 from memkit.train.remedies import Remedies, make_remedies
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_peers
@@ -243,7 +242,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             stepped=stepped,
             num_microbatches=len(run.done),
             num_ooms=run.num_ooms,
-            peak_bytes=_device.peak_bytes(self._device),
+            peak_bytes=devices.peak_bytes(self._device),
             sizes=run.sizes,
             num_compilations=count_graphs() - num_graphs,
         )

@@ -1,1 +1,97 @@
 """The content of voxels and clouds: augmentations, losses, metrics."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memkit._core.sparse_voxels import SparseVoxels as SparseVoxels
+    from memkit.voxel.augment import VoxelAugmentation as VoxelAugmentation
+    from memkit.voxel.augment_base import VoxelPoints as VoxelPoints
+    from memkit.voxel.clouds import (
+        ChamferConvention as ChamferConvention,
+        chamfer_distance as chamfer_distance,
+        density_aware_chamfer as density_aware_chamfer,
+        hausdorff_distance as hausdorff_distance,
+    )
+    from memkit.voxel.compose import ComposedAugmentation as ComposedAugmentation
+    from memkit.voxel.composite import CompositeLoss3D as CompositeLoss3D
+    from memkit.voxel.cutout import CutoutAugmentation as CutoutAugmentation
+    from memkit.voxel.dataset import VoxelDataset as VoxelDataset
+    from memkit.voxel.grids import (
+        VoxelScores as VoxelScores,
+        feature_mae as feature_mae,
+        voxel_iou as voxel_iou,
+        voxel_scores as voxel_scores,
+    )
+    from memkit.voxel.layout import VoxelLayout as VoxelLayout
+    from memkit.voxel.losses import (
+        ChamferLoss as ChamferLoss,
+        OccupancyAwareLoss as OccupancyAwareLoss,
+        StructurePreservingLoss as StructurePreservingLoss,
+    )
+    from memkit.voxel.mix import (
+        CutmixAugmentation as CutmixAugmentation,
+        MixedLabels as MixedLabels,
+        MixupAugmentation as MixupAugmentation,
+    )
+    from memkit.voxel.nearest import (
+        NearestPoints as NearestPoints,
+        nearest_points as nearest_points,
+    )
+    from memkit.voxel.params import (
+        AugmentationParams as AugmentationParams,
+        VoxelDraw as VoxelDraw,
+        VoxelParams as VoxelParams,
+    )
+    from memkit.voxel.perceptual import (
+        Perceptual3DLoss as Perceptual3DLoss,
+        SliceLoss as SliceLoss,
+    )
+    from memkit.voxel.recall import (
+        PrecisionRecall as PrecisionRecall,
+        f_score as f_score,
+        precision_recall as precision_recall,
+    )
+    from memkit.voxel.streaming import (
+        PointCloudMetrics as PointCloudMetrics,
+        VoxelMetrics as VoxelMetrics,
+    )
+else:  # a type checker would take any name for one that `__getattr__` may give
+    from memkit._core.lazy import load_lazily
+
+    _HOMES = {
+        "AugmentationParams": "memkit.voxel.params",
+        "ChamferConvention": "memkit.voxel.clouds",
+        "ChamferLoss": "memkit.voxel.losses",
+        "ComposedAugmentation": "memkit.voxel.compose",
+        "CompositeLoss3D": "memkit.voxel.composite",
+        "CutmixAugmentation": "memkit.voxel.mix",
+        "CutoutAugmentation": "memkit.voxel.cutout",
+        "MixedLabels": "memkit.voxel.mix",
+        "MixupAugmentation": "memkit.voxel.mix",
+        "NearestPoints": "memkit.voxel.nearest",
+        "OccupancyAwareLoss": "memkit.voxel.losses",
+        "Perceptual3DLoss": "memkit.voxel.perceptual",
+        "PointCloudMetrics": "memkit.voxel.streaming",
+        "PrecisionRecall": "memkit.voxel.recall",
+        "SliceLoss": "memkit.voxel.perceptual",
+        "SparseVoxels": "memkit._core.sparse_voxels",
+        "StructurePreservingLoss": "memkit.voxel.losses",
+        "VoxelAugmentation": "memkit.voxel.augment",
+        "VoxelDataset": "memkit.voxel.dataset",
+        "VoxelDraw": "memkit.voxel.params",
+        "VoxelLayout": "memkit.voxel.layout",
+        "VoxelMetrics": "memkit.voxel.streaming",
+        "VoxelParams": "memkit.voxel.params",
+        "VoxelPoints": "memkit.voxel.augment_base",
+        "VoxelScores": "memkit.voxel.grids",
+        "chamfer_distance": "memkit.voxel.clouds",
+        "density_aware_chamfer": "memkit.voxel.clouds",
+        "f_score": "memkit.voxel.recall",
+        "feature_mae": "memkit.voxel.grids",
+        "hausdorff_distance": "memkit.voxel.clouds",
+        "nearest_points": "memkit.voxel.nearest",
+        "precision_recall": "memkit.voxel.recall",
+        "voxel_iou": "memkit.voxel.grids",
+        "voxel_scores": "memkit.voxel.grids",
+    }
+    __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES)

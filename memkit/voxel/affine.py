@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
 
 _RECORD = "memkit"  # in MONAI's record of what was applied to an image
 _IDENTITY = torch.eye(4, dtype=torch.float64)

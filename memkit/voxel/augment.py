@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError, MemkitWarning
-from memkit._settings import Checker
-from memkit._voxels import SparseVoxels, Triple
+from memkit._core.errors import InputError, MemkitWarning
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels, Triple
 from memkit.voxel.augment_base import (
     BLOCK,
     Augmentation,

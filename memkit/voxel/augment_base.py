@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
-from memkit._settings import Checker
-from memkit._voxels import SparseVoxels, Triple, carries_affine
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels, Triple, carries_affine
 from memkit.voxel.affine import compose, described_as
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, Box
@@ -31,9 +31,9 @@ class VoxelPoints(NamedTuple):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> aug = mk.VoxelAugmentation(layout=mk.VoxelLayout(("scalar",), origin=(-4.0, -4.0, 0.0)))
-        >>> params = mk.VoxelParams((8, 8, 4), batched=False, draws=(mk.VoxelDraw(flips="X"),))
-        >>> aug.apply(mk.VoxelPoints(torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 1)), params).coords
+        >>> aug = mk.VoxelAugmentation(layout=mk.voxel.VoxelLayout(("scalar",), origin=(-4.0, -4.0, 0.0)))
+        >>> params = mk.voxel.VoxelParams((8, 8, 4), batched=False, draws=(mk.voxel.VoxelDraw(flips="X"),))
+        >>> aug.apply(mk.voxel.VoxelPoints(torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 1)), params).coords
         tensor([[-1.,  2.,  3.]])
     """
 
@@ -129,7 +129,7 @@ class Augmentation(ABC, Generic[P]):
         Example:
             >>> import torch, memkit as mk
             >>> aug = mk.VoxelAugmentation()
-            >>> params = mk.VoxelParams((4, 8, 8), batched=False, draws=(mk.VoxelDraw(flips="X"),))
+            >>> params = mk.voxel.VoxelParams((4, 8, 8), batched=False, draws=(mk.voxel.VoxelDraw(flips="X"),))
             >>> aug.affine_after(torch.eye(4), params)[0]
             tensor([-1.,  0.,  0.,  3.])
         """

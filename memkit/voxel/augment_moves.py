@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit._voxels import Triple
+from memkit._core.sparse_voxels import Triple
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import VoxelDraw
 

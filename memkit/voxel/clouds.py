@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
 from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
 
 Cloud: TypeAlias = Tensor | Sequence[Tensor]
@@ -31,8 +31,8 @@ class ChamferConvention(NamedTuple):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> farther = mk.ChamferConvention(squared=False, combine="max")
-        >>> mk.chamfer_distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), convention=farther).item()
+        >>> farther = mk.voxel.ChamferConvention(squared=False, combine="max")
+        >>> mk.voxel.chamfer_distance(torch.zeros(1, 2), torch.tensor([[3.0, 4.0]]), convention=farther).item()
         5.0
     """
 
@@ -87,7 +87,7 @@ def chamfer_distance(
         >>> import torch
         >>> import memkit as mk
         >>> a, b = torch.tensor([[0.0, 0, 0], [1, 0, 0]]), torch.tensor([[0.0, 0, 0]])
-        >>> mk.chamfer_distance(a, b).item(), mk.chamfer_distance(a, b, convention="lidm").item()
+        >>> mk.voxel.chamfer_distance(a, b).item(), mk.voxel.chamfer_distance(a, b, convention="lidm").item()
         (0.5, 0.25)
     """
     squared, combine = _convention(convention)
@@ -139,7 +139,7 @@ def hausdorff_distance(
         >>> import torch
         >>> import memkit as mk
         >>> a, b = torch.tensor([[0.0, 0, 0], [3, 4, 0]]), torch.tensor([[0.0, 0, 0]])
-        >>> mk.hausdorff_distance(a, b).item(), mk.hausdorff_distance(a, b, quantile=0.5).item()
+        >>> mk.voxel.hausdorff_distance(a, b).item(), mk.voxel.hausdorff_distance(a, b, quantile=0.5).item()
         (5.0, 2.5)
     """
     share: object = quantile
@@ -195,7 +195,7 @@ def density_aware_chamfer(
         >>> import torch
         >>> import memkit as mk
         >>> cloud = torch.rand(50, 3)
-        >>> mk.density_aware_chamfer(cloud, cloud).item()
+        >>> mk.voxel.density_aware_chamfer(cloud, cloud).item()
         0.0
     """
 

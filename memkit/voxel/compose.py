@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
-from memkit._settings import Checker
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
 from memkit.voxel.augment_base import Augmentation, X, generator
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, ComposedParams

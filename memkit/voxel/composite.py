@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from memkit._errors import FileFormatError, InputTypeError, StateError
-from memkit._settings import Checker
+from memkit._core.errors import FileFormatError, InputTypeError, StateError
+from memkit._core.settings import Checker
 
 Loss: TypeAlias = Callable[..., Tensor]
 Weight: TypeAlias = float | Callable[[int], float]

@@ -9,8 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from memkit._settings import Checker
-from memkit._voxels import SparseVoxels
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment_base import (
     Augmentation,
     VoxelPoints,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from memkit._errors import ConfigError, InputTypeError, MemkitWarning
-from memkit._settings import Checker
+from memkit._core.errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit._torch import pytree
-from memkit._voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation
 from memkit.voxel.layout import VoxelLayout
@@ -66,7 +66,8 @@ class VoxelDataset(Dataset[Any]):
         >>> import torch
         >>> import memkit as mk
         >>> volumes = [{"radar": torch.rand(2, 16, 16, 8), "mask": torch.ones(1, 16, 16, 8, dtype=torch.int64)}] * 4
-        >>> dataset = mk.VoxelDataset(volumes, use_augmentation=True, augmentation_config={"flip_prob": 0.5}, seed=0)
+        >>> config = {"flip_prob": 0.5}
+        >>> dataset = mk.voxel.VoxelDataset(volumes, use_augmentation=True, augmentation_config=config, seed=0)
         >>> for epoch in range(2):
         ...     dataset.set_epoch(epoch)
         ...     for sample in torch.utils.data.DataLoader(dataset, batch_size=2):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 
-from memkit._errors import InputError, InputTypeError, StateError
+from memkit._core.errors import InputError, InputTypeError, StateError
 from memkit._torch.modules import apply_to
 from memkit.voxel.pairs import VolumeLoss, work_dtype
 

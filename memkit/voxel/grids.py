@@ -8,9 +8,9 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
-from memkit._voxelkeys import LinearKeys
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.sparse_voxels import SparseVoxels
+from memkit._core.voxel_keys import LinearKeys
 from memkit.voxel.nearest import NearestPoints
 
 Grid: TypeAlias = Tensor | SparseVoxels
@@ -30,7 +30,7 @@ class VoxelScores(NamedTuple):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> mk.voxel_scores(torch.ones(1, 2, 2, 2), torch.ones(1, 2, 2, 2)).recall.item()
+        >>> mk.voxel.voxel_scores(torch.ones(1, 2, 2, 2), torch.ones(1, 2, 2, 2)).recall.item()
         1.0
     """
 
@@ -67,7 +67,7 @@ def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> V
         >>> target[0, 0, 0, :2] = 1
         >>> found = target.clone()
         >>> found[0, 0, 1, :2] = 1
-        >>> scores = mk.voxel_scores(found, target)
+        >>> scores = mk.voxel.voxel_scores(found, target)
         >>> scores.iou.item(), scores.precision.item(), scores.recall.item()
         (0.5, 0.5, 1.0)
     """
@@ -95,7 +95,7 @@ def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tens
         >>> import torch
         >>> import memkit as mk
         >>> empty = torch.zeros(1, 8, 8, 8)
-        >>> mk.voxel_iou(empty, empty).item(), mk.voxel_iou(empty + 1, empty).item()
+        >>> mk.voxel.voxel_iou(empty, empty).item(), mk.voxel.voxel_iou(empty + 1, empty).item()
         (1.0, 0.0)
     """
     return voxel_scores(prediction, target, threshold=threshold).iou
@@ -136,7 +136,7 @@ def feature_mae(
         >>> target = torch.zeros(1, 2, 4, 4, 4)
         >>> mask = torch.zeros(1, 4, 4, 4, dtype=torch.bool)
         >>> mask[0, 0, 0, 0] = True
-        >>> mk.feature_mae(target + torch.tensor([1.0, 3.0])[:, None, None, None], target, mask=mask).item()
+        >>> mk.voxel.feature_mae(target + torch.tensor([1.0, 3.0])[:, None, None, None], target, mask=mask).item()
         2.0
     """
     call = "feature_mae(prediction, target)"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memkit._settings import Checker
-from memkit._voxels import Triple
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import Triple
 
 KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
 _CENTRAL = 1e-3  # of a voxel: a sensor this near to the middle is in the middle
@@ -48,7 +48,7 @@ class VoxelLayout:
 
     Example:
         >>> import memkit as mk
-        >>> layout = mk.VoxelLayout(
+        >>> layout = mk.voxel.VoxelLayout(
         ...     ("occupancy", "intensity", "doppler"),
         ...     voxel_size=(0.2, 0.2, 0.4),
         ...     origin=(0.0, -12.8, -2.0),

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memkit._errors import InputError
-from memkit._settings import Checker
-from memkit._streamed import Gradients, with_gradients
+from memkit._core.errors import InputError
+from memkit._core.settings import Checker
+from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.nearest import Backend
@@ -128,26 +128,26 @@ class OccupancyAwareLoss(VolumeLoss):
 
 
 class ChamferLoss(nn.Module):
-    """The Chamfer distance of clouds as a loss that is always finite: see `memkit.chamfer_distance`.
+    """The Chamfer distance of clouds as a loss that is always finite: see `memkit.voxel.chamfer_distance`.
 
     Args:
         empty_distance: What a pair counts of which one cloud is empty, in the unit of the distance: squared where the
             convention squares. It has no gradient, as there is no point to move. Both empty: 0.
-        convention: As for `memkit.chamfer_distance`.
-        backend: As for `memkit.nearest_points`.
-        memory_budget: As for `memkit.nearest_points`.
+        convention: As for `memkit.voxel.chamfer_distance`.
+        backend: As for `memkit.voxel.nearest_points`.
+        memory_budget: As for `memkit.voxel.nearest_points`.
 
     Raises:
         ConfigError: ``empty_distance`` is no finite number from zero on.
 
-    Memory cost: see `memkit.chamfer_distance`.
+    Memory cost: see `memkit.voxel.chamfer_distance`.
 
     Source: `docs/clouds.md`.
 
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> loss = mk.ChamferLoss(empty_distance=100.0)
+        >>> loss = mk.voxel.ChamferLoss(empty_distance=100.0)
         >>> cloud = torch.rand(5, 3, requires_grad=True)
         >>> loss([cloud, cloud[:0]], [cloud.detach(), cloud.detach()]).item()
         50.0

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memkit._errors import InputError, InputTypeError
-from memkit._settings import Checker
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment_base import (
     Augmentation,
     BatchShape,
@@ -206,7 +206,7 @@ class CutmixAugmentation(_Mix[CutmixParams]):
         >>> import torch
         >>> import memkit as mk
         >>> x = torch.arange(4.0).view(4, 1, 1, 1, 1).expand(4, 1, 8, 8, 8)
-        >>> cut = mk.CutmixAugmentation(alpha=1.0)
+        >>> cut = mk.voxel.CutmixAugmentation(alpha=1.0)
         >>> params = cut.sample(x.shape, seed=0)
         >>> y = cut.apply(x, params)
         >>> own = [float((y[i] == i).float().mean()) for i in range(4)]

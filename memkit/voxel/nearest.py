@@ -10,8 +10,8 @@ from typing import Literal, NoReturn, SupportsIndex, get_args
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._units import parse_bytes
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.units import parse_bytes
 from memkit.voxel.pruned import nearest_pruned, squared_distances
 
 Backend = Literal["auto", "tiled", "pruned", "kdtree"]
@@ -38,7 +38,7 @@ class NearestPoints:
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> pairs = mk.nearest_points(torch.zeros(2, 3), torch.ones(1, 3))
+        >>> pairs = mk.voxel.nearest_points(torch.zeros(2, 3), torch.ones(1, 3))
         >>> pairs.b_to_a.tolist(), [each.tolist() for each in pairs.squared_distances()]
         ([0], [[3.0, 3.0], [3.0]])
     """
@@ -92,7 +92,7 @@ def nearest_points(
         >>> import torch
         >>> import memkit as mk
         >>> a, b = torch.tensor([[0.0, 0, 0], [0, 3, 0]]), torch.tensor([[0.0, 3, 4]])
-        >>> pairs = mk.nearest_points(a, b)
+        >>> pairs = mk.voxel.nearest_points(a, b)
         >>> pairs.a_to_b.tolist(), pairs.distances()[0].tolist()
         ([0, 0], [5.0, 4.0])
     """

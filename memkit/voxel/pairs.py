@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import InputError, InputTypeError
-from memkit._streamed import sum_of_chunks
+from memkit._core.errors import InputError, InputTypeError
+from memkit._gradients.streamed import sum_of_chunks
 
 
 class VolumeLoss(nn.Module):

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from memkit._errors import FileFormatError, InputError
-from memkit._settings import Checker
-from memkit._voxels import Triple
+from memkit._core.errors import FileFormatError, InputError
+from memkit._core.settings import Checker
+from memkit._core.sparse_voxels import Triple
 
 VERSION = 1
 _AMOUNTS = "noise_std", "doppler_std", "intensity_gain"
@@ -29,7 +29,7 @@ class AugmentationParams(ABC):
     Example:
         >>> import memkit as mk
         >>> params = mk.VoxelAugmentation().sample((4, 32, 32, 16), seed=0, epoch=1, index=7)
-        >>> mk.AugmentationParams.from_json(params.to_json()) == params
+        >>> mk.voxel.AugmentationParams.from_json(params.to_json()) == params
         True
     """
 
@@ -86,7 +86,7 @@ class VoxelDraw:
 
     Example:
         >>> import memkit as mk
-        >>> mk.VoxelDraw(flips="XZ", turns=1, noise_std=0.02).inverse()
+        >>> mk.voxel.VoxelDraw(flips="XZ", turns=1, noise_std=0.02).inverse()
         VoxelDraw(flips='XZ', turns=1, noise_std=0.0, doppler_std=0.0, intensity_gain=1.0, dropout_prob=0.0, seed=0)
     """
 
@@ -132,7 +132,7 @@ class VoxelParams(AugmentationParams):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> params = mk.VoxelParams((2, 2, 2), batched=False, draws=(mk.VoxelDraw(turns=1),))  # by hand
+        >>> params = mk.voxel.VoxelParams((2, 2, 2), batched=False, draws=(mk.voxel.VoxelDraw(turns=1),))  # by hand
         >>> mk.VoxelAugmentation().apply(torch.arange(8.0).view(1, 2, 2, 2), params)[0, :, :, 0]
         tensor([[2., 6.],
                 [0., 4.]])

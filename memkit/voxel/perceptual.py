@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import InputError, InputTypeError
-from memkit._settings import Checker
-from memkit._streamed import Gradients, with_gradients
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
 from memkit.voxel.pairs import mean_of_samples
 
@@ -130,7 +130,7 @@ class SliceLoss(FrozenNetworkLoss):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> loss = mk.SliceLoss(torch.nn.MSELoss(), axes="DW")
+        >>> loss = mk.voxel.SliceLoss(torch.nn.MSELoss(), axes="DW")
         >>> a, b = torch.rand(2, 1, 4, 5, 6), torch.rand(2, 1, 4, 5, 6)
         >>> torch.allclose(loss(a, b), (a - b).square().mean())
         True

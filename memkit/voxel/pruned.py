@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memkit._voxelkeys import MORTON_BITS, morton_encode
+from memkit._core.voxel_keys import MORTON_BITS, morton_encode
 
 _TILE = 64  # points; of 16, 32, 64, 128 the fastest at 200,000 points, uniform and lidar-like
 _CELLS_LOG2 = 16  # along each axis of the curve on which neighbours lie close

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, SupportsIndex
 import torch
 from torch import Tensor
 
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
 from memkit.voxel.clouds import Cloud, mean_of_clouds
 from memkit.voxel.nearest import Backend, NearestPoints
 
@@ -25,7 +25,7 @@ class PrecisionRecall(NamedTuple):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> scores = mk.precision_recall(torch.zeros(1, 3), torch.ones(2, 3), threshold=[1.0, 2.0])
+        >>> scores = mk.voxel.precision_recall(torch.zeros(1, 3), torch.ones(2, 3), threshold=[1.0, 2.0])
         >>> scores.precision.tolist(), scores.f_score.tolist()
         ([0.0, 1.0], [0.0, 1.0])
     """
@@ -68,7 +68,7 @@ def precision_recall(
         >>> import torch
         >>> import memkit as mk
         >>> found, truth = torch.tensor([[0.0, 0, 0], [9, 0, 0]]), torch.tensor([[0.0, 0, 0.1]])
-        >>> precision, recall, f_score = mk.precision_recall(found, truth, threshold=0.2)
+        >>> precision, recall, f_score = mk.voxel.precision_recall(found, truth, threshold=0.2)
         >>> precision.item(), recall.item()
         (0.5, 1.0)
     """
@@ -102,8 +102,8 @@ def f_score(
         >>> import torch
         >>> import memkit as mk
         >>> cloud = torch.rand(50, 3)
-        >>> mk.f_score(cloud, cloud + 0.001, threshold=0.01).item(), mk.f_score(cloud[:0], cloud, threshold=0.01).item()
-        (1.0, 0.0)
+        >>> [mk.voxel.f_score(each, cloud, threshold=0.01).item() for each in (cloud + 0.001, cloud[:0])]
+        [1.0, 0.0]
     """
     return _precision_recall("f_score", prediction, target, threshold, backend, memory_budget).f_score
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self, SupportsIndex
 
 import torch
-from torch import Tensor
-from torch import distributed as dist
+from torch import Tensor, distributed as dist
 
-from memkit._errors import ConfigError, FileFormatError, StateError
-from memkit._settings import Checker
+from memkit._core.errors import ConfigError, FileFormatError, StateError
+from memkit._core.settings import Checker
 from memkit.voxel.clouds import Cloud, ConventionName, chamfer_distance, hausdorff_distance, paired
 from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
 from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
@@ -143,7 +142,7 @@ class PointCloudMetrics(_Sums):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> metrics = mk.PointCloudMetrics(thresholds=[0.1], quantiles=[1.0])
+        >>> metrics = mk.voxel.PointCloudMetrics(thresholds=[0.1], quantiles=[1.0])
         >>> cloud = torch.tensor([[0.0, 0, 0], [1, 0, 0]])
         >>> metrics.update(cloud, cloud + torch.tensor([0.0, 0, 0.5]))
         >>> {name: round(value, 3) for name, value in metrics.compute().items() if value}
@@ -212,7 +211,7 @@ class VoxelMetrics(_Sums):
     Example:
         >>> import torch
         >>> import memkit as mk
-        >>> metrics = mk.VoxelMetrics()
+        >>> metrics = mk.voxel.VoxelMetrics()
         >>> metrics.update(torch.ones(2, 4, 4, 4), torch.ones(2, 4, 4, 4))
         >>> metrics.compute()["iou"], metrics.num_samples
         (1.0, 2)

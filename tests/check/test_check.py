@@ -4,10 +4,9 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._core.errors import ConfigError, FileFormatError, InputError
 from memkit.check.check import RULES, SCRIPT_RULES, check_paths, check_source
 from memkit.check.launch import RULES as SHELL_RULES
 

@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
@@ -152,7 +151,7 @@ def test_a_retained_graph_and_second_derivatives():
     loss = chunked_linear_cross_entropy(x, weight, targets)
     first = torch.autograd.grad(loss, x, retain_graph=True)
     same(torch.autograd.grad(loss, x, retain_graph=True), first)
-    with pytest.raises(mk.StateError, match=r"chunked_linear_cross_entropy.*create_graph=True"):
+    with pytest.raises(mk.errors.StateError, match=r"chunked_linear_cross_entropy.*create_graph=True"):
         torch.autograd.grad(loss, x, create_graph=True)
     torch.autograd.grad(loss, x)
     with pytest.raises(RuntimeError, match="a second time"):
@@ -178,14 +177,14 @@ def test_wrong_calls_are_refused():
         ((x, weight, targets.int()), "targets of torch.int32"),
         ((x, weight, torch.rand(40, dtype=torch.float64)), "targets of torch.float64"),
     ]:
-        with pytest.raises(mk.InputError, match=got):
+        with pytest.raises(mk.errors.InputError, match=got):
             chunked_linear_cross_entropy(*arguments)
     for options, got in [
         ({"reduction": "none"}, "'mean' or 'sum'"),
         ({"chunk_size": 0}, "whole number of rows"),
         ({"label_smoothing": 1.5}, "label_smoothing=1.5"),
     ]:
-        with pytest.raises(mk.ConfigError, match=got):
+        with pytest.raises(mk.errors.ConfigError, match=got):
             chunked_linear_cross_entropy(x, weight, targets, **options)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._errors import ConfigError, InputError, StateError
+from memkit._core.errors import ConfigError, InputError, StateError
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import _Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations

@@ -31,7 +31,7 @@ def mlp(*middle):
     ],
 )
 def test_what_mixes_rows_is_refused_by_name(fn, name):
-    with pytest.raises(mk.InputError, match=rf"first in ({name}).*a function of each row alone.*eval mode"):
+    with pytest.raises(mk.errors.InputError, match=rf"first in ({name}).*a function of each row alone.*eval mode"):
         check(fn, torch.randn(20, 4))
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_behind():
     model = mlp(nn.BatchNorm1d(8), nn.Dropout())
     before, x = copy.deepcopy(model.state_dict()), torch.randn(20, 4, requires_grad=True)
     state = torch.get_rng_state()
-    with pytest.raises(mk.InputError):
+    with pytest.raises(mk.errors.InputError):
         check(model, x)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)  # NaN would have stayed in the statistics
     assert torch.equal(torch.get_rng_state(), state)
@@ -79,7 +79,7 @@ def test_a_module_is_tried_once_in_each_mode():
     for _ in range(3):
         check(model.eval(), torch.randn(20, 4))
     assert len(calls) == 1
-    with pytest.raises(mk.InputError, match="BatchNorm1d"):
+    with pytest.raises(mk.errors.InputError, match="BatchNorm1d"):
         check(model.train(), torch.randn(20, 4))
 
 
@@ -89,6 +89,6 @@ def test_chunked_calls_refuse_what_mixes_rows_unless_told_not_to_look():
         lambda **more: mk.chunked_map(mlp(nn.BatchNorm1d(8)), x, chunk_size=8, **more),
         lambda **more: mk.chunked_segment_reduce(mlp(nn.BatchNorm1d(8)), x, index=index, chunk_size=8, **more),
     ):
-        with pytest.raises(mk.InputError, match=r"BatchNorm1d.*check=False"):
+        with pytest.raises(mk.errors.InputError, match=r"BatchNorm1d.*check=False"):
             call()
         call(check=False)

@@ -5,8 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
@@ -103,7 +102,7 @@ def test_a_mean_in_half_precision_times_its_count_does_not_overflow():
 
 def test_one_number_from_the_function_is_refused(model, rows):
     x, y = rows
-    with pytest.raises(mk.InputError, match=r"one number from fn.*mean of the chunks' means.*reduction='none'"):
+    with pytest.raises(mk.errors.InputError, match=r"one number from fn.*mean of the chunks' means.*reduction='none'"):
         chunked_loss(lambda x, y: F.cross_entropy(model(x), y), x, y, chunk_size=8, params=model.parameters())
 
 
@@ -125,7 +124,7 @@ def test_other_results_are_refused(returned, got, rows):
 def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, rows):
     """Summed gradients cannot be weighted per row afterwards: a wrapper that tries is wrong without a word."""
     x, _ = rows
-    with pytest.raises(mk.ConfigError, match=r"reduction='none'.*too late.*Way out"):
+    with pytest.raises(mk.errors.ConfigError, match=r"reduction='none'.*too late.*Way out"):
         chunked_loss(model, x, chunk_size=8, reduction="none")
     params, upstream = list(model.parameters()), torch.linspace(-1, 2, 50, dtype=torch.float64)[:, None]
     exact = torch.autograd.grad((model(x) * upstream).sum(), params)
@@ -137,18 +136,18 @@ def test_no_reduction_is_refused_because_weights_per_row_come_too_late(model, ro
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None])
 def test_chunk_sizes(chunk_size, model, rows):
-    with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows"):
+    with pytest.raises(mk.errors.ConfigError, match=r"chunk_size.*whole number of rows"):
         chunked_loss(model, rows[0], chunk_size=chunk_size)
 
 
 def test_a_divisor_without_division_is_refused(model, rows):
-    with pytest.raises(mk.ConfigError, match="weight_total=3 with reduction='sum'"):
+    with pytest.raises(mk.errors.ConfigError, match="weight_total=3 with reduction='sum'"):
         chunked_loss(model, rows[0], chunk_size=8, reduction="sum", weight_total=3)
 
 
 def test_forgotten_parameters_are_refused(model, rows):
     """Inside an autograd function a closure's parameters get no gradient, and nobody says so."""
-    with pytest.raises(mk.InputError, match=r"`model.0.bias` of shape \(16,\).*params="):
+    with pytest.raises(mk.errors.InputError, match=r"`model.0.bias` of shape \(16,\).*params="):
         chunked_loss(lambda x: model(x).square(), rows[0], chunk_size=8)
 
 
@@ -174,16 +173,16 @@ def test_containers_are_cut_too_as_chunked_map_cuts_them(model, rows):
         loss = chunked_loss(fn, {"x": x, "y": y}, [scale], chunk_size=chunk_size, params=model.parameters())
         same(loss, whole)
         same(torch.autograd.grad(loss, (x, scale)), expected)
-    with pytest.raises(mk.InputError, match=r"tensors with \[3, 50\] rows.*functools.partial"):
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 50\] rows.*functools.partial"):
         chunked_loss(fn, {"x": x, "y": y}, [scale[:3]], chunk_size=8, params=model.parameters())
 
 
 def test_params_that_are_no_list_of_tensors_are_refused(model, rows):
     for wrong in (model[0].weight, model, [model], [*model.named_parameters()], torch.zeros(())):
         for call in (chunked_loss, mk.chunked_map):
-            with pytest.raises(mk.InputTypeError, match=r"got params of .*params=\[tensor\]"):
+            with pytest.raises(mk.errors.InputTypeError, match=r"got params of .*params=\[tensor\]"):
                 call(model, rows[0], chunk_size=8, params=wrong)
-        with pytest.raises(mk.InputTypeError, match="ChunkedProcessor"):
+        with pytest.raises(mk.errors.InputTypeError, match="ChunkedProcessor"):
             mk.ChunkedProcessor(model, params=wrong)
 
 

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memkit as mk
-from memkit._units import parse_bytes
+from memkit._core.units import parse_bytes
 from tests.allocations import trace_allocations
 
 MIB = 1 << 20
@@ -224,22 +224,22 @@ def test_refusals_name_the_processor(mlp, edges):
     rows = edges[0]
     proc = mk.ChunkedProcessor(mlp, chunk_size=4)
     for call in (proc, proc.loss, lambda *given: proc.segment_reduce(*given, index=torch.zeros(len(rows)).long())):
-        with pytest.raises(mk.InputError) as refused:
+        with pytest.raises(mk.errors.InputError) as refused:
             call(rows, rows[:3])
         assert refused.value.call.startswith("ChunkedProcessor(Sequential)")
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_measured(mlp, edges):
     rows = edges[0]
-    with pytest.raises(mk.InputError, match=r"depends on other rows, first in `1` \(BatchNorm1d\)"):
+    with pytest.raises(mk.errors.InputError, match=r"depends on other rows, first in `1` \(BatchNorm1d\)"):
         mk.ChunkedProcessor(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))(rows)
-    with pytest.raises(mk.InputError, match="depends on other rows"):
+    with pytest.raises(mk.errors.InputError, match="depends on other rows"):
         mk.ChunkedProcessor(lambda r: F.softmax(r, dim=0)).loss(rows)
-    with pytest.raises(mk.InputError, match=r"`mlp.0.weight` of shape \(128, 6\)"):
+    with pytest.raises(mk.errors.InputError, match=r"`mlp.0.weight` of shape \(128, 6\)"):
         mk.ChunkedProcessor(lambda r: mlp(r), memory_budget="4MiB")(rows)
-    with pytest.raises(mk.ConfigError, match=r"besides 150.* for gradients and running sums.*at least"):
+    with pytest.raises(mk.errors.ConfigError, match=r"besides 150.* for gradients and running sums.*at least"):
         mk.ChunkedProcessor(mlp, memory_budget="64KiB")(rows)
-    with pytest.raises(mk.ConfigError, match=r"'auto' with a strategy.*chunk_size=4096"):
+    with pytest.raises(mk.errors.ConfigError, match=r"'auto' with a strategy.*chunk_size=4096"):
         mk.chunked_map(mlp, rows, strategy="checkpoint")
 
 
@@ -248,13 +248,13 @@ def test_the_budget_that_the_refusal_names_is_what_is_needed(grad):
     fn = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
     volume = torch.randn(3, 1, 16, 16, 16, requires_grad=grad)
     with torch.set_grad_enabled(grad):
-        with pytest.raises(mk.ConfigError) as refused:
+        with pytest.raises(mk.errors.ConfigError) as refused:
             mk.ChunkedProcessor(fn, memory_budget="10kB")(volume)
         needed = refused.value.fix.rpartition("at least ")[2].rstrip(".")
         proc = mk.ChunkedProcessor(fn, memory_budget=needed)
         torch.testing.assert_close(proc(volume), fn(volume))
         assert proc.plan(volume).predicted_peak_bytes <= parse_bytes(needed)
-        with pytest.raises(mk.ConfigError, match="at least"):
+        with pytest.raises(mk.errors.ConfigError, match="at least"):
             mk.ChunkedProcessor(fn, memory_budget=int(parse_bytes(needed) / 1.1))(volume)
 
 

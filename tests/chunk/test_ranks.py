@@ -25,7 +25,7 @@ class Operator(nn.Module):
         num_nodes = len(targets)
         if self.in_pieces:
             nodes = mk.chunked_segment_reduce(self.kernel, rows, index=index, num_segments=num_nodes, chunk_size=16)
-            return mk.chunked_loss(self.errors, nodes, targets, chunk_size=3)
+            return mk.chunk.chunked_loss(self.errors, nodes, targets, chunk_size=3)
         nodes = rows.new_zeros(num_nodes, 4).index_add(0, index, self.kernel(rows))
         return self.errors(nodes, targets).mean()
 
@@ -56,7 +56,7 @@ def outcome(kind, rank):
         wrapped = fully_shard(model)
     try:
         wrapped(*data(rank)).backward()
-    except mk.InputError as error:
+    except mk.errors.InputError as error:
         return str(error)
     return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
 

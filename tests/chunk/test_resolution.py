@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from sklearn.datasets import load_digits, load_iris
 
-from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.resolution import DynamicResolutionProcessor
 from tests.chunk.scenes import brain_mask, vertices
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.testing import assert_close
 
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.allocations import trace_allocations
 

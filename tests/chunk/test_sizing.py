@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 import memkit as mk
 from memkit.chunk.sizing import Measurement, Sizer
@@ -98,13 +97,13 @@ def test_growth_beyond_proportion_is_seen_before_it_hurts():
 
 
 def test_a_budget_for_not_even_one_row_is_refused():
-    with pytest.raises(mk.ConfigError, match=r"leaves 3.76 KiB.*1 row takes 4.88 KiB.*besides 1000 B.*at least"):
+    with pytest.raises(mk.errors.ConfigError, match=r"leaves 3.76 KiB.*1 row takes 4.88 KiB.*besides 1000 B.*at least"):
         Sizer(5000).plan(Problem(100, backward=5000, held=(0, 1000)))
 
 
 def test_the_way_out_of_the_refusal_works():
     problem = Problem(100, backward=5000, held=(0, 1000))
-    with pytest.raises(mk.ConfigError) as refused:
+    with pytest.raises(mk.errors.ConfigError) as refused:
         Sizer(5000).plan(problem)
     assert Sizer(str(refused.value).rsplit("at least ", 1)[1].rstrip(".")).plan(problem).chunk_size >= 1
 
@@ -157,7 +156,7 @@ def test_a_budget_is_never_exceeded_and_used_where_time_can_be_bought(
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True, None, "all"])
 def test_chunk_sizes(chunk_size):
-    with pytest.raises(mk.ConfigError, match=r"chunk_size.*whole number of rows.*'auto'"):
+    with pytest.raises(mk.errors.ConfigError, match=r"chunk_size.*whole number of rows.*'auto'"):
         mk.ChunkedProcessor(abs, chunk_size=chunk_size)
 
 
@@ -167,7 +166,9 @@ def test_sizes_of_numpy_are_sizes():
     assert mk.ChunkedProcessor(torch.sin, memory_budget=np.int64(2**20))(x).shape == (10, 3)
 
 
-@pytest.mark.parametrize(("budget", "error"), [(0.5, mk.InputTypeError), (0, mk.ConfigError), ("0B", mk.ConfigError)])
+@pytest.mark.parametrize(
+    ("budget", "error"), [(0.5, mk.errors.InputTypeError), (0, mk.errors.ConfigError), ("0B", mk.errors.ConfigError)]
+)
 def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
     """There is no share of a device here."""
     with pytest.raises(error, match=r"ChunkedProcessor\(abs\).*memory_budget=") as refused:
@@ -176,7 +177,7 @@ def test_a_budget_that_is_none_is_named_with_its_call(budget, error):
 
 
 def test_a_budget_needs_a_size_to_choose():
-    with pytest.raises(mk.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*leave chunk_size out"):
+    with pytest.raises(mk.errors.ConfigError, match=r"memory_budget='1MiB' with chunk_size=16.*leave chunk_size out"):
         mk.ChunkedProcessor(abs, chunk_size=16, memory_budget="1MiB")
-    with pytest.raises(mk.ConfigError, match="budget"):
+    with pytest.raises(mk.errors.ConfigError, match="budget"):
         mk.ChunkedProcessor(abs, memory_budget=0)

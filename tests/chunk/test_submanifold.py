@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import count_flops, trace_allocations
 from tests.chunk.scenes import cortex

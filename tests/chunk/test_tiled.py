@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning, StateError
 from memkit.chunk.halo import find_reach
 from memkit.chunk.tiled import tiled_apply
 from tests.allocations import trace_allocations

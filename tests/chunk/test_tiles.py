@@ -1,10 +1,9 @@
 """Tiles of one dimension: every place of the result once, all tiles of one length, each with all that it needs."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit.chunk.tiles import BlendedAxis, ExactAxis, Reach, tiles
 
 numbers = st.integers

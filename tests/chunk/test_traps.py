@@ -146,14 +146,14 @@ def test_integers_cannot_be_nan_but_what_an_embedding_makes_of_them_can():
     module, ids = nn.Sequential(nn.Embedding(10, 4), nn.BatchNorm1d(4)), torch.randint(10, (64,))
     pieces = torch.cat([module(part) for part in ids.split(8)])
     assert not torch.allclose(pieces, module(ids), atol=1e-2)
-    with pytest.raises(mk.InputError, match=r"`1` \(BatchNorm1d\)"):
+    with pytest.raises(mk.errors.InputError, match=r"`1` \(BatchNorm1d\)"):
         mk.chunked_map(module, ids, chunk_size=8)
     mk.chunked_map(module.eval(), ids, chunk_size=8)
 
 
 def test_complex_rows_are_looked_at():
     x = torch.randn(32, 4, dtype=torch.complex64)
-    with pytest.raises(mk.InputError, match="depends on other rows"):
+    with pytest.raises(mk.errors.InputError, match="depends on other rows"):
         mk.chunked_map(lambda rows: rows / rows.norm(), x, chunk_size=8)
     mk.chunked_map(lambda rows: rows / rows.norm(dim=1, keepdim=True), x, chunk_size=8)
 
@@ -174,7 +174,7 @@ def test_one_method_that_passed_does_not_vouch_for_another():
     mk.chunked_map(net.encode, x, chunk_size=8)
     mk.chunked_map(functools.partial(net.mix, dim=1), x, chunk_size=8)
     for fn in (net.mix, functools.partial(net.mix, dim=0)):
-        with pytest.raises(mk.InputError, match="depends on other rows"):
+        with pytest.raises(mk.errors.InputError, match="depends on other rows"):
             mk.chunked_map(fn, x, chunk_size=8)
 
 
@@ -201,7 +201,7 @@ def test_a_refused_batch_norm_is_named_and_no_nan_stays_in_its_statistics(form):
         "object": Object(),
         "helper": lambda x: helper(x),
     }[form]
-    with pytest.raises(mk.InputError, match=r"first in `BatchNorm1d` \(BatchNorm1d\)"):
+    with pytest.raises(mk.errors.InputError, match=r"first in `BatchNorm1d` \(BatchNorm1d\)"):
         mk.chunked_map(fn, x, chunk_size=8, params=[*layer.parameters(), *norm.parameters()])
     assert norm.running_mean.tolist() == [0, 0, 0, 0]
     assert norm.num_batches_tracked == 0
@@ -220,7 +220,7 @@ def test_a_buffer_that_changes_with_each_call():
         found.append(gradient)
     assert (found[0] - found[1]).abs().max() > 1e-8 * found[1].abs().max()
     module.load_state_dict(before)
-    with pytest.raises(mk.InputError, match=r"changes its buffer `parametrizations\.weight\.0\._u`.*eval mode"):
+    with pytest.raises(mk.errors.InputError, match=r"changes its buffer `parametrizations\.weight\.0\._u`.*eval mode"):
         mk.chunked_map(module, x, chunk_size=8)
     assert_close(module.state_dict(), before, rtol=0, atol=0)
     module.eval()
@@ -231,7 +231,7 @@ def test_a_buffer_that_changes_with_each_call():
 def test_a_weight_that_was_cached_before_is_refused():
     """The trial of independence ran without gradients: it left a weight without a graph, and nobody got a gradient."""
     module, x = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), torch.randn(32, 6)
-    with nn.utils.parametrize.cached(), pytest.raises(mk.InputError, match=r"a tensor of shape \(4, 6\)"):
+    with nn.utils.parametrize.cached(), pytest.raises(mk.errors.InputError, match=r"a tensor of shape \(4, 6\)"):
         mk.chunked_map(module, x, chunk_size=8)
 
 
@@ -272,7 +272,7 @@ def test_a_compiled_module_has_no_length():
 
     block, x = Block().double(), torch.randn(100, 6, dtype=torch.float64)
     compiled = torch.compile(block, backend="eager", dynamic=True)
-    for out in (mk.chunked_map(compiled, x, chunk_size=32), mk.chunked_loss(compiled, x, chunk_size=32)):
+    for out in (mk.chunked_map(compiled, x, chunk_size=32), mk.chunk.chunked_loss(compiled, x, chunk_size=32)):
         grads = [torch.autograd.grad(each.mean(), block.parameters()) for each in (out, block(x))]
         assert_close(*grads, rtol=1e-11, atol=1e-14)
 
@@ -284,7 +284,7 @@ def test_a_loss_may_take_a_rows_own_gradient():
         (force,) = torch.autograd.grad(module(rows).sum(), rows, create_graph=True)
         return force.square()
 
-    loss = mk.chunked_loss(force_error, x, chunk_size=8, params=module.parameters())
+    loss = mk.chunk.chunked_loss(force_error, x, chunk_size=8, params=module.parameters())
     params = [each for each in module.parameters() if each.dim() > 1]
     grads = [torch.autograd.grad(each, params) for each in (loss, force_error(x).mean())]
     assert_close(*grads, rtol=1e-11, atol=1e-14)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import memkit
-from memkit.assemble.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Run, run_worker
 from memkit.cli import main
 from memkit.cli.demo import _draw_progress, render
+from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Run, run_worker
 
 VERSIONS = {"device": "cpu", "python": "3.11.7", "torch": "2.13.0"}
 DONE = Run((4.0, 2.0), ((4,), (4,)), 0, None, False, 300 * 2**20, 8.0, VERSIONS)

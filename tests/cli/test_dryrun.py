@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memkit._units import format_bytes
+from memkit._core.units import format_bytes
 from memkit.cli import main
 from memkit.cli.dryrun import render
-from memkit.planning.gpus import find_gpu, write_gpus
-from memkit.planning.predict import estimate_memory_usage
+from memkit.predict.gpus import find_gpu, write_gpus
+from memkit.predict.usage import estimate_memory_usage
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MIB = 2**20

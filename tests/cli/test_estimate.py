@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from memkit.cli import main
-from memkit.planning.gpus import find_gpu, write_gpus
-from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.presets import get_preset_config
+from memkit.predict.gpus import find_gpu, write_gpus
+from memkit.predict.presets import get_preset_config
+from memkit.predict.usage import estimate_memory_usage
 
 SCRIPT = """
 from dataclasses import dataclass

@@ -249,7 +249,7 @@ def test_pipes_and_devices_are_not_read(folder, capsys):
     (folder / "zero.py").symlink_to("/dev/zero")
     (folder / "huge.py").touch()
     os.truncate(folder / "huge.py", 2**40)  # takes no room
-    result = mk.check_paths([folder])
+    result = mk.check.check_paths([folder])
     reasons = {path.rpartition("/")[2]: reason for path, reason in result.unread}
     assert reasons["pipe.py"] == "a pipe"
     assert reasons["zero.py"] == "a device"

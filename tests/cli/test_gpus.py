@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memkit.cli import main
-from memkit.planning.gpus import all_gpus, find_gpu, write_gpus
+from memkit.predict.gpus import all_gpus, find_gpu, write_gpus
 
 
 def test_the_table(capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from memkit._version import __version__
 from memkit.cli import main
-from memkit.planning.formula import estimate_by_formula
-from memkit.planning.presets import get_preset_config
+from memkit.predict.formula import estimate_by_formula
+from memkit.predict.presets import get_preset_config
 
 
 def test_the_table(capsys):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from memkit.cli import main, profile
-from memkit.planning.scaling.config import MemoryTestConfig
+from memkit.recipes.memory_test.config import MemoryTestConfig
 
 CONFIG = MemoryTestConfig(
     num_physical_nodes=50,

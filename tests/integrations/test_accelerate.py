@@ -158,8 +158,12 @@ def test_autocast_that_prepare_put_into_the_forward_stays():
 def test_two_owners_of_scaling_or_accumulation_are_refused():
     model, accelerator = torch.nn.Linear(2, 2), Accelerator(cpu=True, gradient_accumulation_steps=2)
     scaled = AcceleratedOptimizer(torch.optim.SGD(model.parameters()), scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(mk.ConfigError, match=r"AcceleratedOptimizer.*a loss scaler of its own.*precision='fp16-mixed'"):
+    with pytest.raises(
+        mk.errors.ConfigError, match=r"AcceleratedOptimizer.*a loss scaler of its own.*precision='fp16-mixed'"
+    ):
         mk.MemoryEfficientTrainingWrapper(model, scaled)
     prepared = accelerator.prepare(torch.optim.SGD(model.parameters()))
-    with pytest.raises(mk.ConfigError, match=r"gradient_accumulation_steps=1.*SplitLoss and accelerator.backward"):
+    with pytest.raises(
+        mk.errors.ConfigError, match=r"gradient_accumulation_steps=1.*SplitLoss and accelerator.backward"
+    ):
         mk.MemoryEfficientTrainingWrapper(model, prepared)

@@ -202,5 +202,5 @@ def test_a_resumed_run_knows_the_size_that_fits_and_ends_as_the_plain_one(tmp_pa
         runs.append((*run(script, resumed, ckpt_path=tmp_path / "first.ckpt"), resumed))
     assert first.sizes[0] == resumed.sizes[0] == (8, 8, 8, 8)
     assert_same(runs[0], *runs[1])
-    with pytest.raises(mk.FileFormatError, match="got version 2"):
+    with pytest.raises(mk.errors.FileFormatError, match="got version 2"):
         MemoryCallback().load_state_dict({"version": 2})

@@ -99,7 +99,7 @@ def test_outputs_beside_the_loss_are_put_together():
 )
 def test_outputs_that_do_not_go_together_are_refused(beside, got):
     module = Linear(lambda module, x: {"loss": mean_square(module, x), **beside(x)})
-    with pytest.raises(mk.InputError, match=re.escape(got) + r".*self\.log"):
+    with pytest.raises(mk.errors.InputError, match=re.escape(got) + r".*self\.log"):
         fit(module)
 
 
@@ -177,11 +177,11 @@ def test_a_batch_without_common_rows_is_whole_where_none_may_be_cut():
     assert fit(module, outputs, loader=loader).callback_metrics["loss"].item() == pytest.approx(loss)
     assert outputs.last["nodes"].shape == (4, 2)
     module = Linear(step)  # in two parts
-    with pytest.raises(mk.InputError, match=r"tensors with \[2, 4\] rows.*pass split_fn="):
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[2, 4\] rows.*pass split_fn="):
         fit(module, loader=loader)
     module, callback = Linear(step), MemoryCallback(exact_accumulation=True)  # which has no split_fn, and no on_oom
     module.split_options = {"on_oom": "raise"}
-    with pytest.raises(mk.InputError, match=r"tensors with \[2, 4\] rows.*give each tensor"):
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[2, 4\] rows.*give each tensor"):
         fit(module, callback, loader=loader, accumulate_grad_batches=2)
 
 
@@ -225,7 +225,7 @@ def test_the_callback_notes_what_was_survived_and_what_ended_the_run(tmp_path):
     with pytest.raises(mk.MemkitOutOfMemoryError):
         fit(module, MemoryCallback(memory, post_mortem=tmp_path))
     memory.close()
-    events = mk.read_memory_events(tmp_path / "log.jsonl").events
+    events = mk.report.read_memory_events(tmp_path / "log.jsonl").events
     assert [event.event for event in events] == ["step", "oom", "step_1", "step", "step_2", "out_of_memory", "step"]
     assert events[1].note == {"num_ooms": 1, "sizes": [1, 1, 1, 1, 1]}
     assert "planted" in json.loads((tmp_path / "out-of-memory.json").read_text())["error"]
@@ -250,12 +250,12 @@ class Seeing(MemoryEfficientModule):
 def test_the_callback_tells_data_sets_and_batch_samplers_the_epoch():
     """Lightning tells samplers alone: a data set that draws by the epoch would draw the same in all of them."""
     volumes = [torch.arange(8.0).reshape(1, 2, 2, 2) + number for number in range(8)]
-    dataset = mk.VoxelDataset(volumes, augmentation_config={"noise_std": 0.1})
-    order = mk.ResumableBatchSampler(8, 4)
+    dataset = mk.voxel.VoxelDataset(volumes, augmentation_config={"noise_std": 0.1})
+    order = mk.recipes.ResumableBatchSampler(8, 4)
     trainer = L.Trainer(accelerator="cpu", max_epochs=3, callbacks=[MemoryCallback()], **QUIET)
     module = Seeing()
     trainer.fit(module, torch.utils.data.DataLoader(dataset, batch_sampler=order))
-    again = mk.ResumableBatchSampler(8, 4)
+    again = mk.recipes.ResumableBatchSampler(8, 4)
     expected = []
     for epoch in range(3):
         again.set_epoch(epoch)

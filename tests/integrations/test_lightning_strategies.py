@@ -160,9 +160,9 @@ def test_what_cannot_run_in_parts_is_refused_with_a_way_out():
 
     module = InParts()
     module.automatic_optimization = False
-    with pytest.raises(mk.ConfigError, match=r"automatic_optimization=False.*memkit.SplitLoss for each network"):
+    with pytest.raises(mk.errors.ConfigError, match=r"automatic_optimization=False.*memkit.SplitLoss for each network"):
         fit(module)
-    with pytest.raises(mk.ConfigError, match="dataloader_iter"):
+    with pytest.raises(mk.errors.ConfigError, match="dataloader_iter"):
         fit(FromIterator())
 
 
@@ -182,7 +182,7 @@ def test_a_strategy_that_shards_is_refused(ranks):
         def configure_model(self):
             fully_shard(self.net, mesh=init_device_mesh("cpu", (1,)))
 
-    with pytest.raises(mk.ConfigError, match=r"ModelParallelStrategy.*MemoryEfficientTrainingWrapper"):
+    with pytest.raises(mk.errors.ConfigError, match=r"ModelParallelStrategy.*MemoryEfficientTrainingWrapper"):
         fit(Sharded(), devices=1, strategy=ModelParallelStrategy(process_group_backend="gloo"))
 
 

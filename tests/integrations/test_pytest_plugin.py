@@ -363,7 +363,7 @@ def test_too_few(assert_no_leak): assert_no_leak(lambda: None, repeat=2)
             "E       Failed: memory grows: 192.00 KiB of live tensors more after 3 calls (64.00 KiB, *)",
             "E       No holder was found. Live after the last call, by the line that made it:",
             "E           256.00 KiB  *.py:* in grow",
-            "E   memkit._errors.ConfigError: assert_no_leak(step, repeat=2, warmup=1): got 2 calls *",
+            "E   memkit.errors.ConfigError: assert_no_leak(step, repeat=2, warmup=1): got 2 calls *",
         ]
     )
     assert "pytest_memory.py" not in result.stdout.str().partition("test_too_few")[0]  # the traceback ends in the test

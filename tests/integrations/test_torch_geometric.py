@@ -173,7 +173,7 @@ def test_one_graph_is_the_batch_itself():
 
 
 class TestRefusals:
-    def refused(self, batch, match, error=mk.InputError):
+    def refused(self, batch, match, error=mk.errors.InputError):
         with pytest.raises(error, match=match) as caught:
             split_graphs(batch, 2)
         assert caught.value.call == "split_graphs(batch, 2)"
@@ -186,16 +186,16 @@ class TestRefusals:
         self.refused(
             Data(x=torch.rand(9, 2), edge_index=edges(9), n_id=torch.arange(9), input_id=torch.arange(3), batch_size=3),
             r"a Data sampled around 3 seed nodes; expected a Batch.*NeighborLoader\(batch_size=...\).*count=",
-            mk.InputTypeError,
+            mk.errors.InputTypeError,
         )
         typed = hetero(4)
         typed["paper"].batch_size = 2
-        self.refused(typed, "a HeteroData sampled around 2 seed nodes", mk.InputTypeError)
+        self.refused(typed, "a HeteroData sampled around 2 seed nodes", mk.errors.InputTypeError)
 
     def test_what_is_no_batch_of_pyg(self):
-        self.refused({"x": torch.rand(3, 1)}, "a dict; expected a Batch", mk.InputTypeError)
+        self.refused({"x": torch.rand(3, 1)}, "a dict; expected a Batch", mk.errors.InputTypeError)
         by_hand = Batch(x=torch.rand(3, 1), batch=torch.tensor([0, 0, 1]))
-        self.refused(by_hand, "a DataBatch; expected a Batch .* made by Batch.from_data_list", mk.InputTypeError)
+        self.refused(by_hand, "a DataBatch; expected a Batch .* made by Batch.from_data_list", mk.errors.InputTypeError)
 
     def test_an_attribute_that_came_later(self):
         batch = self.batch()

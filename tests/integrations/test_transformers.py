@@ -346,7 +346,7 @@ class Hidden(OwnModule):
     ("model", "match"), [(WithAuxiliary, "twice the num_items_in_batch"), (Hidden, "ignored .-100..*compute_loss_func")]
 )
 def test_what_cannot_be_weighed_is_refused_and_runs_whole(model, match, tmp_path):
-    with pytest.raises(mk.InputError, match=match):
+    with pytest.raises(mk.errors.InputError, match=match):
         one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path, num_microbatches=2)
     trainer = one_step(MemoryEfficientTrainer, lambda: (model(), tokens()), tmp_path)
     assert math.isfinite(trainer.state.log_history[-1]["train_loss"])
@@ -358,14 +358,14 @@ class Compared(OwnModule):
 
 
 def test_a_loss_that_compares_rows_is_refused(tmp_path):
-    with pytest.raises(mk.ConfigError, match="compares or mixes the rows"):
+    with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
         one_step(MemoryEfficientTrainer, lambda: (Compared(), own()[1]), tmp_path, num_microbatches=2)
 
 
 def test_settings_that_spread_a_model_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 2))
     monkeypatch.setattr(Trainer, "_wrap_model", lambda self, model, *_, **__: model)
-    with pytest.raises(mk.ConfigError, match=r"DataParallel over 2 GPUs.*torchrun"):
+    with pytest.raises(mk.errors.ConfigError, match=r"DataParallel over 2 GPUs.*torchrun"):
         one_step(MemoryEfficientTrainer, own, tmp_path)
 
 
@@ -399,7 +399,7 @@ def test_the_callback_alone_watches_any_trainer(tmp_path):
     memory = mk.MemoryManager("cpu", log=tmp_path / "memory.jsonl")
     trainer = one_step(Trainer, own, tmp_path, {"logging_steps": 1}, callbacks=[MemoryCallback(memory)])
     memory.close()
-    log = mk.read_memory_events(tmp_path / "memory.jsonl")
+    log = mk.report.read_memory_events(tmp_path / "memory.jsonl")
     assert sum(event.event == "step" for event in log.events) >= 2
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["memkit/host_bytes"] > 0 and "memkit/num_ooms" not in entry for entry in logged)

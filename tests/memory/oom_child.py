@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
-from memkit._device import limit_memory
+from memkit._machine.devices import limit_memory
 
 MIB = 2**20
 CACHE = []  # planted: the largest of all, held by a global

@@ -5,8 +5,8 @@ import math
 import pytest
 
 import memkit as mk
-from memkit._records import DeviceMemory, HostMemory, MemorySnapshot
-from memkit._units import GIB, MIB, parse_budget
+from memkit._core.records import DeviceMemory, HostMemory, MemorySnapshot
+from memkit._core.units import GIB, MIB, parse_budget
 from memkit.memory.advice import advise
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.summary import summarize
@@ -82,18 +82,18 @@ def test_budget_forms(budget, expected):
 
 @pytest.mark.parametrize("budget", [0, 0.0, 1.5, -0.1, math.nan, math.inf, "0GiB"])
 def test_budgets_that_are_none(budget):
-    with pytest.raises(mk.ConfigError, match=r"expected a size above zero, or a fraction in \(0, 1\]"):
+    with pytest.raises(mk.errors.ConfigError, match=r"expected a size above zero, or a fraction in \(0, 1\]"):
         mk.MemoryManager("cpu", budget=budget)
 
 
 @pytest.mark.parametrize(
     ("budget", "error"),
     [
-        (True, mk.InputTypeError),
-        ([1], mk.InputTypeError),
-        (-5, mk.InputError),
-        ("half", mk.InputError),
-        ("22", mk.InputError),
+        (True, mk.errors.InputTypeError),
+        ([1], mk.errors.InputTypeError),
+        (-5, mk.errors.InputError),
+        ("half", mk.errors.InputError),
+        ("22", mk.errors.InputError),
     ],
 )
 def test_budgets_that_are_no_sizes(budget, error):
@@ -102,7 +102,7 @@ def test_budgets_that_are_no_sizes(budget, error):
 
 
 def test_a_fraction_of_an_unknown_capacity():
-    with pytest.raises(mk.ConfigError, match=r"on a device whose capacity is not known"):
+    with pytest.raises(mk.errors.ConfigError, match=r"on a device whose capacity is not known"):
         parse_budget(0.5, None)
     assert parse_budget("1GiB", None) == GIB
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memkit._units import MIB
+from memkit._core.units import MIB
 from memkit.memory import census as census_module
 from memkit.memory.census import take_census
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import memkit as mk
-from memkit._printable import printable_json
+from memkit._core.printable import printable_json
 
 
 def run(script, **environment):
@@ -24,7 +24,7 @@ def run(script, **environment):
 
 
 def names(path):
-    log = mk.read_memory_events(path)
+    log = mk.report.read_memory_events(path)
     assert not [problem for problem in log.problems if "ranks are missing" not in problem]
     return [event.event for event in log.events]
 
@@ -37,7 +37,7 @@ def test_memory_is_bounded_and_the_file_is_not(tmp_path):
         memory.events.save(tmp_path / "saved.jsonl")
         assert (len(memory.events), memory.events.num_dropped) == (3, 7)
     assert names(path) == [f"mark {number}" for number in range(10)]
-    saved = mk.read_memory_events(tmp_path / "saved.jsonl").events
+    saved = mk.report.read_memory_events(tmp_path / "saved.jsonl").events
     assert saved[0].note == {"num_dropped": 7}
     assert [event.event for event in saved[1:]] == ["mark 7", "mark 8", "mark 9"]
 
@@ -46,7 +46,7 @@ def test_no_events_at_all():
     memory = mk.MemoryManager("cpu", max_events=0)
     memory.mark("a")
     assert (list(memory.events), memory.events.num_dropped) == ([], 1)
-    with pytest.raises(mk.ConfigError, match=r"max_events=-1: .*expected zero or more"):
+    with pytest.raises(mk.errors.ConfigError, match=r"max_events=-1: .*expected zero or more"):
         mk.MemoryManager("cpu", max_events=-1)
 
 
@@ -59,7 +59,7 @@ def test_what_the_file_holds_is_what_the_memory_holds(tmp_path):
                 torch.ones(1000)
             memory.step()
         events = list(memory.events)
-    log = mk.read_memory_events(path)
+    log = mk.report.read_memory_events(path)
     assert list(log.events) == [replace(event, rank=0) for event in events]
     assert all(e.host_rss_bytes is None or e.host_rss_bytes <= e.host_peak_bytes for e in events)
     forward, step = log.events[1], log.events[2]
@@ -90,7 +90,7 @@ def test_lines_of_the_manager_are_the_encoders_own(tmp_path):
 
 
 def test_every_number_of_an_accelerator_has_an_origin():
-    from memkit._events import BYTE_FIELDS
+    from memkit._events.log import BYTE_FIELDS
     from memkit.memory.journal import header_of
 
     header = header_of(torch.device("cpu"), None)
@@ -140,7 +140,7 @@ def test_each_rank_has_a_file_of_its_own(tmp_path):
         "memory_events.rank0.jsonl",
         "memory_events.rank1.jsonl",
     ]
-    assert sorted(event.rank for event in mk.read_memory_events(path).events) == [0, 1]
+    assert sorted(event.rank for event in mk.report.read_memory_events(path).events) == [0, 1]
 
 
 def test_one_log_has_one_manager_at_a_time(tmp_path):
@@ -148,7 +148,7 @@ def test_one_log_has_one_manager_at_a_time(tmp_path):
     with mk.MemoryManager("cpu", log=path) as memory:
         memory.mark("first")
         held = path.read_bytes()
-        with pytest.raises(mk.StateError, match=r"another writer has open.* choose another path"):
+        with pytest.raises(mk.errors.StateError, match=r"another writer has open.* choose another path"):
             mk.MemoryManager("cpu", log=path)
         script = f"import memkit as mk\nmk.MemoryManager('cpu', log={str(path)!r})\n"
         assert "StateError: EventWriter(" in run(script).stderr  # another process, as a rank that nobody numbered
@@ -161,7 +161,7 @@ def test_one_log_has_one_manager_at_a_time(tmp_path):
         memory.mark("second")
     os.kill(worker, signal.SIGKILL)
     os.waitpid(worker, 0)
-    assert [event.event for event in mk.read_memory_events(path).events] == ["first", "second"]
+    assert [event.event for event in mk.report.read_memory_events(path).events] == ["first", "second"]
 
 
 def test_a_killed_managers_log_is_free_at_once(tmp_path):
@@ -173,14 +173,14 @@ def test_a_killed_managers_log_is_free_at_once(tmp_path):
     assert run(script).returncode == -signal.SIGKILL
     with mk.MemoryManager("cpu", log=path) as memory:
         memory.mark("next")
-    assert [event.event for event in mk.read_memory_events(path).events] == ["killed", "next"]
+    assert [event.event for event in mk.report.read_memory_events(path).events] == ["killed", "next"]
 
 
 def test_a_directory_that_is_not_there_and_a_file_that_is_no_log(tmp_path):
     with pytest.raises(FileNotFoundError):
         mk.MemoryManager("cpu", log=tmp_path / "not there" / "memory_events.jsonl")
     (tmp_path / "model.pt").write_text("weights")
-    with pytest.raises(mk.FileFormatError, match=r"nothing was changed"):
+    with pytest.raises(mk.errors.FileFormatError, match=r"nothing was changed"):
         mk.MemoryManager("cpu", log=tmp_path / "model.pt")
 
 
@@ -229,8 +229,8 @@ def test_the_older_form(tmp_path):
 @pytest.mark.parametrize("note", [{"loss": torch.ones(1)}, {1: 2}, [1]])
 def test_a_mark_refuses_at_once_what_is_no_plain_value(note):
     memory = mk.MemoryManager("cpu")
-    with pytest.raises(mk.InputTypeError):
+    with pytest.raises(mk.errors.InputTypeError):
         memory.mark("a", note=note)
-    with pytest.raises(mk.InputError):
+    with pytest.raises(mk.errors.InputError):
         memory.mark("")
     assert list(memory.events) == []

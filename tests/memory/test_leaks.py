@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit._units import KIB
+from memkit._core.units import KIB
 from memkit.memory.leaks import LeakWatch
 from tests.memory.leak_clean import CLEAN
 from tests.memory.leak_scripts import HEADER, PLANTED, run_script

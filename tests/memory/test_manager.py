@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import memkit as mk
-from memkit import _device
-from memkit._protocols import MemoryWatch
+from memkit._core.protocols import MemoryWatch
+from memkit._machine import devices
 
 MIB = 2**20
 requires_cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="Requires: [no accelerator]")
@@ -44,7 +44,7 @@ def test_a_snapshot_of_the_cpu_says_unknown_and_not_zero():
 
 @pytest.mark.parametrize("device", ["meta", "gpu", "xpu:7"])
 def test_a_device_without_memory_or_not_there(device):
-    with pytest.raises(mk.ConfigError):
+    with pytest.raises(mk.errors.ConfigError):
         mk.MemoryManager(device)
 
 
@@ -68,14 +68,14 @@ def test_the_budget_is_for_the_whole_process():
     assert mk.MemoryManager("cpu", budget="900TB").available_bytes() == pytest.approx(whole, abs=500 * MIB)
     assert mk.MemoryManager("cpu", budget=rss + 100 * MIB).available_bytes() == pytest.approx(100 * MIB, abs=20 * MIB)
     assert mk.MemoryManager("cpu", budget=rss // 2).available_bytes() == 0
-    assert mk.MemoryManager("cpu", budget=0.5).budget_bytes == _device.host_memory().total_bytes // 2
+    assert mk.MemoryManager("cpu", budget=0.5).budget_bytes == devices.host_memory().total_bytes // 2
 
 
 def test_a_real_resource_limit_is_the_capacity_and_what_is_left_of_it():
     """A budget is a fraction of the limit, too; and what is said to be available can be taken, but not much more."""
     out = run("""
         import torch, memkit as mk
-        from memkit._device import limit_memory
+        from memkit._machine.devices import limit_memory
         memory = mk.MemoryManager("cpu")
         limit_memory(torch.device("cpu"), 200 * 2**20)
         available = memory.available_bytes()
@@ -116,9 +116,9 @@ def test_release_gives_back_and_says_so():
     memory = mk.MemoryManager("cpu")
     tensors, few = make_small_tensors()
     del tensors
-    before = _device.resident_bytes()
+    before = devices.resident_bytes()
     given_back = memory.release()
-    after = _device.resident_bytes()
+    after = devices.resident_bytes()
     assert len(few) == 160
     assert given_back > 80 * MIB
     assert given_back == pytest.approx(before - after, abs=5 * MIB)
@@ -218,7 +218,7 @@ def test_a_step_inside_a_phase_belongs_to_it():
 
 @pytest.mark.parametrize("line_every", [0, -1])
 def test_a_line_every_no_step(line_every):
-    with pytest.raises(mk.ConfigError, match=r"MemoryManager\(...\): got line_every=.*a whole number from 1"):
+    with pytest.raises(mk.errors.ConfigError, match=r"MemoryManager\(...\): got line_every=.*a whole number from 1"):
         mk.MemoryManager("cpu", line_every=line_every)
 
 
@@ -246,12 +246,12 @@ def test_leaks_are_those_of_the_leak_watch():
 
 def test_it_starts_no_thread_installs_nothing_and_goes_when_it_is_dropped():
     threads = threading.active_count()
-    hook, env = sys.excepthook, dict(_device.allocator_settings())
+    hook, env = sys.excepthook, dict(devices.allocator_settings())
     memory = mk.MemoryManager("cpu")
     with memory.phase("a"):
         memory.step()
     gone = weakref.ref(memory)
     assert threading.active_count() == threads
-    assert (sys.excepthook, _device.allocator_settings()) == (hook, env)
+    assert (sys.excepthook, devices.allocator_settings()) == (hook, env)
     del memory
     assert gone() is None

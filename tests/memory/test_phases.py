@@ -5,11 +5,10 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import memkit as mk
-from memkit import _device
+from memkit._machine import devices
 from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, peak_by_record
 
 
@@ -134,16 +133,16 @@ def test_an_error_passes_and_is_noted():
 
 @pytest.mark.parametrize("name", ["", None, 5])
 def test_a_phase_needs_a_name(name):
-    with pytest.raises(mk.InputError, match=r"expected a name"):
+    with pytest.raises(mk.errors.InputError, match=r"expected a name"):
         mk.MemoryManager("cpu").phase(name)
 
 
 def test_one_phase_is_one_block():
     memory = mk.MemoryManager("cpu")
     phase = memory.phase("forward")
-    with phase, pytest.raises(mk.StateError, match=r"entered before"), phase:
+    with phase, pytest.raises(mk.errors.StateError, match=r"entered before"), phase:
         pass
-    with pytest.raises(mk.StateError, match=r"each call makes a new one"), phase:
+    with pytest.raises(mk.errors.StateError, match=r"each call makes a new one"), phase:
         pass
     assert memory.phases["forward"].num_calls == 1
     with memory.phase("next"):
@@ -266,7 +265,7 @@ def touch(num_bytes):
 
 
 def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
-    if not _device.ResidentPeak().restart():
+    if not devices.ResidentPeak().restart():
         pytest.skip("Requires: [clear_refs]")
     memory = mk.MemoryManager("cpu", reset_peaks=True)
     with memory.phase("outer"):
@@ -281,7 +280,7 @@ def test_with_reset_peaks_each_phase_has_the_processs_own_peak():
 
 
 def test_where_the_count_cannot_be_restarted_peaks_are_by_record(monkeypatch):
-    monkeypatch.setattr(_device.ResidentPeak, "restart", lambda self: False)
+    monkeypatch.setattr(devices.ResidentPeak, "restart", lambda self: False)
     memory = mk.MemoryManager("cpu", reset_peaks=True)
     with memory.phase("nothing"):
         pass

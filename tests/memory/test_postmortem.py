@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import memkit as mk
-from memkit._units import MIB
+from memkit._core.units import MIB
 
 ROOT = Path(__file__).parents[2]
 CHILD = "tests.memory.oom_child"

@@ -15,10 +15,10 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import memkit._workspace as allocations
+import memkit._recorder.workspace as allocations
 from benchmarks.cases import track_cost
-from memkit._errors import ConfigError, InputError, StateError
-from memkit._units import MIB
+from memkit._core.errors import ConfigError, InputError, StateError
+from memkit._core.units import MIB
 from memkit.memory.track import Tracker
 from tests.allocations import trace_allocations
 from tests.zoo import CASES, no_mark

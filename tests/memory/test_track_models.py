@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from memkit._recording import Recording
+from memkit._recorder.recording import Recording
 from memkit._torch.versions import parse
 from memkit.memory.track import Tracker
 from tests.allocations import observe_operators, trace_allocations
@@ -52,7 +52,7 @@ def there_before(recording: Recording) -> int:
     return sum(storage.nbytes for storage in recording.storages() if not storage.operator)
 
 
-# `tests/test_recorder_profiler.py` holds the other cases to the same.
+# `tests/recorder/test_workspace.py` holds the other cases to the same.
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_live_bytes_equal_the_allocators_after_every_operator(name):
     case = fresh(name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memkit._errors import ConfigError, InputError, MemkitWarning
+from memkit._core.errors import ConfigError, InputError, MemkitWarning
 from memkit.points.backends import resolved
 from memkit.points.grid import GridIndex
 from memkit.points.nested import single_within

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader
 
-from memkit import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit.errors import ConfigError, FileFormatError, InputError, InputTypeError
 from memkit.points.batches import BudgetBatchSampler
 
 MODULES = ("argparse", "ast", "dataclasses", "datetime", "enum", "inspect", "ipaddress", "statistics", "turtle")

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from nilearn import surface
 from nilearn.datasets import fetch_surf_fsaverage
 
-from memkit import ConfigError, InputTypeError
+from memkit.errors import ConfigError, InputTypeError
 from memkit.points.edges import sample_edges
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler

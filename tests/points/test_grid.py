@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from memkit._errors import FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
+from memkit._core.errors import FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
 from memkit.points.grid import GridIndex
 from tests.points.scenes import grid_size_for, on_mesh
 
@@ -75,7 +75,7 @@ def any_offsets(rng, num_points):
     return rng.permutation(ends) if rng.random() < 0.1 else ends
 
 
-@pytest.mark.filterwarnings("ignore::memkit._errors.MemkitWarning")
+@pytest.mark.filterwarnings("ignore::memkit.errors.MemkitWarning")
 @pytest.mark.parametrize(
     "num_inputs", [NUM_DEFAULT, pytest.param(NUM_SLOW, marks=pytest.mark.slow)], ids=["default", "slow"]
 )

@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import memkit as mk
 from memkit.points.packed import cut_evenly, split_packed
@@ -117,7 +116,7 @@ def test_more_offsets_are_known_beside_scene_numbers():
     assert [part["origin_offset"].tolist() for part in parts] == [[4], [5]]
     assert [part["origin_pos"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7, 8]]
     named = {"pos": batch["pos"], "batch": batch["batch"], "inverse": batch["origin_pos"], "all_offset": [4, 9]}
-    with pytest.raises(mk.InputError, match=r"all_offset, a list.*belongs_to"):
+    with pytest.raises(mk.errors.InputError, match=r"all_offset, a list.*belongs_to"):
         split_packed(named, 2, belongs_to={"inverse": "all_offset"})
     named["all_offset"] = torch.tensor([4, 9])
     parts = split_packed(named, 2, belongs_to={"inverse": "all_offset"})
@@ -159,7 +158,7 @@ def base():
 
 
 class TestRefusals:
-    def refused(self, batch, match, error=mk.InputError, **options):
+    def refused(self, batch, match, error=mk.errors.InputError, **options):
         with pytest.raises(error, match=match) as caught:
             split_packed(batch, 2, **options)
         assert caught.value.call == "split_packed(batch, 2)"
@@ -215,4 +214,4 @@ class TestRefusals:
 
     def test_nothing_that_says_where_scenes_end(self):
         self.refused({"coord": torch.rand(3, 3)}, r"entries \['coord'\]; expected \"offset\"")
-        self.refused([torch.rand(3, 3)], "a list; expected a mapping", error=mk.InputTypeError)
+        self.refused([torch.rand(3, 3)], "a list; expected a mapping", error=mk.errors.InputTypeError)

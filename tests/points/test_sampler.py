@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from memkit._errors import ConfigError, FileFormatError, InputError
+from memkit._core.errors import ConfigError, FileFormatError, InputError
 from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 from tests.allocations import trace_allocations

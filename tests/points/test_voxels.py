@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from memkit._errors import InputError
+from memkit._core.errors import InputError
 from memkit.points.grid import GridIndex
 from memkit.points.voxels import first_points, fragments, voxel_mean
 from tests.points.scenes import in_cube, on_mesh

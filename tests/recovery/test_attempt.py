@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from memkit._errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
+from memkit._core.errors import InputError, InputTypeError, MemkitOutOfMemoryError, StateError
 from memkit._recovery import attempt, errors
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import OomVerdict, classify_oom, is_out_of_memory
@@ -366,7 +365,7 @@ PREAMBLE = """
 import gc, io, mmap, os, resource, sys
 import numpy as np
 import torch
-from memkit._device import under_memory_pressure
+from memkit._machine.devices import under_memory_pressure
 from memkit._recovery.attempt import recover_from_oom
 from memkit._recovery.errors import classify_oom, is_out_of_memory
 MIB = 2**20

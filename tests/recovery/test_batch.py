@@ -6,11 +6,10 @@ Memory, a counter that each forward raises (a buffer), and the sum are plain Pyt
 import contextlib
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memkit._errors import MemkitOutOfMemoryError, StateError
+from memkit._core.errors import MemkitOutOfMemoryError, StateError
 from memkit._recovery.batch import Alone, BatchRun, Means
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory

@@ -1,8 +1,7 @@
 """What is remembered of sizes: never above what failed without patience, and back up when memory is free again."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memkit._recovery.sizes import SizeMemory
 

@@ -81,7 +81,7 @@ def test_large_buffers_that_stay_are_copied_once_and_guarded():
     assert all(entry.copy is None for entry in second.entries.values())
     second.restore()
     model.mask[0] = 1
-    with pytest.raises(mk.StateError, match="large buffer 'mask' of a Linear"):
+    with pytest.raises(mk.errors.StateError, match="large buffer 'mask' of a Linear"):
         second.restore()
 
 
@@ -205,7 +205,7 @@ def test_a_large_buffer_written_through_data_is_noticed():
     version = model.mask._version
     model.mask.data[5, 5] = 1
     assert model.mask._version == version  # nothing shows it but the values
-    with pytest.raises(mk.StateError, match="large buffer 'mask' of a Linear"):
+    with pytest.raises(mk.errors.StateError, match="large buffer 'mask' of a Linear"):
         snapshot.restore()
 
 

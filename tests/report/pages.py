@@ -5,8 +5,8 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from memkit._eventlog import EventLog, read_memory_events
-from memkit._events import LoggedDevice, LogHeader, Origin
+from memkit._events.log import LoggedDevice, LogHeader, Origin
+from memkit._events.reader import EventLog, read_memory_events
 
 S1 = Path(__file__).parents[1] / "data" / "report_s1.json"
 T5, ALL, STEP, END = 11_362_869_248, 24_824_987_648, 35_122_176, 24_860_109_824

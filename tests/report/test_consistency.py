@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit._events import Event, LoggedDevice, LogHeader, Origin
-from memkit._eventwriter import save_events
-from memkit.assemble.report import make_report
+from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
+from memkit._events.writer import save_events
+from memkit.recipes.report import make_report
 from memkit.report.figures import read_figures
 from memkit.report.nodes import Lines, Paragraph, Table
 from memkit.report.rating import rate
@@ -67,7 +67,7 @@ def manager_log(folder, *, runs=1, **settings):
     for _ in range(runs):
         with mk.MemoryManager("cpu", log=path) as memory:
             train(memory, **settings)
-    return mk.read_memory_events(path)
+    return mk.report.read_memory_events(path)
 
 
 def loop_log(folder):
@@ -79,7 +79,7 @@ def loop_log(folder):
         )
         loss_fn = lambda model, x: model(x).square().mean()  # noqa: E731
         mk.MemoryEfficientTrainLoop(trainer, torch.randn(10, 32, 64).unbind(), loss_fn, progress=False).run(1)
-    return mk.read_memory_events(path)
+    return mk.report.read_memory_events(path)
 
 
 def older_log(folder, added, end):
@@ -90,7 +90,7 @@ def older_log(folder, added, end):
     events += [] if end is None else [{"event": "inference_end", "peak_memory": 2**34 + end}]
     path = folder / "log.json"
     path.write_text(json.dumps(events))
-    return mk.read_memory_events(path)
+    return mk.report.read_memory_events(path)
 
 
 def snapshot_log(folder):
@@ -98,7 +98,7 @@ def snapshot_log(folder):
         layer = nn.Linear(1000, 1000).cuda()
         layer(torch.randn(64, 1000, device="cuda")).sum().backward()
     gpu.save_snapshot(folder / "log.pickle")
-    return mk.read_memory_events(folder / "log.pickle")
+    return mk.report.read_memory_events(folder / "log.pickle")
 
 
 def trace_log(folder):
@@ -106,7 +106,7 @@ def trace_log(folder):
         layer = nn.Linear(100, 100)
         layer(torch.randn(64, 100)).sum().backward()
     profiler.export_chrome_trace(str(folder / "log.json"))
-    return mk.read_memory_events(folder / "log.json")
+    return mk.report.read_memory_events(folder / "log.json")
 
 
 def rank_logs(folder):
@@ -127,7 +127,7 @@ def rank_logs(folder):
             events.append(Event("forward", phase="forward", duration_ns=10**8, **time, **numbers))
             events.append(Event(f"step_{n}", step=n, **(time | {"time_ns": n * 10**9 + 1}), **numbers))
         save_events(folder / f"log.rank{rank}.jsonl", header, events)
-    return mk.read_memory_events(folder / "log.jsonl")
+    return mk.report.read_memory_events(folder / "log.jsonl")
 
 
 LOGS = {
@@ -137,7 +137,7 @@ LOGS = {
     "not tracked": lambda folder: manager_log(folder, track=None),
     "two runs": lambda folder: manager_log(folder, runs=2),
     "loop": loop_log,
-    "older": lambda folder: mk.read_memory_events(S1),
+    "older": lambda folder: mk.report.read_memory_events(S1),
     "older, each step adds": lambda folder: older_log(folder, lambda n: 35 * MIB, 50 * 35 * MIB),
     "older, given back": lambda folder: older_log(folder, lambda n: 35 * MIB, 35 * MIB),
     "snapshot": snapshot_log,
@@ -357,8 +357,8 @@ def test_a_manager_that_has_tracked_does_not_say_that_tensors_are_not_recorded(t
         train(memory)
         peak = max(totals.peak_bytes for totals in memory.phases.values())
         assert "tensors not recorded" not in memory.summary()
-        assert f"tensors not counted now, peak {mk._units.format_bytes(peak)} inside of track()" in memory.line()
-    figures = read_figures(mk.read_memory_events(tmp_path / "log.jsonl"), None)
+        assert f"tensors not counted now, peak {mk.memory.format_bytes(peak)} inside of track()" in memory.line()
+    figures = read_figures(mk.report.read_memory_events(tmp_path / "log.jsonl"), None)
     assert figures.peak.num_bytes == peak
     for name, totals in memory.phases.items():
         stage = next(stage for stage in figures.stages if stage.name == name)

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from memkit._errors import InputError
-from memkit._events import Event
+from memkit._core.errors import InputError
+from memkit._events.log import Event
 from memkit.cli import main
 from memkit.report.exports import export_log
 from tests.report.pages import ALL, S1, STEP, T5, first_log, log_of

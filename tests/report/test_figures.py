@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from memkit._eventlog import EventLog
-from memkit._events import Event
+from memkit._events.log import Event
+from memkit._events.reader import EventLog
 from memkit.report.comparing import compare_figures
 from memkit.report.figures import read_figures
 from memkit.report.rating import RULES, rate

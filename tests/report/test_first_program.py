@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from memkit.assemble.report import write_report
-from memkit.planning.gpus import find_gpu
+from memkit.predict.gpus import find_gpu
+from memkit.recipes.report import write_report
 from memkit.report.figures import read_figures
 from tests.report.pages import ALL, END, STEP, T5, Page, first_log, markdown_rows
 

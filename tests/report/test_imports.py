@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.cuda import _memory_viz as viewer
 
-from memkit._errors import FileFormatError, InputError
-from memkit._eventlog import read_memory_events
-from memkit._events import Event
-from memkit.assemble.report import make_report
+from memkit._core.errors import FileFormatError, InputError
+from memkit._events.log import Event
+from memkit._events.reader import read_memory_events
+from memkit.recipes.report import make_report
 from memkit.report.exports import export_log
 from memkit.report.figures import Shortage, read_figures
 from tests.report.foreign import frame, judge_snapshot, judge_trace, profile_of_a_card, save, snapshot
@@ -218,7 +218,7 @@ def test_a_trace_may_be_packed_and_a_bomb_is_not_unpacked(profile, tmp_path, mon
     packed.write_bytes(packed.read_bytes()[:-100])
     with pytest.raises(FileFormatError, match="a gzip file that was cut"):
         read_memory_events(packed)
-    monkeypatch.setattr("memkit._eventfile._LARGEST_WHOLE_BYTES", 10**6)
+    monkeypatch.setattr("memkit._events.file._LARGEST_WHOLE_BYTES", 10**6)
     packed.write_bytes(gzip.compress(bytes(10**8)))
     with pytest.raises(FileFormatError, match="more than 1000000 bytes in a gzip file"):
         read_memory_events(packed)

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from memkit._errors import InputError
-from memkit._eventlog import EventLog, read_memory_events
-from memkit._events import Event, LoggedDevice, LogHeader
-from memkit.assemble.report import write_report
+from memkit._core.errors import InputError
+from memkit._events.log import Event, LoggedDevice, LogHeader
+from memkit._events.reader import EventLog, read_memory_events
+from memkit.recipes.report import write_report
 from memkit.report.exports import export_log
 
 HIDDEN = "a\u202eb\x1b[31mc\x9bd\x7fe\u2066f\ng\u0085h\u200ei\u061cj\u2028k\ufeffl\U000e0041m\u00adn"

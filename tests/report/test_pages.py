@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases.log_fuzz import header, typical_event
-from memkit._errors import ConfigError, InputError, InputTypeError
-from memkit._eventlog import EventLog
-from memkit._events import Event
-from memkit.assemble.report import make_report, write_report
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._events.log import Event
+from memkit._events.reader import EventLog
+from memkit.recipes.report import make_report, write_report
 from memkit.report import words as words_module
 from memkit.report.nodes import Bars, Bullets, Line, Lines, Paragraph, Section, Share, Size, Table
 from memkit.report.thin import thin

@@ -19,7 +19,7 @@ def caught(call):
 def test_what_memkit_refuses_by_name_is_skipped():
     error = caught(lambda: require(None, name="Tensor.x", since="2.99", feature="f()"))
     assert missing(error) == "PyTorch has no torch.Tensor.x (memkit refuses what needs it)"
-    child = RuntimeError(f"-- Process 1 terminated:\nmemkit._errors.TorchVersionError: {error}")
+    child = RuntimeError(f"-- Process 1 terminated:\nmemkit.errors.TorchVersionError: {error}")
     assert missing(child) == missing(error)
 
 
@@ -42,7 +42,7 @@ def test_what_memkit_asks_torch_for_is_a_failure():
         lambda: torch.ones(2).no_such_method,
         lambda: 1 / 0,
         lambda: torch.ones(2) + torch.ones(3),
-        lambda: mk.parse_bytes("x"),
+        lambda: mk.memory.parse_bytes("x"),
     ],
 )
 def test_other_errors_are_failures(call):

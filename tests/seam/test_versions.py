@@ -55,7 +55,7 @@ def test_the_warning_comes_once_in_a_process_and_where_a_component_is_first_used
         "import memkit\n"
         "print('imported')\n"
         "memkit.GradientAccumulator, memkit.VirtualGPU, memkit.Tracker\n"
-        "import memkit.train.wrapper, memkit.planning.predict\n"
+        "import memkit.train.wrapper, memkit.predict.usage\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
@@ -72,7 +72,9 @@ def test_the_table_proves_the_range():
 
 
 def test_a_feature_that_this_torch_cannot_have_says_so():
-    with pytest.raises(mk.TorchVersionError, match=r"f\(\): got PyTorch .* which has no Tensor\.x; .*2\.99 or newer"):
+    with pytest.raises(
+        mk.errors.TorchVersionError, match=r"f\(\): got PyTorch .* which has no Tensor\.x; .*2\.99 or newer"
+    ):
         require(None, name="Tensor.x", since="2.99", feature="f()")
     require(1, name="Tensor.x", since="2.99", feature="f()")
 
@@ -86,7 +88,7 @@ def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
         tensors.set_gradient_dtype(half.weight, torch.float32)
         assert tensors.gradient_dtype(half.weight) == torch.float32
     else:
-        with pytest.raises(mk.TorchVersionError, match=r"accumulate_dtype=torch\.float32.*Tensor\.grad_dtype"):
+        with pytest.raises(mk.errors.TorchVersionError, match=r"accumulate_dtype=torch\.float32.*Tensor\.grad_dtype"):
             mk.GradientAccumulator(optimizer, 2, accumulate_dtype=torch.float32)
         assert tensors.gradient_dtype(half.weight) == torch.bfloat16
     mk.GradientAccumulator(optimizer, 2).close()
@@ -122,5 +124,5 @@ def test_an_operator_without_a_rule_is_refused_when_it_is_used_and_no_other(monk
     with mk.VirtualGPU("RTX 4090"), torch.autocast("cuda"):
         x = torch.ones(4, 4, device="cuda")
         assert (x @ x).dtype is torch.float16
-        with pytest.raises(mk.TorchVersionError, match="runs dot"):
+        with pytest.raises(mk.errors.TorchVersionError, match="runs dot"):
             torch.dot(x[0], x[0])

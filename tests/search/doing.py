@@ -240,7 +240,7 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def _split_fn(runner: Runner, *, drops: bool = False, how: str = "wrapper") -> tuple[Any, Any]:
-    split_fn = mk.split_packed if runner.spec.steps[0].container == "packed" else split_list
+    split_fn = mk.points.split_packed if runner.spec.steps[0].container == "packed" else split_list
     make = _wrapper if how == "wrapper" else _split_loss
     owner, run_inner = make(runner, split_fn=drop_last(split_fn) if drops else split_fn)
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from memkit._core.units import MIB
 from memkit._simulation.cuda.allocator import ACTIVE, CACHED, AllocatorSettings, Block, CachingAllocator, Driver, Pool
-from memkit._units import MIB
 
 FOLDER = Path(__file__).parents[1] / "data" / "allocator_traces"
 TRACES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads((FOLDER / "index.json").read_text())}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
-from memkit._units import MIB
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit._core.units import MIB
+from memkit.predict.virtual_gpu import VirtualGPU
 
 ROWS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "liger_rows.json").read_text())["rows"]
 _NUM_RUNS = 3  # of ten: from the second on all are alike

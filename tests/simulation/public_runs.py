@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from memkit._simulation.cuda.allocator import Block
-from memkit.planning.virtual_gpu import VirtualGPU
-from tests.simulation.allocator_replay import ALLOC, FREE_REQUESTED
-from tests.simulation.allocator_replay import FOLDER as TRACES
+from memkit.predict.virtual_gpu import VirtualGPU
+from tests.simulation.allocator_replay import ALLOC, FOLDER as TRACES, FREE_REQUESTED
 
 # ------------------------------------------------------------- the language model of a university course (CS336)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.units import GIB, MIB
 from memkit._recovery.errors import is_out_of_memory
 from memkit._simulation.cuda import allocator
 from memkit._simulation.cuda.allocator import AllocatorSettings, Block, CachingAllocator, Pool
-from memkit._units import GIB, MIB
 from tests.simulation.allocator_replay import TRACES, Replay, replay
 
 # Torch 2.13 on a GPU, from a public log; the figures are the log's own, so that only the words are compared.

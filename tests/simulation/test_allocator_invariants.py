@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
+from memkit._core.units import MIB
 from memkit._simulation.cuda.allocator import AllocatorSettings, CachingAllocator
-from memkit._units import MIB
 
 CARD = 160 * MIB
 OTHER = 10 * MIB

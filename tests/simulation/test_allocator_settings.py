@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
+from memkit._core.units import GIB, KIB, MIB
 from memkit._simulation.cuda.allocator import AllocatorSettings
-from memkit._units import GIB, KIB, MIB
 from tests.versions import lacks
 
 parse = AllocatorSettings.parse

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from memkit import estimate_memory_usage
 from memkit._simulation import tensors
 from memkit._simulation.tensors import Tensors
-from tests.planning.test_dryrun import build
-from tests.planning.truth import dry_run
+from tests.predict.test_dryrun import build
+from tests.predict.truth import dry_run
 
 
 def description(value, given):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import memkit as mk
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit.predict.virtual_gpu import VirtualGPU
 from tests.simulation.reads import (
     DECIDING,
     ORDINARY,

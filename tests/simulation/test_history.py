@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz as viewer
 
-from memkit._eventlog import read_memory_events
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit._events.reader import read_memory_events
+from memkit.predict.virtual_gpu import VirtualGPU
 from memkit.report.figures import read_figures
 from tests.report.foreign import judge_snapshot
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.host import workspace_bound
 from memkit._simulation.simulation import Host, Simulation
-from memkit._workspace import WorkspaceMarks
 from tests.allocations import trace_allocations
 
 NUMBERS = 64

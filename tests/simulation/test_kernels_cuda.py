@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memkit as mk
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
 from memkit._torch.cuda import rules_of
 from tests.versions import has, lacks
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import memkit as mk
-from memkit._errors import StateError
-from memkit.planning.scaling.profile import profile_scaling
+from memkit._core.errors import StateError
+from memkit.predict.scaling.profile import profile_scaling
 
 X = torch.arange(32.0).reshape(8, 4) / 32
 

@@ -9,7 +9,7 @@ from memkit._simulation.cuda.attention import Attention, attention_backend
 from memkit._simulation.cuda.autocast import operators_by_policy
 from memkit._simulation.cuda.memory import Processors, inside, reduction
 from memkit._torch.cuda import rules_of
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit.predict.virtual_gpu import VirtualGPU
 from tests.rules import VERSION
 from tests.versions import has
 

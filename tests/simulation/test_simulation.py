@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from benchmarks.tables_patches import patches
-from memkit._errors import ConfigError, NotSimulatedError
-from memkit._recorder import Recorder
+from memkit._core.errors import ConfigError, NotSimulatedError
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.tensors import CudaTensors
 from memkit._simulation.leftovers import Shared, applied
 from memkit._simulation.simulation import Gpu, Host, Simulation, simulate
 from memkit._simulation.tensors import Tensors
-from memkit.planning.gpus import find_gpu
+from memkit.predict.gpus import find_gpu
 
 PACKAGE = Path(mk.__file__).parent
 MIB = 2**20
@@ -58,7 +58,7 @@ def test_an_estimate_on_a_card_runs_in_few_files(precision, most):
 
     files = files_of(estimate) - {"_torch/fake.py"}  # 2.8's optimizers make tensors, and the seam is asked where
     assert len(files) <= most, sorted(files)
-    assert {"_simulation/simulation.py", "_simulation/cuda/allocator.py", "_recorder.py"} <= files
+    assert {"_simulation/simulation.py", "_simulation/cuda/allocator.py", "_recorder/recorder.py"} <= files
 
 
 @pytest.mark.parametrize(("kind", "root"), [(CudaTensors, FakeTensorMode), (Recorder, TorchDispatchMode)])
@@ -356,4 +356,4 @@ def test_a_calibrated_workspace_is_taken():
 
 def test_settings_that_came_later_are_refused_as_text_is():
     with pytest.raises(ConfigError, match=r"came with 2\.11"):
-        mk.VirtualGPU("T4", torch="2.6", allocator_settings=mk.AllocatorSettings(large_segment_bytes=30 * MIB))
+        mk.VirtualGPU("T4", torch="2.6", allocator_settings=mk.predict.AllocatorSettings(large_segment_bytes=30 * MIB))

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are built by transformers, which the extra [test] installs")
 
-from memkit.planning.predict import estimate_memory_usage
-from tests.planning.steps_transformers import STEPS, text
-from tests.planning.truth import assert_equals_the_real_step
+from memkit.predict.usage import estimate_memory_usage
+from tests.predict.steps_transformers import STEPS, text
+from tests.predict.truth import assert_equals_the_real_step
 
 # Speech models write into a view, whose backward frees two blocks of the same size in another order.
 OTHER_ORDER = {"wav2vec2"}

@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 from memkit import is_out_of_memory, recover_from_oom
-from memkit._device import allocator_counters
-from memkit._errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._machine.devices import allocator_counters
 from memkit._simulation.cuda.allocator import AllocatorSettings
 from memkit._torch.cuda import rules_of
 from memkit._torch.versions import parse
-from memkit.planning.predict import estimate_memory_usage
-from memkit.planning.virtual_gpu import VirtualGPU
+from memkit.predict.usage import estimate_memory_usage
+from memkit.predict.virtual_gpu import VirtualGPU
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.rules import VERSION
 

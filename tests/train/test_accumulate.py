@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -359,7 +358,7 @@ class TestScaler:
         model = nn.Linear(2, 2).half()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        with pytest.raises(mk.ConfigError, match="float16 parameters"):
+        with pytest.raises(mk.errors.ConfigError, match="float16 parameters"):
             mk.GradientAccumulator(optimizer, scaler=scaler)
         with mk.GradientAccumulator(optimizer, scaler=scaler, accumulate_dtype=torch.float32) as accumulator:
             before = model.bias.detach().clone()
@@ -479,9 +478,9 @@ class TestInterruptedBackward:
             )
         changed = not torch.equal(gradient(model), before)
         if accumulator.is_torn:
-            with pytest.raises(mk.StateError, match=r"half of a backward.*discard\(\)"):
+            with pytest.raises(mk.errors.StateError, match=r"half of a backward.*discard\(\)"):
                 accumulator.backward(model(second).pow(2).mean(), count=2)
-            with pytest.raises(mk.StateError, match="half of a backward"):
+            with pytest.raises(mk.errors.StateError, match="half of a backward"):
                 accumulator.flush()
             accumulator.discard()
             accumulator.backward(model(first).pow(2).mean(), count=3)
@@ -675,9 +674,9 @@ class TestState:
         accumulator.backward(model(torch.ones(2, 3)).sum())
         state = accumulator.state_dict()
         other = mk.GradientAccumulator(torch.optim.SGD(nn.Sequential(model, nn.Linear(2, 2)).parameters(), lr=0.1))
-        with pytest.raises(mk.FileFormatError, match="2 gradients; expected version 1 with the gradients of 4"):
+        with pytest.raises(mk.errors.FileFormatError, match="2 gradients; expected version 1 with the gradients of 4"):
             other.load_state_dict(state)
-        with pytest.raises(mk.FileFormatError, match="version 7"):
+        with pytest.raises(mk.errors.FileFormatError, match="version 7"):
             accumulator.load_state_dict({"version": 7})
 
 
@@ -690,7 +689,7 @@ class TestMisuse:
         model, accumulator = self.make(steps=2)
         accumulator.backward(model(torch.ones(1, 2)).sum())
         accumulator._sum.optimizers[0].zero_grad()
-        with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
+        with pytest.raises(mk.errors.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
             accumulator.backward(model(torch.ones(1, 2)).sum())
 
     def test_a_zero_grad_before_the_step_is_found(self):
@@ -698,7 +697,7 @@ class TestMisuse:
         model, accumulator = self.make()
         accumulator.backward(model(torch.ones(1, 2)).sum())
         accumulator._sum.optimizers[0].zero_grad()
-        with pytest.raises(mk.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
+        with pytest.raises(mk.errors.StateError, match=r"remove optimizer\.zero_grad\(\) from the loop"):
             accumulator.step()
 
     def test_a_loss_of_other_parameters_is_no_lost_gradient(self):
@@ -714,14 +713,14 @@ class TestMisuse:
         model, accumulator = self.make(steps=3)
         for each in (2.0, count, 2.0):
             accumulator.backward(model(torch.ones(1, 2)).sum(), torch.tensor(each), reduction="sum")
-        with pytest.raises(mk.InputError, match="expected a finite weight of zero or more"):
+        with pytest.raises(mk.errors.InputError, match="expected a finite weight of zero or more"):
             accumulator.step()
         assert accumulator.num_microbatches == 0  # the next group starts clean
 
     def test_a_count_of_several_numbers(self):
         model, accumulator = self.make(steps=3)
         accumulator.backward(model(torch.ones(1, 2)).sum(), 2, reduction="sum")
-        with pytest.raises(mk.InputError, match="expected a finite weight"):
+        with pytest.raises(mk.errors.InputError, match="expected a finite weight"):
             accumulator.backward(model(torch.ones(1, 2)).sum(), torch.ones(2), reduction="sum")
 
     def test_gradients_from_elsewhere_are_dropped_with_a_warning(self):
@@ -734,7 +733,7 @@ class TestMisuse:
     def test_steps_change_between_groups_only(self):
         model, accumulator = self.make(steps=2)
         accumulator.backward(model(torch.ones(1, 2)).sum())
-        with pytest.raises(mk.StateError, match="1 of 2 micro-batches under way"):
+        with pytest.raises(mk.errors.StateError, match="1 of 2 micro-batches under way"):
             accumulator.steps = 3
         assert accumulator.flush() is True
         accumulator.steps = 1
@@ -744,9 +743,9 @@ class TestMisuse:
     @pytest.mark.parametrize(
         ("loss", "error", "text"),
         [
-            (1.5, mk.InputTypeError, "not loss.item"),
-            (torch.ones(3, requires_grad=True), mk.InputError, r"shape \(3,\)"),
-            (torch.tensor(1.0), mk.InputError, "requires_grad=False"),
+            (1.5, mk.errors.InputTypeError, "not loss.item"),
+            (torch.ones(3, requires_grad=True), mk.errors.InputError, r"shape \(3,\)"),
+            (torch.tensor(1.0), mk.errors.InputError, "requires_grad=False"),
         ],
     )
     def test_a_loss_that_cannot_be_used(self, loss, error, text):
@@ -757,7 +756,7 @@ class TestMisuse:
     def test_a_count_that_is_no_weight(self, count):
         model, accumulator = self.make()
         reduction = "sum" if count is None else "mean"
-        with pytest.raises(mk.InputError, match=r"weight of zero or more|number of items that were summed"):
+        with pytest.raises(mk.errors.InputError, match=r"weight of zero or more|number of items that were summed"):
             accumulator.backward(model(torch.ones(1, 2)).sum(), count=count, reduction=reduction)
         assert accumulator.num_microbatches == 0
 
@@ -777,15 +776,15 @@ class TestMisuse:
         ],
     )
     def test_settings_that_make_no_sense(self, settings):
-        with pytest.raises(mk.ConfigError, match=next(iter(settings))):
+        with pytest.raises(mk.errors.ConfigError, match=next(iter(settings))):
             self.make(**settings)
 
     def test_an_optimizer_that_needs_a_closure(self):
         optimizer = torch.optim.LBFGS(nn.Linear(2, 1).parameters())
-        with pytest.raises(mk.ConfigError, match=r"LBFGS.*without evaluating the loss again"):
+        with pytest.raises(mk.errors.ConfigError, match=r"LBFGS.*without evaluating the loss again"):
             mk.GradientAccumulator(optimizer)
 
     @pytest.mark.parametrize("optimizer", [[], nn.Linear(2, 1), [nn.Linear(2, 1)]])
     def test_what_is_no_optimizer(self, optimizer):
-        with pytest.raises(mk.ConfigError, match="optimiser"):
+        with pytest.raises(mk.errors.ConfigError, match="optimiser"):
             mk.GradientAccumulator(optimizer)

@@ -202,11 +202,11 @@ class TestChoice:
         assert list(choose_blocks(model, "auto")) == ["1.layers.0", "1.layers.1", "1.layers.2"]
 
     def test_a_pattern_that_matches_nothing_suggests_names(self):
-        with pytest.raises(mk.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
+        with pytest.raises(mk.errors.ConfigError, match=r"'block.0', which matches no module of Net.*'blocks.0'"):
             choose_blocks(Net(), ["block.0"])
 
     def test_nothing_to_checkpoint(self):
-        with pytest.raises(mk.ConfigError, match="no block of Linear chosen"):
+        with pytest.raises(mk.errors.ConfigError, match="no block of Linear chosen"):
             choose_blocks(nn.Linear(2, 2), "auto")
 
     def test_through_the_wrapper(self):
@@ -248,7 +248,7 @@ class TestMapping:
         ],
     )
     def test_refused(self, choice, message):
-        with pytest.raises(mk.ConfigError, match=message):
+        with pytest.raises(mk.errors.ConfigError, match=message):
             self.choose(choice)
 
     def test_a_block_that_is_treated_otherwise_already(self):
@@ -256,7 +256,7 @@ class TestMapping:
         with Checkpointing(model, {"[0-3]": "full"}):
             with Checkpointing(model, {"0": "full"}):
                 pass
-            with pytest.raises(mk.ConfigError, match="treated as 'full' already"):
+            with pytest.raises(mk.errors.ConfigError, match="treated as 'full' already"):
                 Checkpointing(model, {"0": "offload"})
             assert len([1 for block in model if "forward" in block.__dict__]) == 4
 

@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit.train.compact import CompactRecords, CompactStrings

@@ -11,7 +11,7 @@ from torch import nn
 from torch.profiler import profile
 
 import memkit as mk
-from memkit import ConfigError, InputError, InputTypeError
+from memkit.errors import ConfigError, InputError, InputTypeError
 from memkit.train.contrastive import cached_backward
 
 ROWS = 24
@@ -213,7 +213,7 @@ def test_a_wrong_chunk_size(chunk_size):
 
 def test_wrong_arguments():
     views = make_views(torch.float32)
-    cached_backward = functools.partial(mk.cached_backward, check=False)  # the checks of each chunk
+    cached_backward = functools.partial(mk.train.cached_backward, check=False)  # the checks of each chunk
     with pytest.raises(InputTypeError, match="put the towers into one module"):
         cached_backward(lambda x: x, views, info_nce, chunk_size=4)
     with pytest.raises(InputError, match="got no rows"):

@@ -70,7 +70,7 @@ def test_what_cannot_be_put_together_is_refused_where_the_batch_was_cut(rows):
         mean = evaluate(rows, lambda model, part: model(part).mean())
         torch.testing.assert_close(mean, model.layer(rows).mean())
         model.room = 40
-        with pytest.raises(mk.InputError, match=r"returns shape \(\) for 25 rows.*mean of the parts' means"):
+        with pytest.raises(mk.errors.InputError, match=r"returns shape \(\) for 25 rows.*mean of the parts' means"):
             evaluate(rows, lambda model, part: model(part).mean())
 
 

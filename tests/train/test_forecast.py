@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
 
 MIB = 2**20
@@ -189,7 +188,7 @@ def test_a_batch_without_rows_stays_whole_where_nothing_is_to_be_cut():
             assert trainer.train_step(batch, table_loss).stepped
     with (
         mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory) as trainer,
-        pytest.raises(mk.InputError, match=r"tensors with \[3, 6\] rows"),
+        pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 6\] rows"),
     ):
         trainer.train_step(batch, table_loss)
 
@@ -240,13 +239,13 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
 )  # fmt: skip
 def test_what_is_no_budget_is_refused(memory, match):
     model = mlp()
-    with pytest.raises((mk.ConfigError, mk.InputError), match=match):
+    with pytest.raises((mk.errors.ConfigError, mk.errors.InputError), match=match):
         mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
 
 
 def test_a_budget_for_packed_batches_is_refused():
     model = mlp()
-    with pytest.raises(mk.ConfigError, match=r"no split_fn.*accumulation_steps"):
+    with pytest.raises(mk.errors.ConfigError, match=r"no split_fn.*accumulation_steps"):
         mk.MemoryEfficientTrainingWrapper(
             model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1GiB", split_fn=lambda batch, n: [batch]
         )

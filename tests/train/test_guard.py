@@ -222,7 +222,7 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         with pytest.warns(
             mk.MemkitWarning,
             match=r"does not know how Foreign steps; parameters, gradients and state \(314\.06 KiB now\) are copied.*"
-            r"memkit\.register_parameterwise\(Foreign\).*guard_steps=False",
+            r"memkit\.train\.register_parameterwise\(Foreign\).*guard_steps=False",
         ):
             guard.run(lambda: step(optimizer))
         guard.run(lambda: step(optimizer))
@@ -251,7 +251,7 @@ class TestWhatIsSaidOfAnUnknownOptimizer:
         assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped
 
     def test_one_that_is_registered_is_none_either(self):
-        kind = mk.register_parameterwise(type("Mine", (torch.optim.SGD,), {"step": torch.optim.SGD.step}))
+        kind = mk.train.register_parameterwise(type("Mine", (torch.optim.SGD,), {"step": torch.optim.SGD.step}))
         model = nn.Linear(4, 4)
         trainer = mk.MemoryEfficientTrainingWrapper(model, kind(model.parameters(), lr=0.1))
         assert trainer.train_step(torch.ones(2, 4), lambda model, x: model(x).square().mean()).stepped

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import memkit as mk
-from memkit import _rng
+from memkit._machine import random_state
 from tests.train.faults import MODELS
 from tests.train.interrupts import InterruptedLine
 
@@ -59,7 +59,7 @@ class Training:
         return F.mse_loss(model(x + 0.01 * noise), y)
 
     def state(self):
-        randomness = _rng.capture().state_dict()
+        randomness = random_state.capture().state_dict()
         randomness["numpy"] = randomness["numpy"][1:]
         return {
             "model": {name: value.clone() for name, value in self.model.state_dict().items()},

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import memkit as mk
-from memkit._device import resolve_device
+from memkit._machine.devices import resolve_device
 from memkit.train.loader import Machine, make_dataloader, plan_loader, to_device
 
 GIB = 2**30
@@ -107,7 +107,7 @@ def test_inside_a_worker_none_are_started():
 def test_a_batch_sampler_takes_the_place_of_the_batch_size():
     loader = make_dataloader(TensorDataset(torch.arange(6)), device="cpu", batch_sampler=[[0, 1, 2, 3], [4, 5]])
     assert [len(rows) for (rows,) in loader] == [4, 2]
-    with pytest.raises(mk.ConfigError, match=r"batch_size=0.*1 or more"):
+    with pytest.raises(mk.errors.ConfigError, match=r"batch_size=0.*1 or more"):
         make_dataloader(Images(), 0)
 
 
@@ -155,7 +155,7 @@ def test_containers_keep_their_types():
 
 def test_the_device_is_named_as_elsewhere():
     assert to_device(torch.ones(2), "auto").device == resolve_device("auto")
-    with pytest.raises(mk.ConfigError, match="expected 'auto' or a device of this machine"):
+    with pytest.raises(mk.errors.ConfigError, match="expected 'auto' or a device of this machine"):
         to_device(torch.ones(2), "gpu")
 
 

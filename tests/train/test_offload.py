@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import memkit as mk
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.tensors import Tensors
 from memkit.train.offload import offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
@@ -155,14 +154,14 @@ def test_an_in_place_change_is_refused_as_in_plain_autograd_or_harmless():
         y = x * 2
         loss = y.pow(2).sum()
         y.add_(1)
-    with pytest.raises(mk.StateError, match=r"changed in place after it was saved for PowBackward0"):
+    with pytest.raises(mk.errors.StateError, match=r"changed in place after it was saved for PowBackward0"):
         loss.backward()
     with offload_activations(to="disk", budget=500, min_bytes=1):  # changed while it stays, then pushed out
         y = x * 2
         loss = y.pow(2).sum()
         y.add_(1)
         loss = loss + x.exp().sum()
-    with pytest.raises(mk.StateError, match="changed in place"):
+    with pytest.raises(mk.errors.StateError, match="changed in place"):
         loss.backward()
     with offload_activations(to="disk", budget=0, min_bytes=1):
         y = x * 2
@@ -281,7 +280,7 @@ def test_wrong_settings():
         with pytest.raises(mk.MemkitError):
             offload_activations(**settings)
     model = nn.Linear(2, 2)
-    with pytest.raises(mk.ConfigError, match="activations"):
+    with pytest.raises(mk.errors.ConfigError, match="activations"):
         mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters()), offload="activations")
 
 

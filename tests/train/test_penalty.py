@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memkit import InputError
+from memkit.errors import InputError
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.penalty import gradient_penalty
 

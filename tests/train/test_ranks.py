@@ -136,7 +136,7 @@ def fsdp_worker(rank, folder):
     accumulator.flush()
     assert accumulator.num_steps == 2
     if rank == 0:
-        with pytest.raises(mk.InputError, match="backward\\(loss_sum, count=0"):
+        with pytest.raises(mk.errors.InputError, match="backward\\(loss_sum, count=0"):
             accumulator.backward(torch.tensor(float("nan"), requires_grad=True), count=0)
 
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -179,7 +179,7 @@ def checked_worker(rank, folder):
         trainer = wrapped()
         for _ in range(2):
             trainer.train_step(x, lambda model, x: model(x, extra=True).pow(2).mean())
-    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+    with pytest.raises(mk.errors.ConfigError, match="when the batch is split"):
         wrapped().train_step(x, info_nce)
     with pytest.warns(mk.MemkitWarning, match="mean over something else than rows"):
         wrapped().train_step((x, labels), with_padding)
@@ -273,7 +273,7 @@ def test_shards_in_bfloat16_take_a_late_parameter_and_go_on_after_a_dropped_grou
 def test_shards_without_a_gradient_do_not_go_on_in_silence():
     _, accumulator = shard_heads(steps=1)
     accumulator.backward(torch.ones((), requires_grad=True) * 2)
-    with pytest.raises(mk.StateError, match="no gradient on any rank"):
+    with pytest.raises(mk.errors.StateError, match="no gradient on any rank"):
         accumulator.step()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from memkit._errors import StateError
+from memkit._core.errors import StateError
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
 from memkit.train.resume import Journal

@@ -68,5 +68,5 @@ def test_a_resumed_schedule_gives_the_same_rates():
     ],
 )
 def test_wrong_settings(settings, text):
-    with pytest.raises(mk.ConfigError, match=text):
+    with pytest.raises(mk.errors.ConfigError, match=text):
         rates(settings.pop("decay", "cosine"), 1, **settings)

@@ -26,7 +26,9 @@ class TestValidations:
     def test_a_mean_of_a_batch_is_refused(self, shape):
         """Averaged over batches it would weigh the last two rows like four."""
         _, loop = loop_with(lambda model, x: {"loss": model(x).square().mean().reshape(shape)})
-        with pytest.raises(mk.InputError, match=r"one number as figure 'loss' of a batch of 4 rows.*reduction='none'"):
+        with pytest.raises(
+            mk.errors.InputError, match=r"one number as figure 'loss' of a batch of 4 rows.*reduction='none'"
+        ):
             loop.run()
 
     def test_its_two_ways_out_are_the_mean(self):
@@ -40,14 +42,14 @@ class TestValidations:
 
     def test_a_number_is_refused(self):
         _, loop = loop_with(lambda model, x: {"loss": model(x).square().mean().item()})
-        with pytest.raises(mk.InputTypeError, match=r"a float as figure 'loss'.*not \.item\(\)"):
+        with pytest.raises(mk.errors.InputTypeError, match=r"a float as figure 'loss'.*not \.item\(\)"):
             loop.run()
 
     def test_a_reducer_without_its_figure_is_refused(self):
         """Else the scores would be averaged with the targets as weights, and the reducer would give None."""
         val_fn = lambda model, x: {"accuracy": (model(x), (x[:, 0] > 0).long())}  # noqa: E731
-        _, loop = loop_with(val_fn, reducers={"acc": mk.Accuracy()})
-        with pytest.raises(mk.InputError, match=r"reducers=\{'acc'.*figures 'accuracy'"):
+        _, loop = loop_with(val_fn, reducers={"acc": mk.recipes.Accuracy()})
+        with pytest.raises(mk.errors.InputError, match=r"reducers=\{'acc'.*figures 'accuracy'"):
             loop.run()
 
     def test_a_monitor_on_several_ranks_is_warned_of(self):
@@ -63,7 +65,7 @@ class TestValidations:
 class TestMonitors:
     @pytest.mark.parametrize("metric", ["accuracy", "iou", "f1", "score", "val/dice", "reward"])
     def test_which_values_are_better_must_be_said(self, metric):
-        with pytest.raises(mk.ConfigError, match=f"which values of '{metric}' are better"):
+        with pytest.raises(mk.errors.ConfigError, match=f"which values of '{metric}' are better"):
             mk.ValidationMonitor(metric=metric)
         assert mk.ValidationMonitor(metric=metric, mode="max").update(0.5)
 
@@ -73,11 +75,11 @@ class TestMonitors:
 
     @pytest.mark.parametrize("value", [None, torch.ones(2), "a"])
     def test_what_is_no_number(self, value):
-        with pytest.raises(mk.InputTypeError, match="expected a number, the figure 'loss'"):
+        with pytest.raises(mk.errors.InputTypeError, match="expected a number, the figure 'loss'"):
             mk.ValidationMonitor().update(value)
 
     def test_a_row_of_nan_is_no_right_answer(self):
-        accuracy = mk.Accuracy()
+        accuracy = mk.recipes.Accuracy()
         accuracy.update(torch.full((4, 3), float("nan")), torch.tensor([0, 0, 0, 1]))
         assert accuracy.result() == 0.0
         accuracy.update(torch.tensor([[1.0, 0.0], [0.0, float("nan")]]), torch.tensor([0, 1]))
@@ -97,8 +99,8 @@ class TestSchedules:
     )
     def test_a_setting_without_effect_is_refused(self, decay, settings, match):
         optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-        with pytest.raises(mk.ConfigError, match=match):
-            mk.make_schedule(optimizer, decay, **({"num_steps": 10} | settings))
+        with pytest.raises(mk.errors.ConfigError, match=match):
+            mk.train.make_schedule(optimizer, decay, **({"num_steps": 10} | settings))
 
 
 def norms():
@@ -108,7 +110,7 @@ def norms():
 
 class TestProgressiveTrainer:
     def run(self, model, **settings):
-        stages = [mk.Stage(4, batch_size=4), mk.Stage(4, batch_size=4)]
+        stages = [mk.recipes.Stage(4, batch_size=4), mk.recipes.Stage(4, batch_size=4)]
         batches = [torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(n)) + 3 for n in range(2)]
         modes = []
         step = lambda *_: modes.append([each.training for each in model.modules()])  # noqa: E731
@@ -136,17 +138,17 @@ class TestProgressiveTrainer:
         model[1].running_mean.fill_(7.0)
         self.run(model, bn_batches=0)
         assert model[1].running_mean.tolist() == [7.0, 7.0]
-        with pytest.raises(mk.ConfigError, match="bn_batches"):
+        with pytest.raises(mk.errors.ConfigError, match="bn_batches"):
             self.run(model, bn_batches=-1)
 
     @pytest.mark.parametrize("numbers", [(8.5, 2), (8, 2.5), (True, 2), (8, 2, 0.5), ("8", 2)])
     def test_stages_have_whole_numbers(self, numbers):
-        with pytest.raises(mk.ConfigError, match="a whole number from 1"):
-            mk.Stage(*numbers)
+        with pytest.raises(mk.errors.ConfigError, match="a whole number from 1"):
+            mk.recipes.Stage(*numbers)
 
 
 def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
-    layer, offload = nn.Linear(64, 64), mk.offload_activations(to="host", min_bytes=0)
+    layer, offload = nn.Linear(64, 64), mk.train.offload_activations(to="host", min_bytes=0)
     with pytest.warns(mk.MemkitWarning, match=r"lie on the CPU: \d+ stay where they are.*to='disk'"), offload:
         layer(torch.randn(64, 64)).tanh().sum()
     with offload:  # said once
@@ -156,7 +158,7 @@ def test_an_offload_to_the_host_of_what_lies_there_is_warned_of():
 def test_a_penalty_over_norms_that_mix_rows_is_warned_of():
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     with pytest.warns(mk.MemkitWarning, match="gradient_penalty: 1 normalize over the rows.*spectral_norm"):
-        mk.gradient_penalty(critic, DATA)
-    mk.gradient_penalty(critic, DATA)  # said once
-    mk.gradient_penalty(copy.deepcopy(critic).eval(), DATA)
-    mk.gradient_penalty(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), DATA)
+        mk.train.gradient_penalty(critic, DATA)
+    mk.train.gradient_penalty(critic, DATA)  # said once
+    mk.train.gradient_penalty(copy.deepcopy(critic).eval(), DATA)
+    mk.train.gradient_penalty(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)), DATA)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit.train.split import count_elements, count_rows, join_rows, measure_batch, shape_key, split_batch, take_rows
@@ -67,7 +66,7 @@ def test_joining_undoes_a_split(rows, num_parts, kind):
 )
 def test_batches_that_are_not_alike_are_not_joined(other, got):
     """Taking the first one's value would lose rows or mix up what belongs to them."""
-    with pytest.raises(mk.InputError, match=f"{got}; expected batches that are built alike"):
+    with pytest.raises(mk.errors.InputError, match=f"{got}; expected batches that are built alike"):
         join_rows([batch_of(2), batch_of(2) | other])
 
 
@@ -119,16 +118,16 @@ def test_a_tensor_alone_and_a_single_part():
 
 def test_what_cannot_be_cut_says_why():
     uneven = (torch.ones(3), torch.ones(4))
-    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*give each tensor") as caught:
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*give each tensor") as caught:
         split_batch(uneven, 2)
     assert "on_oom" not in str(caught.value)  # not everybody who calls it has that option
-    with pytest.raises(mk.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*on_oom='raise'"):
+    with pytest.raises(mk.errors.InputError, match=r"tensors with \[3, 4\] rows.*split_fn=.*on_oom='raise'"):
         measure_batch(uneven, None, may_cut=True)
-    with pytest.raises(mk.InputError, match="no tensor with rows"):
+    with pytest.raises(mk.errors.InputError, match="no tensor with rows"):
         count_rows({"scale": torch.tensor(1.0)})
-    with pytest.raises(mk.InputError, match="a SimpleNamespace in it"):
+    with pytest.raises(mk.errors.InputError, match="a SimpleNamespace in it"):
         count_rows((torch.ones(3), SimpleNamespace(x=torch.ones(3))))
-    with pytest.raises(mk.InputError, match="a Tensor in it that is sparse or nested"):
+    with pytest.raises(mk.errors.InputError, match="a Tensor in it that is sparse or nested"):
         count_rows(torch.eye(3).to_sparse())
 
 
@@ -149,5 +148,5 @@ def test_packed_batches_are_measured_by_what_their_objects_hold():
 
     assert measure_batch(Graphs(), lambda batch, n: [batch], may_cut=True) == 17
     assert measure_batch({"coord": torch.ones(0, 3)}, lambda batch, n: [batch], may_cut=True) == 0
-    with pytest.raises(mk.InputError, match="a Hidden in which memkit finds no tensor"):
+    with pytest.raises(mk.errors.InputError, match="a Hidden in which memkit finds no tensor"):
         measure_batch(Hidden(), lambda batch, n: [batch], may_cut=True)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from memkit import Loss
-from memkit._loss import read_loss
+from memkit._gradients.loss import read_loss
 from memkit.train import sketches, split_ways
 from memkit.train.split_check import Examination, check_split
 from memkit.train.split_ways import ways_to_cut

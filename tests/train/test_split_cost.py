@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from memkit._loss import read_loss
-from memkit._units import KIB
+from memkit._core.units import KIB
+from memkit._gradients.loss import read_loss
 from memkit.train.split_check import Examination
 from memkit.train.split_ways import ways_to_cut
 from tests.allocations import trace_allocations
-from tests.planning.steps import STEPS
-from tests.planning.truth import plain_step
+from tests.predict.steps import STEPS
+from tests.predict.truth import plain_step
 
 # Sketches, at most 1 KiB for each parameter, and the rows in another order: of models of a few kilobytes that counts.
 _SLACK_BYTES = 32 * KIB

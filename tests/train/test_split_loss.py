@@ -191,9 +191,9 @@ def test_the_probe_speaks_once_where_parts_do_not_add_up():
     with pytest.warns(mk.MemkitWarning, match="SplitLoss.*In training mode 1 would see"):
         split(rows(), loss_fn)
     split(rows(), loss_fn)  # once
-    with pytest.raises(mk.ConfigError, match="do not add up"):
+    with pytest.raises(mk.errors.ConfigError, match="do not add up"):
         mk.SplitLoss(make().eval(), num_microbatches=2, reduction="sum")(rows(), loss_fn)
-    with pytest.raises(mk.ConfigError, match="compares or mixes the rows"):
+    with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
         mk.SplitLoss(make().eval(), num_microbatches=2)(rows(), lambda m, b: m(b[0]).var())
 
 
@@ -212,7 +212,7 @@ def test_packed_batches_are_cut_by_split_fn():
     split(packed, lambda m, b: mk.Loss(mean=F.mse_loss(m(b["x"]), b["y"]), count=len(b["x"]))).backward()
     assert_same(gradients(model), want, 1e-15)
     assert split.sizes == (28, 35, 28)
-    with pytest.raises(mk.InputError, match="the weight of the part"):
+    with pytest.raises(mk.errors.InputError, match="the weight of the part"):
         split(packed, lambda m, b: F.mse_loss(m(b["x"]), b["y"]))
 
 
@@ -318,7 +318,7 @@ def test_several_modules_and_what_they_must_hold():
     def judged(model, batch):
         return criterion(model(batch[0])).square().mean()
 
-    with pytest.raises(mk.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
+    with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
         mk.SplitLoss(model, probe=False)(rows(torch.float32), judged)
     split = mk.SplitLoss([model, criterion], num_microbatches=2, probe=False)
     split(rows(torch.float32), lambda pair, batch: pair[1](pair[0](batch[0])).square().mean()).backward()
@@ -330,14 +330,14 @@ def test_refusals_say_the_way_out():
     model = nn.Linear(6, 1).double()
     split = mk.SplitLoss(model)
     for _ in range(2):  # the second call is not let through
-        with pytest.raises(mk.InputError, match="use_reentrant=False"):
+        with pytest.raises(mk.errors.InputError, match="use_reentrant=False"):
             split(rows(), lambda m, b: checkpoint(m, b[0].requires_grad_(), use_reentrant=True).sum())
     loss = split(rows(), loss_fn)
-    with pytest.raises(mk.StateError, match="create_graph=True"):
+    with pytest.raises(mk.errors.StateError, match="create_graph=True"):
         torch.autograd.grad(loss, model.weight, create_graph=True)
-    with pytest.raises(mk.InputError, match=r"SplitLoss\(model\)\(batch, loss_fn\)"):
+    with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(model\)\(batch, loss_fn\)"):
         split(rows(), lambda m, b: loss_fn(m, b).detach())
-    with pytest.raises(mk.ConfigError, match=r"SplitLoss\(num_microbatches=0\)"):
+    with pytest.raises(mk.errors.ConfigError, match=r"SplitLoss\(num_microbatches=0\)"):
         mk.SplitLoss(model, num_microbatches=0)
     batch = rows()
     with FailingOperator(*range(3, 400)), pytest.raises(mk.MemkitOutOfMemoryError, match="SplitLoss"):
@@ -371,7 +371,7 @@ def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
     split = mk.SplitLoss(model, num_microbatches=4)
     for each, run in ((plain, lambda: loss_fn(plain, rows())), (model, lambda: split(rows(), loss_fn))):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        with mk.step_in_backward(optimizer):
+        with mk.train.step_in_backward(optimizer):
             for _ in range(3):
                 run().backward()
                 optimizer.step()

@@ -25,7 +25,7 @@ def model():
 def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
     split, criterion = mk.SplitLoss(model, num_microbatches=2), nn.Linear(1, 1).double()
     split((X, Y), loss_fn).backward()
-    with pytest.raises(mk.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
+    with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
         split((X, Y), lambda model, batch: F.mse_loss(criterion(model(batch[0])), batch[1]))
 
 
@@ -33,7 +33,7 @@ def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
 def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbatches):
     split = mk.SplitLoss(model, num_microbatches=num_microbatches)
     x = X.clone().requires_grad_()
-    with pytest.raises(mk.InputError, match=r"a tensor of the batch, of shape \(8, 3\).*detach\(\)"):
+    with pytest.raises(mk.errors.InputError, match=r"a tensor of the batch, of shape \(8, 3\).*detach\(\)"):
         split((x, Y), loss_fn)
     split((x, Y), lambda model, batch: loss_fn(model, (batch[0].detach(), batch[1]))).backward()
 
@@ -60,7 +60,9 @@ def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(mode
 
     split = mk.SplitLoss(model, num_microbatches=2, probe=False)
     for fn, name in ((loss, "log_alpha"), (functools.partial(loss), "log_alpha"), (Sac().loss, "self.log_alpha")):
-        with pytest.raises(mk.InputError, match=rf"`{name}` in loss_fn, of shape \(1,\).*nn.Parameter of a module"):
+        with pytest.raises(
+            mk.errors.InputError, match=rf"`{name}` in loss_fn, of shape \(1,\).*nn.Parameter of a module"
+        ):
             split((X, Y), fn)
     split((X, Y), functools.partial(loss, alpha=log_alpha.detach())).backward()
     assert model.weight.grad is not None
@@ -94,7 +96,7 @@ def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypat
 
 
 def test_parts_of_which_some_have_a_count_are_refused(model):
-    with pytest.raises(mk.InputError, match="a count with some parts"):
+    with pytest.raises(mk.errors.InputError, match="a count with some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(
             (X, Y), lambda m, b: mk.Loss(sum=loss_fn(m, b), count=4) if b[0][0, 0] > 0 else loss_fn(m, b)
         )
@@ -102,7 +104,7 @@ def test_parts_of_which_some_have_a_count_are_refused(model):
 
 def test_a_mean_among_losses_that_add_up_is_refused(model):
     split = mk.SplitLoss(model, num_microbatches=2, reduction="sum", probe=False)
-    with pytest.raises(mk.InputError, match=r"reduction='sum'.*mk.Loss\(mean=...\) without its count"):
+    with pytest.raises(mk.errors.InputError, match=r"reduction='sum'.*mk.Loss\(mean=...\) without its count"):
         split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b)))
     split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b), count=len(b[0]))).backward()
 
@@ -113,13 +115,13 @@ def test_what_trains_may_change_between_batches_but_something_must(model):
     split((X, Y), loss_fn).backward()
     assert model.weight.grad is None
     split._own.requires_grad_(False)
-    with pytest.raises(mk.InputError, match=r"no parameter requires a gradient.*unfreeze"):
+    with pytest.raises(mk.errors.InputError, match=r"no parameter requires a gradient.*unfreeze"):
         split((X, Y), loss_fn)
 
 
 @pytest.mark.parametrize("wrong", [None, [], "net", nn.Linear(3, 1).parameters(), [torch.ones(3)], F.mse_loss])
 def test_what_is_no_module_is_refused(wrong):
-    with pytest.raises(mk.InputTypeError, match=r"SplitLoss\(model\).*pass the module"):
+    with pytest.raises(mk.errors.InputTypeError, match=r"SplitLoss\(model\).*pass the module"):
         mk.SplitLoss(wrong)
 
 
@@ -135,19 +137,19 @@ def test_nothing_to_count_is_a_loss_of_zero(model):
 
 @pytest.mark.parametrize("scale", [0, 0.0, -2.0, float("nan")])
 def test_a_scale_that_is_no_factor_is_refused(model, scale):
-    with pytest.raises(mk.ConfigError, match=r"scale=.*above 0"):
+    with pytest.raises(mk.errors.ConfigError, match=r"scale=.*above 0"):
         mk.SplitLoss(model)((X, Y), loss_fn, scale=scale)
 
 
 def test_what_is_no_function_is_refused_before_anything_runs(model):
-    with pytest.raises(mk.InputTypeError, match=r"loss_fn=.*got a Tensor; expected a function"):
+    with pytest.raises(mk.errors.InputTypeError, match=r"loss_fn=.*got a Tensor; expected a function"):
         mk.SplitLoss(model)((X, Y), loss_fn(model, (X, Y)))
-    with pytest.raises(mk.InputTypeError, match=r"SplitLoss\(split_fn=.*got a str"):
+    with pytest.raises(mk.errors.InputTypeError, match=r"SplitLoss\(split_fn=.*got a str"):
         mk.SplitLoss(model, split_fn="rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(mk.InputTypeError, match=r"split_fn=.*got a str"):
+    with pytest.raises(mk.errors.InputTypeError, match=r"split_fn=.*got a str"):
         mk.MemoryEfficientTrainingWrapper(model, optimizer, split_fn="rows")
-    with pytest.raises(mk.InputTypeError, match=r"train_step\(loss_fn=.*got a NoneType"):
+    with pytest.raises(mk.errors.InputTypeError, match=r"train_step\(loss_fn=.*got a NoneType"):
         mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step((X, Y), None)
 
 
@@ -159,16 +161,16 @@ def test_a_batch_without_common_rows_is_taken_whole_where_it_is_never_cut(model)
 
     loss(model, ragged).backward()
     expected, model.weight.grad = model.weight.grad, None
-    with pytest.raises(mk.InputError, match=r"rows.*split_fn=.*on_oom='raise'"):
+    with pytest.raises(mk.errors.InputError, match=r"rows.*split_fn=.*on_oom='raise'"):
         mk.SplitLoss(model)(ragged, loss)
     mk.SplitLoss(model, on_oom="raise")(ragged, loss).backward()
     torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=0)
-    with pytest.raises(mk.InputError, match="split_fn"):
+    with pytest.raises(mk.errors.InputError, match="split_fn"):
         mk.SplitLoss(model, num_microbatches=2, on_oom="raise")(ragged, loss)
     weight = model.weight.detach() - 0.1 * expected
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.zero_grad()
-    with pytest.raises(mk.InputError, match=r"on_oom='raise'"):
+    with pytest.raises(mk.errors.InputError, match=r"on_oom='raise'"):
         mk.MemoryEfficientTrainingWrapper(model, optimizer).train_step(ragged, loss)
     result = mk.MemoryEfficientTrainingWrapper(model, optimizer, on_oom="raise").train_step(ragged, loss)
     assert result.num_microbatches == 1

@@ -118,7 +118,7 @@ def test_another_loss_function_is_looked_at(way):
     train = way(net())
     assert messages(train, [(X, square)] * 3) == []
     for _ in range(3):  # and is refused whenever it comes
-        with pytest.raises(mk.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
+        with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
             train(X, info_nce)
     assert messages(train, [(X, square)] * 3) == []
 
@@ -137,7 +137,7 @@ def test_a_module_whose_mode_has_changed_is_looked_at(way):
 def test_nothing_is_trained_by_a_step_that_is_refused(way):
     model = net()
     before = [each.detach().clone() for each in model.parameters()]
-    with pytest.raises(mk.ConfigError):
+    with pytest.raises(mk.errors.ConfigError):
         way(model)(X, info_nce)
     torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
     assert messages(way(model), [(X, square)]) == []
@@ -150,7 +150,7 @@ def test_what_was_refused_once_is_not_equal_because_another_batch_is():
 
     step, far = Step(net()), X.clone()
     far[:4, 0] -= 1000
-    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+    with pytest.raises(mk.errors.ConfigError, match="when the batch is split"):
         step(far, above_most)
     with pytest.warns(mk.MemkitWarning, match="was refused on another batch"):
         step(X, above_most)
@@ -186,7 +186,7 @@ def test_what_could_not_be_checked_is_told_with_the_way_out(way):
 
 @WAYS
 def test_require_refuses_what_could_not_be_checked(way):
-    with pytest.raises(mk.ConfigError, match=r"probe='require'.*could not be checked: ValueError: four rows"):
+    with pytest.raises(mk.errors.ConfigError, match=r"probe='require'.*could not be checked: ValueError: four rows"):
         way(net(), probe="require")(X, unlucky)
     assert messages(way(net(), probe="require"), [(X, square)] * 3) == []
 
@@ -259,7 +259,7 @@ def test_a_branch_that_the_parts_take_otherwise_is_refused():
         step(one_way, loss_fn)
     two_ways = torch.cat([X.abs(), X.abs() + 1])
     two_ways[:12, 0] -= 5
-    with pytest.raises(mk.ConfigError, match="when the batch is split"):
+    with pytest.raises(mk.errors.ConfigError, match="when the batch is split"):
         step(two_ways, loss_fn)
 
 
@@ -322,7 +322,7 @@ def test_a_split_fn_that_loses_something_is_told():
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2, split_fn=cut
     )
-    with pytest.raises((mk.ConfigError, mk.MemkitWarning)):
+    with pytest.raises((mk.errors.ConfigError, mk.MemkitWarning)):
         trainer.train_step(X, lambda model, x: mk.Loss(mean=square(model, x), count=len(x)))
 
 
@@ -378,7 +378,7 @@ def test_a_list_of_as_many_numbers_as_rows_is_not_guessed(values, is_refused):
     )
     step = {"x": X[:4], "size": values}
     if is_refused:
-        with pytest.raises(mk.InputError, match=r"as many values as the batch has rows.*a tensor.*a tuple"):
+        with pytest.raises(mk.errors.InputError, match=r"as many values as the batch has rows.*a tensor.*a tuple"):
             trainer.train_step(step, lambda model, batch: square(model, batch["x"]))
     else:
         trainer.train_step(step, lambda model, batch: square(model, batch["x"]))

@@ -91,5 +91,5 @@ def test_the_wrapper_does_it_on_request():
 
 def test_unknown_optimizers_are_refused_by_name():
     parameters = [nn.Parameter(torch.ones(2))]
-    with pytest.raises(mk.ConfigError, match="LBFGS"), offload_state(torch.optim.LBFGS(parameters)):
+    with pytest.raises(mk.errors.ConfigError, match="LBFGS"), offload_state(torch.optim.LBFGS(parameters)):
         pass

@@ -332,9 +332,9 @@ def test_other_optimizers_are_refused_by_name():
 
     parameters = [nn.Parameter(torch.ones(2))]
     for optimizer in (optim.LBFGS(parameters), Mine(parameters)):
-        with pytest.raises(mk.ConfigError, match=r"RAdam, .*register_parameterwise\("), atomic_steps(optimizer):
+        with pytest.raises(mk.errors.ConfigError, match=r"RAdam, .*register_parameterwise\("), atomic_steps(optimizer):
             pass
-        with pytest.raises(mk.ConfigError, match=type(optimizer).__name__) as error:
+        with pytest.raises(mk.errors.ConfigError, match=type(optimizer).__name__) as error:
             materialize_state(optimizer)
         assert "Adafactor" in str(error.value)
         assert "SparseAdam" not in str(error.value)  # makes its state in its step
@@ -360,7 +360,7 @@ class Lion(optim.Optimizer):
 
 def registered(base, **members):
     """A class of its own, since a registration is for good."""
-    return mk.register_parameterwise(type("Registered", (base,), members))
+    return mk.train.register_parameterwise(type("Registered", (base,), members))
 
 
 def train_small(kind, guarded, num_steps=4, faults=()):
@@ -416,13 +416,13 @@ class TestRegisteredOptimizers:
                 self.state["total"] = self.state.get("total", 0) + 1
 
         kind = registered(Lion, step=torch.no_grad()(step))
-        with pytest.raises(mk.ConfigError, match="keeps something besides its parameters"):
+        with pytest.raises(mk.errors.ConfigError, match="keeps something besides its parameters"):
             train_small(kind, guarded=True)
 
     def test_what_is_no_class_of_optimizers(self):
         for wrong in (Lion([nn.Parameter(torch.ones(2))]), nn.Linear, "Lion"):
-            with pytest.raises(mk.InputTypeError, match=r"register_parameterwise\(type\(optimizer\)\)"):
-                mk.register_parameterwise(wrong)
+            with pytest.raises(mk.errors.InputTypeError, match=r"register_parameterwise\(type\(optimizer\)\)"):
+                mk.train.register_parameterwise(wrong)
 
 
 class Named(optim.SGD):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
@@ -274,7 +274,7 @@ def test_a_block_that_changes_its_input_is_refused(treatment, make):
     with (
         Checkpointing(model, {"block": treatment}),
         pytest.raises(
-            mk.StateError, match=rf"'block' .*'{treatment}': got a {kind} .* in place;.*inplace=False.*larger"
+            mk.errors.StateError, match=rf"'block' .*'{treatment}': got a {kind} .* in place;.*inplace=False.*larger"
         ),
     ):
         model(x)
@@ -310,7 +310,7 @@ def test_another_repetition_is_refused():
     model = nn.Sequential(Fickle(4, 4), nn.Tanh())
     with Checkpointing(model, {"0": "selective"}):
         loss = model(torch.randn(4, 4)).sum()
-        with pytest.raises(mk.StateError, match=r"aten\.addmm.* where the first one ran aten\.mm.*'offload'"):
+        with pytest.raises(mk.errors.StateError, match=r"aten\.addmm.* where the first one ran aten\.mm.*'offload'"):
             loss.backward()
 
 

@@ -220,7 +220,7 @@ class TestPrecision:
         model = nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", accumulation_steps=2)
-        with pytest.raises(mk.ConfigError, match="expected a loss that adds up over the rows"):
+        with pytest.raises(mk.errors.ConfigError, match="expected a loss that adds up over the rows"):
             trainer.train_step(torch.randn(16, 4), lambda model, x: (model(x) @ model(x).T).softmax(0).diag().mean())
 
     def test_true_is_looked_at_in_float32_after_a_step_too(self):
@@ -273,13 +273,13 @@ class TestPrecision:
         assert make()[2]._precision.name is None
 
     def test_unknown(self):
-        with pytest.raises(mk.ConfigError, match=r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"):
+        with pytest.raises(mk.errors.ConfigError, match=r"precision='fp16'.*'bf16-mixed', 'fp16-mixed'"):
             make(precision="fp16")
 
 
 class TestSettings:
     def test_a_message_names_the_call_that_was_made(self):
-        with pytest.raises(mk.ConfigError, match=r"MemoryEfficientTrainingWrapper\(max_grad_norm=-1\)"):
+        with pytest.raises(mk.errors.ConfigError, match=r"MemoryEfficientTrainingWrapper\(max_grad_norm=-1\)"):
             make(max_grad_norm=-1)
 
 
@@ -339,7 +339,7 @@ class TestPackedBatches:
 
     def test_a_part_must_say_its_weight(self):
         _, _, trainer = make(accumulation_steps=2, split_fn=self.split)
-        with pytest.raises(mk.InputError, match=r"no count for a part made by split_fn"):
+        with pytest.raises(mk.errors.InputError, match=r"no count for a part made by split_fn"):
             trainer.train_step(self.data(), lambda model, batch: model(batch[0]).mean())
 
     def test_a_scene_that_never_fits(self):
@@ -363,7 +363,7 @@ class TestPackedBatches:
 
     def test_what_split_fn_returns_is_checked(self):
         _, _, trainer = make(accumulation_steps=2, split_fn=lambda batch, n: None)
-        with pytest.raises(mk.InputError, match=r"split_fn\(batch, 2\): got None"):
+        with pytest.raises(mk.errors.InputError, match=r"split_fn\(batch, 2\): got None"):
             trainer.train_step(self.data(), self.loss)
 
 
@@ -389,7 +389,7 @@ def test_two_wrappers_train_a_gan_with_gradient_penalty():
 
     def d_loss(disc, gen, real, noise):
         fake = gen(noise).detach()
-        return F.softplus(disc(fake)).mean() + F.softplus(-disc(real)).mean() + mk.gradient_penalty(disc, real)
+        return F.softplus(disc(fake)).mean() + F.softplus(-disc(real)).mean() + mk.train.gradient_penalty(disc, real)
 
     disc, gen, opt_d, opt_g = nets()
     d_trainer = mk.MemoryEfficientTrainingWrapper(disc, opt_d, accumulation_steps=2, probe=False)
@@ -436,7 +436,7 @@ class TestProbe:
             z = F.normalize(model(micro[0]), dim=1)
             return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
 
-        with pytest.raises(mk.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
+        with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
             trainer.train_step(next(batches()), contrast)
         torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
         assert all(p.grad is None for p in model.parameters())
@@ -468,14 +468,17 @@ def row_loss_of_tensor(model, x):
 class TestMisuse:
     def test_backward_outside_of_an_attempt(self):
         _, _, trainer = make()
-        with pytest.raises(mk.StateError, match="a call outside of an attempt"):
+        with pytest.raises(mk.errors.StateError, match="a call outside of an attempt"):
             trainer.backward(torch.ones((), requires_grad=True))
 
     def test_backward_twice_for_one_micro_batch(self):
         model, _, trainer = make()
         attempts = trainer.microbatches(next(batches()))
         attempt = next(attempts)
-        with pytest.raises(mk.StateError, match=r"a second call for one micro-batch.*add losses up"), attempt as micro:
+        with (
+            pytest.raises(mk.errors.StateError, match=r"a second call for one micro-batch.*add losses up"),
+            attempt as micro,
+        ):
             trainer.backward(row_loss(model, micro))
             trainer.backward(row_loss(model, micro))
 
@@ -484,7 +487,7 @@ class TestMisuse:
         attempts = trainer.microbatches(next(batches()))
         with next(attempts) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.StateError, match="a batch with micro-batches left to do"):
+        with pytest.raises(mk.errors.StateError, match="a batch with micro-batches left to do"):
             trainer.step()
         attempts.close()
         assert trainer.train_step(next(batches()), row_loss).stepped
@@ -494,7 +497,7 @@ class TestMisuse:
         old = trainer.microbatches(next(batches()))
         with next(old) as micro:
             trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.StateError, match="was not stepped yet"):
+        with pytest.raises(mk.errors.StateError, match="was not stepped yet"):
             next(trainer.microbatches(next(batches())))
         old.close()
         attempts = trainer.microbatches(next(batches()))
@@ -513,9 +516,9 @@ class TestMisuse:
     def test_a_constructor_that_fails_leaves_the_model_alone(self):
         model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(mk.ConfigError, match="typo"):
+        with pytest.raises(mk.errors.ConfigError, match="typo"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="bf16-true", checkpoint=["typo"])
-        with pytest.raises(mk.ConfigError, match="LBFGS"):
+        with pytest.raises(mk.errors.ConfigError, match="LBFGS"):
             mk.MemoryEfficientTrainingWrapper(model, torch.optim.LBFGS(model.parameters()), checkpoint=["0"])
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert not model._forward_pre_hooks
@@ -524,16 +527,16 @@ class TestMisuse:
     def test_a_schedule_that_needs_a_metric(self):
         model, optimizer, _ = make()
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        with pytest.raises(mk.ConfigError, match="step this one after validation"):
+        with pytest.raises(mk.errors.ConfigError, match="step this one after validation"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=scheduler)
 
     def test_a_loss_that_is_no_tensor(self):
         _, _, trainer = make()
-        with pytest.raises(mk.InputTypeError, match="a float"):
+        with pytest.raises(mk.errors.InputTypeError, match="a float"):
             trainer.train_step(next(batches()), lambda model, micro: 1.5)
 
     def test_a_state_of_another_version(self):
-        with pytest.raises(mk.FileFormatError, match="version 9"):
+        with pytest.raises(mk.errors.FileFormatError, match="version 9"):
             make()[2].load_state_dict({"version": 9})
 
     def test_a_batch_that_was_not_stepped(self):
@@ -541,19 +544,19 @@ class TestMisuse:
         for attempt in trainer.microbatches(next(batches())):
             with attempt as micro:
                 trainer.backward(row_loss(model, micro))
-        with pytest.raises(mk.StateError, match=r"call trainer\.step\(\)"):
+        with pytest.raises(mk.errors.StateError, match=r"call trainer\.step\(\)"):
             next(trainer.microbatches(next(batches())))
 
     def test_an_attempt_without_backward(self):
         _, _, trainer = make()
-        with pytest.raises(mk.StateError, match=r"without trainer\.backward"):
+        with pytest.raises(mk.errors.StateError, match=r"without trainer\.backward"):
             for attempt in trainer.microbatches(next(batches())):
                 with attempt:
                     pass
 
     def test_an_attempt_that_was_not_entered(self):
         _, _, trainer = make()
-        with pytest.raises(mk.StateError, match="not entered"):
+        with pytest.raises(mk.errors.StateError, match="not entered"):
             for _ in trainer.microbatches(next(batches())):
                 pass
 
@@ -579,7 +582,7 @@ class TestMisuse:
         [{"accumulation_steps": 0}, {"accumulation_steps": 1.5}, {"on_oom": "skip"}, {"offload": {"parameters"}}],
     )
     def test_settings(self, settings):
-        with pytest.raises(mk.ConfigError, match=next(iter(settings))):
+        with pytest.raises(mk.errors.ConfigError, match=next(iter(settings))):
             make(**settings)
 
 

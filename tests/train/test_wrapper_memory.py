@@ -10,7 +10,7 @@ import memkit as mk
 from benchmarks.cases.wrapper_memory import Run, measure_flops, measure_peaks, measure_saved_bytes
 from benchmarks.cases.wrapper_overhead import count_host_reads, mean_loss, summed_loss
 from benchmarks.models import Task, transformer, unet
-from memkit._recorder import Recorder
+from memkit._recorder.recorder import Recorder
 
 TASKS = {
     "transformer": lambda: transformer(width=32, length=64),

@@ -25,14 +25,16 @@ class TestAnOptimizerOfAnotherModel:
     def test_is_refused(self):
         model = make()[0]
         other = copy.deepcopy(model)
-        with pytest.raises(mk.ConfigError, match=r"Adam over 4 tensors, none of which .*Adam\(model\.parameters\(\)"):
+        with pytest.raises(
+            mk.errors.ConfigError, match=r"Adam over 4 tensors, none of which .*Adam\(model\.parameters\(\)"
+        ):
             mk.MemoryEfficientTrainingWrapper(model, ADAM(other.parameters()))
 
     def test_also_where_the_parameters_were_replaced_later(self):
         model = make()[0]
         optimizer = ADAM(model.parameters())
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-        with pytest.raises(mk.ConfigError, match="none of which is a parameter of the model"):
+        with pytest.raises(mk.errors.ConfigError, match="none of which is a parameter of the model"):
             mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
     @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ class TestAnOptimizerOfAnotherModel:
     def test_a_prompt_through_a_frozen_model(self):
         model = make()[0]
         prompt = nn.Parameter(torch.zeros(4))
-        with pytest.raises(mk.ConfigError, match=r"model\.requires_grad_\(False\) first"):
+        with pytest.raises(mk.errors.ConfigError, match=r"model\.requires_grad_\(False\) first"):
             mk.MemoryEfficientTrainingWrapper(model, ADAM([prompt]))
         trainer = mk.MemoryEfficientTrainingWrapper(model.requires_grad_(False), ADAM([prompt]))
         assert trainer.train_step(torch.randn(6, 4), lambda model, x: model(x + prompt).square().mean()).stepped
@@ -103,9 +105,9 @@ class TestAfterClose:
     def test_a_step_is_refused_before_anything_runs(self):
         _, trainer = make()
         trainer.close()
-        with pytest.raises(mk.StateError, match=r"trainer\.train_step: got a call after close\(\)"):
+        with pytest.raises(mk.errors.StateError, match=r"trainer\.train_step: got a call after close\(\)"):
             trainer.train_step(torch.randn(6, 4), lambda model, x: pytest.fail("must not run"))
-        with pytest.raises(mk.StateError, match=r"trainer\.microbatches: got a call after close\(\)"):
+        with pytest.raises(mk.errors.StateError, match=r"trainer\.microbatches: got a call after close\(\)"):
             next(trainer.microbatches(torch.randn(6, 4)))
 
     def test_state_and_evaluation_stay(self):
@@ -120,7 +122,7 @@ class TestAfterClose:
         model = make()[0]
         with mk.GradientAccumulator(ADAM(model.parameters())) as accumulator:
             pass
-        with pytest.raises(mk.StateError, match=r"GradientAccumulator: got a call after close\(\)"):
+        with pytest.raises(mk.errors.StateError, match=r"GradientAccumulator: got a call after close\(\)"):
             accumulator.backward(square(model, torch.randn(6, 4)))
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import memkit as mk
-from memkit import _rng
+from memkit._machine import random_state
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
 ROWS, STEPS, ACCUMULATION = 13, 3, 2
@@ -33,7 +33,7 @@ def loss_fn(model, micro):
 
 
 def final_state(model, optimizer):
-    randomness = _rng.capture().state_dict()
+    randomness = random_state.capture().state_dict()
     randomness["numpy"] = randomness["numpy"][1:]  # the first is the generator's name
     return dict(model.state_dict()), optimizer.state_dict(), randomness
 
@@ -209,7 +209,7 @@ def test_a_batch_that_was_not_stepped_is_dropped_as_if_it_had_never_come():
         with mk.MemoryEfficientTrainingWrapper(model, optimizer, probe=False) as trainer:
             if is_interrupted:
                 kept(trainer, model, batches[0], ROWS)  # and here Ctrl-C came, before step()
-                with pytest.raises(mk.StateError, match=r"or trainer\.discard\(\) to drop"):
+                with pytest.raises(mk.errors.StateError, match=r"or trainer\.discard\(\) to drop"):
                     kept(trainer, model, batches[1], ROWS)
                 trainer.discard()
             kept(trainer, model, batches[1], ROWS)

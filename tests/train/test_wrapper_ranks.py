@@ -142,7 +142,10 @@ def check_a_budget_is_refused_where_ranks_exchange_statistics():
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8)))
     model.module.append(nn.SyncBatchNorm(8))  # now: DistributedDataParallel wants a GPU for it
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(mk.MemkitWarning, match="batch statistics"), pytest.raises(mk.ConfigError, match="SyncBatchNorm"):
+    with (
+        pytest.warns(mk.MemkitWarning, match="batch statistics"),
+        pytest.raises(mk.errors.ConfigError, match="SyncBatchNorm"),
+    ):
         mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB")
 
 
@@ -221,7 +224,7 @@ def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes
         assert (record["rank"], record["world_size"]) == (rank, 2)
         assert any(f"rank {rank}" in line for line in record["text"])
         assert ("CUDA out of memory" in record["error"]) == (rank == 1)
-        log = mk.read_memory_events(ddp_folder / f"events.rank{rank}.jsonl")
+        log = mk.report.read_memory_events(ddp_folder / f"events.rank{rank}.jsonl")
         assert [header.rank for header in log.headers] == [rank]
         phases = [event.phase for event in log.events if event.event == "out_of_memory"]
         assert phases == (["step/loss", "loss"] if rank else ["step"])

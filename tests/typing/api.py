@@ -25,7 +25,7 @@ def accumulate(model: nn.Module, batches: list[Batch]) -> bool:
 
 
 def packed(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    return mk.split_packed(batch, 4, belongs_to={"inverse": "origin_offset"})
+    return mk.points.split_packed(batch, 4, belongs_to={"inverse": "origin_offset"})
 
 
 def hosted(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -79,11 +79,11 @@ def wrapped(model: nn.Module, batches: list[Batch]) -> float:
 
 
 def contrastive(encoder: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return mk.cached_backward(encoder, batch, lambda z: (z @ z.T).logsumexp(0).mean(), chunk_size=32)
+    return mk.train.cached_backward(encoder, batch, lambda z: (z @ z.T).logsumexp(0).mean(), chunk_size=32)
 
 
 def penalty(discriminator: nn.Module, real: torch.Tensor) -> torch.Tensor:
-    return mk.gradient_penalty(discriminator, real) + mk.gradient_penalty(discriminator, real, real.flip(0))
+    return mk.train.gradient_penalty(discriminator, real) + mk.train.gradient_penalty(discriminator, real, real.flip(0))
 
 
 def recover() -> tuple[str, bool]:
@@ -127,7 +127,7 @@ def track(model: nn.Module, batch: torch.Tensor) -> int:
 
 
 def read_back(folder: Path) -> list[int]:
-    log = mk.read_memory_events(folder / "memory_events.jsonl")
+    log = mk.report.read_memory_events(folder / "memory_events.jsonl")
     peaks = [event.peak_bytes for event in log.events if event.peak_bytes is not None]
     origin = log.origin(log.events[0], "peak_bytes")
     print(origin.source, origin.kind, log.headers[0].device, log.problems)
@@ -135,7 +135,7 @@ def read_back(folder: Path) -> list[int]:
 
 
 def sizes() -> tuple[int, str]:
-    return mk.parse_bytes("24GiB"), mk.format_bytes(2**30)
+    return mk.memory.parse_bytes("24GiB"), mk.memory.format_bytes(2**30)
 
 
 def pieces(mlp: nn.Module, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def pieces(mlp: nn.Module, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor
     del num_bytes
     mapped: torch.Tensor = mk.chunked_map(mlp, x, chunk_size=256)
     reduced = mk.chunked_segment_reduce(mlp, x, ptr=index, reduce="mean", memory_budget=2**20)
-    loss = mk.chunked_loss(mlp, x, reduction="mean") + mk.chunked_linear_cross_entropy(x, x, index)
+    loss = mk.chunk.chunked_loss(mlp, x, reduction="mean") + mk.chunked_linear_cross_entropy(x, x, index)
     return proc.loss(x, y, reduction="mean") + loss + (out.sum() + mapped.sum() + reduced.sum())
 
 
@@ -155,8 +155,8 @@ def volumes(net: nn.Module, volume: torch.Tensor, coords: torch.Tensor) -> torch
     tiled = mk.tiled_apply(net, volume, 32)
     processor = mk.SparsityAwareProcessor(net, mode="auto")
     dense: torch.Tensor = processor(volume)
-    voxels: mk.SparseVoxels = processor(mk.SparseVoxels.from_dense(volume))
-    convolved: mk.SparseVoxels = mk.submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3))
+    voxels: mk.voxel.SparseVoxels = processor(mk.voxel.SparseVoxels.from_dense(volume))
+    convolved: mk.voxel.SparseVoxels = mk.chunk.submanifold_conv3d(voxels, torch.ones(1, 1, 3, 3, 3))
     resolution = mk.DynamicResolutionProcessor(max_active_voxels=100_000, min_points_per_voxel=1)
     choice = resolution.choose(coords)
     level: int = choice.level + choice.num_active
@@ -172,8 +172,8 @@ def points(coords: torch.Tensor, dst: torch.Tensor, model: nn.Module) -> int:
     single = sampler.sample_single_per_grid(mk.GridIndex.from_cells(dst))
     scenarios = sampler.sample_scenarios(index, ("dense", "half", "single"))
     again = sampler.index(coords, grid_size=0.05, key="scene-17")
-    keep = mk.sample_edges(dst, ratio=(0.3, 0.7), seed=0)
-    batches = mk.BudgetBatchSampler([3, 5, 2], max_points=8, seed=0)
+    keep = mk.points.sample_edges(dst, ratio=(0.3, 0.7), seed=0)
+    batches = mk.points.BudgetBatchSampler([3, 5, 2], max_points=8, seed=0)
     sampler.load_state_dict(sampler.state_dict())
     trainer = mk.DensityInvariantTrainer(
         mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1)),
@@ -184,7 +184,7 @@ def points(coords: torch.Tensor, dst: torch.Tensor, model: nn.Module) -> int:
         scenarios=("dense", "half", "single"),
         mode="joint",
     )
-    trainer.train_step(mk.PointScene(coords, features=coords, targets=coords))
+    trainer.train_step(mk.recipes.PointScene(coords, features=coords, targets=coords))
     return num + len(single.indices) + len(scenarios) + again.num_cells + len(keep) + len(batches)
 
 
@@ -203,7 +203,7 @@ def predicted(model: nn.Module, batch: Batch) -> str:
         loss_fn=loss_fn,
         precision="fp16-mixed",
         target="RTX 4090",
-        shard=mk.Shard("fsdp2", 8, units=("*",)),
+        shard=mk.predict.Shard("fsdp2", 8, units=("*",)),
     )
     with mk.VirtualGPU("RTX 4090") as gpu:
         model.cuda()
@@ -236,10 +236,10 @@ def scaled_up() -> int:
 
         return step
 
-    result = mk.profile_scaling(build_step, sizes=[100, 200], modes=("train", "inference"))
+    result = mk.predict.profile_scaling(build_step, sizes=[100, 200], modes=("train", "inference"))
     result.to_csv("scaling.csv")
     config = mk.MemoryTestConfig(num_test_points=3, test_full_model=True)
-    print(mk.run_memory_test(config).explain(), result.law["train"].max_n("RTX 4090"), result.ratio(100))
+    print(mk.recipes.run_memory_test(config).explain(), result.law["train"].max_n("RTX 4090"), result.ratio(100))
     return result.law["train"].predict(10**6)
 
 
@@ -257,9 +257,11 @@ def losses_of_volumes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def clouds(a: torch.Tensor, b: torch.Tensor) -> float:
-    pairs = mk.nearest_points(a, b, memory_budget="64MB")
-    distance = mk.chamfer_distance(a, b, convention="pytorch3d") + mk.hausdorff_distance(pairs, quantile=0.95)
-    metrics = mk.PointCloudMetrics(thresholds=[0.1], conventions=["occnet"])
+    pairs = mk.voxel.nearest_points(a, b, memory_budget="64MB")
+    distance = mk.voxel.chamfer_distance(a, b, convention="pytorch3d") + mk.voxel.hausdorff_distance(
+        pairs, quantile=0.95
+    )
+    metrics = mk.voxel.PointCloudMetrics(thresholds=[0.1], conventions=["occnet"])
     metrics.update(a, b)
-    score: torch.Tensor = mk.f_score(pairs, threshold=0.1)
+    score: torch.Tensor = mk.voxel.f_score(pairs, threshold=0.1)
     return float(distance + score) + metrics.compute()["chamfer_occnet"]

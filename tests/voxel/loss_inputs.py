@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memkit._errors import MemkitError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import MemkitError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.composite import CompositeLoss3D
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.losses import ChamferLoss, OccupancyAwareLoss, StructurePreservingLoss

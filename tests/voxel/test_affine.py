@@ -90,7 +90,7 @@ class TestVoxelAugmentation:
     @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: f"{draw.flips}{draw.turns}")
     @pytest.mark.parametrize("axes", ["XYZ", "ZYX"])
     def test_each_voxel_stays_where_it_was_in_the_world(self, draw, axes):
-        layout = mk.VoxelLayout(("scalar",), axes=axes)
+        layout = mk.voxel.VoxelLayout(("scalar",), axes=axes)
         shape = SHAPE if axes == "XYZ" else SHAPE[::-1]
         x = numbered()
         if axes == "ZYX":
@@ -176,7 +176,7 @@ class TestWhatCannotBeKeptIsRefused:
         x = MetaTensor(torch.zeros(2, 1, *SHAPE), affine=any_affine())
         aug = mk.VoxelAugmentation()
         with pytest.raises(
-            mk.InputError, match=r"one affine for 2 volumes that are moved in different ways.*same_on_batch"
+            mk.errors.InputError, match=r"one affine for 2 volumes that are moved in different ways.*same_on_batch"
         ):
             aug.apply(x, params_of(DRAWS[1], DRAWS[2], batched=True))
         y = aug.apply(x, params_of(DRAWS[5], DRAWS[5], batched=True))
@@ -184,18 +184,18 @@ class TestWhatCannotBeKeptIsRefused:
 
     @pytest.mark.parametrize("shape", [(3, 3), (5, 5), (2, 4, 4), ()])
     def test_an_affine_of_another_shape(self, shape):
-        with pytest.raises(mk.InputError, match="an affine of shape"):
+        with pytest.raises(mk.errors.InputError, match="an affine of shape"):
             mk.VoxelAugmentation().apply(numbered(torch.zeros(shape)), params_of(DRAWS[5]))
 
     def test_operations_that_are_pending(self):
         x = numbered()
         x._pending_operations.append({})
-        with pytest.raises(mk.InputError, match="apply them first"):
+        with pytest.raises(mk.errors.InputError, match="apply them first"):
             mk.VoxelAugmentation().apply(x, params_of(DRAWS[5]))
 
     def test_an_affine_that_cannot_be_set(self):
         x = ReadOnly(numbered().as_subclass(torch.Tensor), affine=any_affine())
-        with pytest.raises(mk.InputTypeError, match=r"cannot be set.*affine_after\(affine, params\)"):
+        with pytest.raises(mk.errors.InputTypeError, match=r"cannot be set.*affine_after\(affine, params\)"):
             mk.VoxelAugmentation().apply(x, params_of(DRAWS[5]))
 
 
@@ -225,7 +225,9 @@ class TestDataSets:
         return {"flip_prob": 1.0, "rotate_prob": 1.0, "noise_std": 0.0}
 
     def test_volumes_with_an_affine(self):
-        dataset = mk.VoxelDataset([{"image": numbered(), "mask": numbered()}] * 2, augmentation_config=self.config())
+        dataset = mk.voxel.VoxelDataset(
+            [{"image": numbered(), "mask": numbered()}] * 2, augmentation_config=self.config()
+        )
         sample = dataset[1]
         for each in sample.values():
             torch.testing.assert_close(world(each, each.affine), world(numbered(), any_affine()), rtol=0, atol=1e-9)
@@ -234,7 +236,7 @@ class TestDataSets:
     def test_an_affine_beside_the_volumes(self, kind):
         plain = numbered().as_subclass(torch.Tensor)
         source = [{"image": plain, "image_affine": kind(any_affine()), "meta": {"affine": kind(any_affine()), "id": 5}}]
-        sample = mk.VoxelDataset(source, augmentation_config=self.config())[0]
+        sample = mk.voxel.VoxelDataset(source, augmentation_config=self.config())[0]
         for each in (sample["image_affine"], sample["meta"]["affine"]):
             assert isinstance(each, type(kind(any_affine())))
             places = world(sample["image"], torch.as_tensor(each))
@@ -255,15 +257,15 @@ class TestDataSets:
     def test_what_would_stay_where_it_was_is_refused(self, other):
         """Labels without channels, arrays, images of torchio: beside a volume that is flipped they would be wrong."""
         source = [{"image": torch.zeros(1, *SHAPE), "mask": other}]
-        with pytest.raises(mk.InputTypeError, match=r"'mask'.*would not be moved.*mask\[None\]"):
-            mk.VoxelDataset(source, augmentation_config=self.config())[0]
-        holes = mk.VoxelDataset(source, augmentation=mk.CutoutAugmentation(prob=1.0))[0]
+        with pytest.raises(mk.errors.InputTypeError, match=r"'mask'.*would not be moved.*mask\[None\]"):
+            mk.voxel.VoxelDataset(source, augmentation_config=self.config())[0]
+        holes = mk.voxel.VoxelDataset(source, augmentation=mk.CutoutAugmentation(prob=1.0))[0]
         assert holes["mask"] is other
-        assert mk.VoxelDataset(source, use_augmentation=False)[0]["mask"] is other
+        assert mk.voxel.VoxelDataset(source, use_augmentation=False)[0]["mask"] is other
 
     def test_labels_and_names_are_handed_on(self):
         source = [{"image": torch.zeros(1, *SHAPE), "label": torch.tensor(3), "box": torch.zeros(5, 6), "name": "a"}]
-        sample = next(iter(DataLoader(mk.VoxelDataset(source, augmentation_config=self.config()))))
+        sample = next(iter(DataLoader(mk.voxel.VoxelDataset(source, augmentation_config=self.config()))))
         assert sample["name"] == ["a"]
         assert sample["box"].shape == (1, 5, 6)
 
@@ -271,13 +273,14 @@ class TestDataSets:
 def test_what_lies_in_no_grid_loses_its_affine():
     """Rows of sparse voxels, and volumes of another resolution: a plain tensor is no wrong one."""
     x = MetaTensor(torch.rand(1, 2, *SHAPE), affine=any_affine())
-    voxels = mk.SparseVoxels.from_dense(x)
+    voxels = mk.voxel.SparseVoxels.from_dense(x)
     assert type(voxels.features) is torch.Tensor
     assert type(voxels.to_dense()) is torch.Tensor
     rows = MetaTensor(torch.rand(3, 2), affine=any_affine())
     assert type(voxels.with_features(MetaTensor(voxels.features, affine=any_affine())).features) is torch.Tensor
     assert (
-        type(mk.SparseVoxels.from_coords(torch.arange(9).reshape(3, 3) % 4, rows, shape=SHAPE).features) is torch.Tensor
+        type(mk.voxel.SparseVoxels.from_coords(torch.arange(9).reshape(3, 3) % 4, rows, shape=SHAPE).features)
+        is torch.Tensor
     )
     resolution = mk.DynamicResolutionProcessor(max_active_voxels=3)
     resolution.choose((x.as_subclass(torch.Tensor)[0, 0] > 0).nonzero())

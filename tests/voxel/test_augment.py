@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis.extra import numpy as arrays
 
-from memkit._errors import InputError, InputTypeError, MemkitWarning
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import InputError, InputTypeError, MemkitWarning
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.layout import VoxelLayout

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitError, MemkitWarning
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.compose import ComposedAugmentation
 from memkit.voxel.cutout import CutoutAugmentation

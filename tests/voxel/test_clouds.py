@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from memkit._errors import ConfigError, InputError
+from memkit._core.errors import ConfigError, InputError
 from memkit._torch.versions import parse
 from memkit.voxel.clouds import (
     CHAMFER_CONVENTIONS,

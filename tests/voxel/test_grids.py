@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis.extra import numpy as arrays
 
-from memkit._errors import InputError, InputTypeError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.grids import feature_mae, voxel_iou, voxel_scores
 from memkit.voxel.nearest import nearest_points
 from tests.allocations import trace_allocations

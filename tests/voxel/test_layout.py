@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memkit._errors import ConfigError
+from memkit._core.errors import ConfigError
 from memkit.voxel.layout import VectorField, VoxelLayout
 
 

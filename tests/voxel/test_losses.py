@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from memkit._errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, StateError
 from memkit.train.accumulate import GradientAccumulator
 from memkit.voxel.clouds import chamfer_distance
 from memkit.voxel.composite import CompositeLoss3D

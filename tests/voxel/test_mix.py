@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.compose import ComposedAugmentation

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis.extra import numpy as arrays
 
-from memkit._errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit.voxel.nearest import nearest_points
 from tests.allocations import trace_allocations
 from tests.voxel.clouds import all_distances, two_clouds

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from memkit._errors import ConfigError, InputError, InputTypeError, StateError
-from memkit._voxels import SparseVoxels
+from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
+from memkit._core.sparse_voxels import SparseVoxels
 from memkit.voxel.perceptual import Perceptual3DLoss, SliceLoss
 from tests.allocations import trace_allocations
 from tests.voxel.brain import crops, damaged

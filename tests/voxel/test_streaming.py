@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from memkit._errors import ConfigError, FileFormatError, StateError
+from memkit._core.errors import ConfigError, FileFormatError, StateError
 from memkit.voxel.clouds import chamfer_distance, hausdorff_distance
 from memkit.voxel.grids import voxel_iou
 from memkit.voxel.recall import f_score

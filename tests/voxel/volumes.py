@@ -5,7 +5,7 @@ import functools
 import torch
 from nilearn.datasets import load_mni152_template
 
-from memkit._voxels import SparseVoxels
+from memkit._core.sparse_voxels import SparseVoxels
 from tests.voxel.clouds import hemisphere
 
 RADAR = ("occupancy", "intensity", "doppler", "vector:x", "vector:y", "vector:z")

@@ -16,10 +16,10 @@ from typing import Any, Final, SupportsIndex
 
 import torch
 
-from memkit._errors import ConfigError, InputError, StateError
-from memkit._records import DeviceMemory
-from memkit._settings import Checker
-from memkit._units import GIB, KIB, MIB, parse_bytes
+from memkit._core.errors import ConfigError, InputError, StateError
+from memkit._core.records import DeviceMemory
+from memkit._core.settings import Checker
+from memkit._core.units import GIB, KIB, MIB, parse_bytes
 
 _LARGEST_SMALL = MIB  # requests up to this size share segments of 2 MiB
 _SMALL_SEGMENT = 2 * MIB
@@ -73,7 +73,7 @@ class CachingAllocator:
 
     Example:
         >>> import memkit as mk
-        >>> gpu = mk.CachingAllocator("24GiB", other_bytes="500MiB")
+        >>> gpu = mk.predict.CachingAllocator("24GiB", other_bytes="500MiB")
         >>> block = gpu.allocate(3_000_000)
         >>> block.num_bytes, gpu.allocated_bytes, gpu.reserved_bytes
         (3000320, 3000320, 20971520)
@@ -661,7 +661,7 @@ class AllocatorSettings:
 
     Example:
         >>> import memkit as mk
-        >>> mk.AllocatorSettings.parse("expandable_segments:True").expandable_segments
+        >>> mk.predict.AllocatorSettings.parse("expandable_segments:True").expandable_segments
         True
     """
 
@@ -718,7 +718,7 @@ class AllocatorSettings:
 
         Example:
             >>> import memkit as mk
-            >>> settings = mk.AllocatorSettings.parse("max_split_size_mb:128,roundup_power2_divisions:4")
+            >>> settings = mk.predict.AllocatorSettings.parse("max_split_size_mb:128,roundup_power2_divisions:4")
             >>> settings.max_split_bytes, settings.round_up(5 * 2**20 + 1)
             (134217728, 6291456)
         """

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, cuda, nn
 
-from memkit._protocols import Card
+from memkit._core.protocols import Card
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CARD, CudaTensors
 from memkit._simulation.guesses import GuessedFloat, GuessedInt

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memkit._torch.autocast import kernels_of
-from memkit._torch.dispatch import DispatchKey, DispatchKeySet, without_keys
-from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.dispatch import DispatchKey, DispatchKeySet, private_backend_name as private_name, without_keys
 from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves, tree_map
 from memkit._torch.tensors import is_view

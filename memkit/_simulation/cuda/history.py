@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memkit._recorder import Place
+from memkit._recorder.recorder import Place
 from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, Driver, SegmentRecord
 
 _WAITING = "active_awaiting_free"  # PyTorch's name in snapshots
@@ -75,7 +75,7 @@ class History:
     def snapshot(self) -> dict[str, Any]:
         """What ``torch.cuda.memory._snapshot`` would return; virtual time does not pass, so that no action has one.
 
-        What a real snapshot does not have stands under one key of its own, for `memkit.read_memory_events`.
+        What a real snapshot does not have stands under one key of its own, for `memkit.report.read_memory_events`.
         """
         allocator, settings = self._allocator, self._allocator.settings
         return {

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit._protocols import Card
-from memkit._recorder import Recorder
+from memkit._core.protocols import Card
+from memkit._core.units import MIB
+from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
 from memkit._simulation.cuda.history import Asker, History
 from memkit._simulation.cuda.tensors import CARD, is_undivided, run_divided
@@ -27,7 +28,6 @@ from memkit._torch import aten
 from memkit._torch.aten import overloads
 from memkit._torch.cuda import Cards, Rules
 from memkit._torch.graph import current_backward
-from memkit._units import MIB
 
 _aten = torch.ops.aten
 _NONE = 0  # at::Reduction

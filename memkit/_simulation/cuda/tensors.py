@@ -21,16 +21,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from memkit._errors import NotSimulatedError, StateError
-from memkit._recorder import Whereabouts
+from memkit._core.errors import NotSimulatedError, StateError
+from memkit._recorder.recorder import Whereabouts
 from memkit._simulation.cuda.attention import attend
 from memkit._simulation.cuda.autocast import CastCache, autocast_kernels
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.tensors import Tensors, has_values
 from memkit._torch import aten
 from memkit._torch.cuda import Rules
-from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch
-from memkit._torch.dispatch import private_backend_name as private_name
+from memkit._torch.dispatch import DispatchKey, TensorBase, no_dispatch, private_backend_name as private_name
 from memkit._torch.fake import (
     IS_MADE_WITH_DEVICE,
     NORMALIZE_DEVICE,

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, units, settings, and records that packages share."""

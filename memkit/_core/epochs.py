@@ -1,0 +1,168 @@
+"""An epoch of batches that can be stopped and gone on with: who is done with what, and what the batches follow from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from memkit._core.errors import ConfigError, FileFormatError, StateError, warn_user
+from memkit._core.settings import Checker
+
+_VERSION = 3
+
+
+class EpochOrder(Sampler[list[int]], ABC):
+    """Batches that follow from settings, seed and epoch alone. Nothing is drawn from torch's random state.
+
+    Args:
+        seed: In [0, 2^63).
+        num_replicas: Ranks that share the epoch; None is 1, in a single process.
+        rank: Which of them this is; None is 0, of one.
+
+    Raises:
+        ConfigError: A setting is out of its range, or not given where there are several ranks.
+    """
+
+    def __init__(self, *, seed: int, num_replicas: int | None, rank: int | None) -> None:
+        check = Checker(f"{type(self).__name__}(...)")
+        self.seed, self.epoch = check.whole("seed", seed), 0
+        self._is_shared = num_replicas is not None  # else nobody has said who takes which batches
+        self._check_sharing()
+        self._num_replicas = 1 if num_replicas is None else check.whole("num_replicas", num_replicas, 1)
+        if rank is None and self._num_replicas > 1:
+            raise ConfigError(
+                check.call,
+                got=f"num_replicas={self._num_replicas}, and no rank",
+                expected="this process's number among them, from 0 on",
+                fix="pass rank=torch.distributed.get_rank().",
+            )
+        self._rank = check.whole("rank", 0 if rank is None else rank, 0, self._num_replicas - 1)
+        self._start = self._num_given = 0
+        self._num_loads = 0
+        self._is_over = False  # all batches of this epoch were given, and nobody has spoken of the next one
+
+    @abstractmethod
+    def _batches_from(self, start: int) -> Iterator[list[int]]:
+        """This rank's batches of the epoch, without the first ``start``."""
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks."""
+
+    @abstractmethod
+    def _made_of(self) -> str:
+        """What the batches follow from besides seed and epoch, the same on all ranks."""
+
+    def _plan_epoch(self) -> None:
+        """Seed or epoch are others than before."""
+
+    def _is_drawn(self) -> bool:
+        """Say whether another epoch has another order."""
+        return True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; call it before each. Without, all are alike, which is warned of.
+
+        The epoch that a state was loaded into goes on where it stood. The same number again says that the same batches
+        are meant, as in a validation.
+        """
+        self._is_over = False
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._start = self._num_given = 0
+            self._plan_epoch()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left.
+
+        Raises:
+            ConfigError: There are several ranks by now, and ``num_replicas`` was not given.
+        """
+        self._check_sharing()
+        self._num_given = self._start
+        return self._give(self._start)
+
+    def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands, as plain types; it is the same on all ranks.
+
+        Args:
+            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
+                without workers; a DataLoader's workers fetch ahead of the training, see `ResumableLoader`.
+        """
+        return {
+            "version": _VERSION,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "num_done": self._num_given if num_done is None else num_done,
+            "made_of": self._made_of(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
+
+        Raises:
+            FileFormatError: The state is of other samples, settings or ranks, whose batches are others.
+        """
+        found, wanted = (state.get("version"), state.get("made_of")), (_VERSION, self._made_of())
+        if found != wanted:
+            raise FileFormatError(
+                f"{type(self).__name__}.load_state_dict(state)",
+                got=f"version {found[0]!r}, made of {found[1]!r}",
+                expected=f"version {wanted[0]}, made of {wanted[1]!r}",
+                fix="load it into a sampler that was made like the one that was saved, or begin a new epoch.",
+            )
+        self.seed, self.epoch = state["seed"], state["epoch"]
+        self._start = self._num_given = state["num_done"]
+        self._num_loads += 1
+        self._is_over = False
+        self._plan_epoch()
+
+    def _give(self, start: int) -> Iterator[list[int]]:
+        self._start = 0  # with the first batch: a DataLoader with workers makes an iterator that it does not use
+        if self._is_over and self._is_drawn():
+            self._warn()
+        num_loads = self._num_loads
+        for batch in self._batches_from(start):
+            if num_loads != self._num_loads:
+                refuse_to_go_on(type(self).__name__)
+            self._num_given += 1  # before it leaves: who asks then for a state has this batch
+            yield batch
+        self._is_over = self._num_given > 1  # one batch has no order
+
+    def _check_sharing(self) -> None:
+        num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if num_processes > 1 and not self._is_shared:
+            raise ConfigError(
+                f"{type(self).__name__}(...)",
+                got=f"{num_processes} processes, and no num_replicas: all of them would train on the same batches",
+                expected="who takes which batches of an epoch",
+                fix="pass num_replicas=torch.distributed.get_world_size(), rank=torch.distributed.get_rank(); or "
+                "num_replicas=1 where the same batches are meant, as for the parts of one model.",
+            )
+
+    def _warn(self) -> None:
+        name = type(self).__name__
+        warn_user(
+            f"{name}: epoch {self.epoch} begins once more, with the same batches in the same order. Call "
+            f"set_epoch(epoch) of the {name}, or of the ResumableLoader, before each epoch (memkit's loops do); where "
+            f"the same batches are meant, as in a validation, call set_epoch({self.epoch})."
+        )
+
+
+def refuse_to_go_on(name: str) -> NoReturn:
+    """Refuse the next batch of a loop that began before a state was loaded: it would count as one of the state's.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{name}.load_state_dict(state)",
+        got="a state that was loaded while a loop over the batches was running",
+        expected="a loop that begins after the state was loaded",
+        fix="restore before the loop, or leave the loop with break and begin it again.",
+    )

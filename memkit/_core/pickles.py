@@ -1,0 +1,231 @@
+"""Read pickles without running anything that they say. No torch.
+
+A pickle is a program that may name any function and call it. Before one is loaded its operations are looked through,
+and all but a few are refused. `load_plain` takes lists, tuples, dicts, texts and numbers only. `load_noted` also takes
+calls, for files that hold tensors or records: each call is noted as a `Noted`, and nobody makes it. What a note stands
+for, the file's reader decides, from a table of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, NoReturn, Self
+
+from memkit._core.errors import InputError
+from memkit._core.printable import short
+
+_PUT, _STOP = b"r", b"."
+# What a container takes in memory with its first entry; an empty one takes a byte of the file.
+_CONTAINERS = {b"}": 240, b"]": 96, b"t": 64, b"\x85": 56, b"\x86": 64, b"\x87": 72}
+_BYTES_PER_BYTE, _BYTES_ANYHOW = 20, 2**20  # what containers may take; of PyTorch's own files it is 5 for each byte
+
+
+class _Operations(NamedTuple):
+    """What a kind of pickles consists of.
+
+    Attributes:
+        fixed: A run of operations whose arguments have a fixed length.
+        texts: Those with texts and the like, by the size of the text's length.
+        most_per_byte: What containers may take in memory for each byte of the pickle; None: any amount.
+    """
+
+    fixed: re.Pattern[bytes]
+    texts: Mapping[bytes, int]
+    most_per_byte: int | None
+
+
+_FIXED = rb"[(N\x88\x89aesu\x94)]|[\x80Khq].|M..|[Jj].{4}|[\x95G].{8}"
+_SHORT_NUMBERS = b"|".join(b"\\x%02x.{%d}" % (length, length) for length in range(10))
+_NAMES = rb"|[RbQ\x81\x93]|c[\w.]{1,99}\n[\w.]{1,99}\n"
+_TEXTS = {b"\x8c": 1, b"X": 4, b"\x8d": 8}
+_PLAIN = _Operations(re.compile(rb"(?s:" + _FIXED + rb"|\x8a(?:" + _SHORT_NUMBERS + rb"))*+"), _TEXTS, _BYTES_PER_BYTE)
+_NOTED = _Operations(re.compile(rb"(?s:" + _FIXED + _NAMES + rb")*+"), _TEXTS | {b"\x8a": 1, b"\x8b": 4}, None)
+
+
+class Noted:
+    """A call that a pickle asks for, and what it wants to do with the result.
+
+    Each file has classes of its own, one for each name in it: whatever a pickle does to one of them, nobody else sees.
+
+    Attributes:
+        name: What is to be called, with its module; empty for a reference to something outside of the pickle.
+        args: What it is to be called with.
+        items: What is to be set in the result, with keys.
+        state: What the result is to be set to; None where nothing is.
+    """
+
+    name = ""
+    args: tuple[Any, ...]
+    items: list[tuple[Any, Any]]
+    state: Any
+
+    def __new__(cls, *args: object) -> Self:
+        noted = super().__new__(cls)
+        noted.args, noted.items, noted.state = args, [], None
+        return noted
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.items.append((key, value))
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def name_of(value: object) -> str | None:
+    """Return the name that a pickle mentions without a call, as it does for a dtype; None of anything else."""
+    return value.name if isinstance(value, type) and issubclass(value, Noted) else None
+
+
+def load_plain(data: bytes, kind: str) -> object:
+    """Load a pickle of lists, tuples, dicts, texts and numbers.
+
+    Args:
+        data: The pickle.
+        kind: What the file is to be, for errors.
+
+    Raises:
+        InputError: There is anything else in it; or it is damaged, or made to take far more memory than its length.
+    """
+    return _load(data, kind, _PLAIN, ())
+
+
+def load_noted(data: bytes, kind: str, names: Collection[str]) -> object:
+    """Load a pickle with calls, of which none is made; see `rebuild`.
+
+    Args:
+        data: The pickle.
+        kind: What the file is to be, for errors.
+        names: Functions and classes that may stand in it.
+
+    Raises:
+        InputError: There is another operation or another name in it, or it is damaged.
+    """
+    return _load(data, kind, _NOTED, names)
+
+
+def _load(data: bytes, kind: str, operations: _Operations, names: Collection[str]) -> object:
+    _check_operations(data, kind, operations)
+    try:
+        return _Unpickler(data, names).load()
+    except Exception as error:  # noqa: BLE001 - a damaged pickle makes the unpickler raise whatever it comes upon
+        refuse(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
+
+
+def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
+    """See that no operation does anything unknown or takes much memory.
+
+    An index of the memo makes an array of that length: none may be beyond the number of bytes in the file.
+    """
+    place = num_bytes = 0
+    most_bytes = None if operations.most_per_byte is None else _BYTES_ANYHOW + operations.most_per_byte * len(data)
+    while True:
+        found = operations.fixed.match(data, place)
+        place = found.end() if found else place
+        code = data[place : place + 1]
+        if code == _STOP:
+            return
+        if code in _CONTAINERS:
+            place += 1
+            num_bytes += _CONTAINERS[code]
+            if most_bytes is not None and num_bytes > most_bytes:
+                refuse(f"{len(data)} bytes of hardly anything but empty containers", f"a {kind}")
+            continue
+        width = 4 if code == _PUT else operations.texts.get(code, 0)
+        number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
+        if not width or number > len(data):
+            what = f"operation {code!r} at byte {place}, which no {kind} has" if code else "no end: it was cut"
+            refuse(f"a pickle with {what}", "plain lists, dicts, texts and numbers")
+        place += 1 + width + (0 if code == _PUT else number)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Notes calls; the classes that it finds are its own."""
+
+    def __init__(self, data: bytes, names: Collection[str]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+        self._found: dict[str, type[Noted]] = {}
+
+    def find_class(self, module: str, name: str) -> type[Noted]:
+        full = f"{module}.{name}"
+        if full not in self._names:
+            raise pickle.UnpicklingError(f"{full} is no plain value")
+        if full not in self._found:
+            self._found[full] = type("Noted", (Noted,), {"name": full})
+        return self._found[full]
+
+    def persistent_load(self, pid: object) -> Noted:
+        return Noted(pid)
+
+
+def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_parts: int) -> Any:
+    """Return a loaded value with what its notes stand for.
+
+    Args:
+        value: What `load_noted` returned, or a part of it.
+        make: Given a note with all that is in it rebuilt, or the class of a name that is not called, returns what it
+            stands for; raises `InputError` for what it does not know.
+        most_parts: How many parts the value may have, where one that stands in several places counts each time.
+
+    Raises:
+        InputError: There are more, a container is inside itself, or containers are nested too deeply.
+    """
+    try:
+        return _Builder(make, most_parts).build(value)[0]
+    except RecursionError:
+        refuse("containers that are nested too deeply", "a few levels")
+    except InputError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        refuse(f"values that do not fit together ({type(error).__name__}: {short(str(error))})", "what was written")
+
+
+class _Builder:
+    """Walks through a loaded value, through each container once; the value must stay alive meanwhile."""
+
+    def __init__(self, make: Callable[[Noted | type[Noted]], object], most_parts: int) -> None:
+        self._make, self._most_parts = make, most_parts
+        self._done: dict[int, tuple[Any, int]] = {}  # by the container's id: what it became, and its parts
+        self._open: set[int] = set()
+
+    def build(self, value: Any) -> tuple[Any, int]:
+        """Return what a value becomes, and how many parts it has."""
+        if name_of(value) is not None:
+            return self._make(value), 1
+        if not isinstance(value, (dict, list, tuple, Noted)):
+            return value, 1
+        if id(value) not in self._done:
+            if id(value) in self._open:
+                refuse("a container inside itself", "plain values")
+            self._open.add(id(value))
+            self._done[id(value)] = self._build(value)
+            self._open.remove(id(value))
+        return self._done[id(value)]
+
+    def _build(self, value: Any) -> tuple[Any, int]:
+        if isinstance(value, Noted):
+            parts, num_parts = self._build_all([value.args, value.items, value.state])
+            rebuilt = type(value)(*parts[0])
+            rebuilt.items, rebuilt.state = parts[1:]
+            return self._make(rebuilt), num_parts
+        if isinstance(value, dict):
+            keys, num_keys = self._build_all(value)
+            values, num_values = self._build_all(value.values())
+            return dict(zip(keys, values, strict=True)), num_keys + num_values
+        parts, num_parts = self._build_all(value)
+        return type(value)(parts), num_parts
+
+    def _build_all(self, values: Collection[Any]) -> tuple[list[Any], int]:
+        pairs = [self.build(each) for each in values]
+        num_parts = 1 + sum(count for _, count in pairs)
+        if num_parts > self._most_parts:
+            refuse(f"over {self._most_parts} parts: the same ones over and over", "each part once")
+        return [part for part, _ in pairs], num_parts
+
+
+def refuse(got: str, expected: str) -> NoReturn:
+    """Refuse a file or a part of it; who read it says which one it was."""
+    raise InputError("", got=got, expected=expected, fix="")

@@ -1,0 +1,60 @@
+"""Text of others on a terminal: what moves the cursor, turns letters around or ends a line is shown, not done."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+import unicodedata
+
+# Control and format characters (escape sequences, bidirectional overrides), lone surrogates, ends of lines.
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_MAX_SHORT, _MAX_BITS = 160, 63  # characters; of a number that is written out
+_NOT_ASCII = re.compile("[\x7f-\ud7ff\ue000-\U0010ffff]")  # halves of pairs are for the encoder
+
+
+def printable(text: str, *, is_one_line: bool = True) -> str:
+    r"""Return a text with every character that is no letter, mark or sign as its escape sequence.
+
+    Args:
+        text: File names, lines of code, messages: anything.
+        is_one_line: Whether newlines are escaped too.
+
+    Example:
+        >>> from memkit._core.printable import printable
+        >>> print(printable("a\x1b[31m\nb"))
+        a\x1b[31m\nb
+    """
+    if text.isprintable():
+        return text
+    kept = "" if is_one_line else "\n\t"
+    return "".join(each if each in kept or not _is_hidden(each) else repr(each)[1:-1] for each in text)
+
+
+def printable_json(text: str) -> str:
+    r"""Return a JSON text of the same values, with escapes for what is hidden; below ASCII, JSON has its own.
+
+    Example:
+        >>> from memkit._core.printable import printable_json
+        >>> printable_json('"\u00e9\u202e\x9b"')
+        '"é\\u202e\\u009b"'
+    """
+    return text if text.isascii() and "\x7f" not in text else _NOT_ASCII.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1]
+
+
+def _is_hidden(character: str) -> bool:
+    return unicodedata.category(character) in _HIDDEN
+
+
+def short(value: object) -> str:
+    """Describe any value in a few words, also one whose own text would be endless."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to write one of 4,300 digits
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_SHORT else text[: _MAX_SHORT - 3] + "..."  # of what is nested, each level is short

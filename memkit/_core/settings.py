@@ -1,0 +1,121 @@
+"""Checks of settings and of records: one typed error that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import numbers
+import operator
+from collections.abc import Collection, Iterable, Mapping, Set
+from typing import Any, TypeVar
+
+from memkit._core.errors import ConfigError, MemkitError
+
+T = TypeVar("T")
+
+
+class Checker:
+    """Refuses values of one call.
+
+    Args:
+        call: The user's call, for messages.
+        error: What is raised: `ConfigError` for settings, `InputError` for records.
+    """
+
+    def __init__(self, call: str, error: type[MemkitError] = ConfigError) -> None:
+        self.call = call
+        self._error = error
+
+    def refuse(self, name: str, value: object, expected: str) -> MemkitError:
+        """The error that names a key; to be raised."""
+        shown = repr(value)
+        return self._error(
+            self.call,
+            got=f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}",
+            expected=f"{name}: {expected}",
+            fix=f"give such a value for {name}, or leave it out.",
+        )
+
+    def number(self, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+        """A finite number from ``low`` to ``high``."""
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        try:
+            found = float(value) if is_number else math.nan
+        except OverflowError:
+            found = math.nan
+        if not (math.isfinite(found) and low <= found <= high):
+            ends = " ".join(f"{word} {end:g}" for word, end in (("from", low), ("to", high)) if math.isfinite(end))
+            raise self.refuse(name, value, f"a finite number {ends}".rstrip())
+        return found
+
+    def whole(self, name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
+        """A whole number from ``low`` to ``high``."""
+        found = as_whole(value)
+        if found is None or not low <= found <= high:
+            raise self.refuse(name, value, f"a whole number from {low} to {high}")
+        return found
+
+    def flag(self, name: str, value: Any) -> bool:
+        """A bool."""
+        if not isinstance(value, bool):
+            raise self.refuse(name, value, "True or False")
+        return value
+
+    def choice(self, name: str, value: Any, known: Collection[str]) -> str:
+        """One of some words."""
+        if not isinstance(value, str) or value not in known:
+            raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)))
+        return value
+
+    def items(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
+        """A list or a tuple, of a length."""
+        if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
+            raise self.refuse(name, value, "a list" if length is None else f"a list of {length}")
+        return tuple(value)
+
+    def series(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
+        """A list, or what gives its items in order as one does: an array, a range."""
+        is_series = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set, Mapping))
+        has_items = is_series and getattr(value, "ndim", 1) > 0
+        return self.items(name, tuple(value) if has_items else value, length)
+
+    def triple(self, name: str, value: Any, low: float = -math.inf) -> tuple[float, float, float]:
+        """Three numbers."""
+        x, y, z = (self.number(name, each, low) for each in self.items(name, value, 3))
+        return x, y, z
+
+    def axes(self, name: str, value: Any) -> str:
+        """Some of X, Y and Z, each once."""
+        if not isinstance(value, str) or set(value) - set("XYZ") or len(set(value)) != len(value):
+            raise self.refuse(name, value, "some of the letters X, Y and Z, each once")
+        return value
+
+    def record(self, cls: type[T], value: Any) -> T:
+        """A dataclass from a mapping, whose keys are checked first; the class checks the values."""
+        if not isinstance(value, Mapping):
+            raise self.refuse(cls.__name__, value, "a mapping of names to values")
+        fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type] # they are dataclasses
+        known = [each.name for each in fields]
+        for key in value:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, 1)
+                raise self._error(
+                    self.call,
+                    got=f"the key {repr(key)[:40]}",
+                    expected=f"keys of {cls.__name__}: {', '.join(known)}",
+                    fix=f"write {near[0]!r}." if near else "leave it out.",
+                )
+        for each in fields:
+            is_needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+            if is_needed and each.name not in value:
+                raise self.refuse(each.name, None, "a value, for it has no default")
+        return cls(**value)
+
+
+def as_whole(value: Any) -> int | None:
+    """A whole number of any kind, such as NumPy's, as an int; None for what is none, a bool among them."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,131 @@
+"""Sizes: bytes are ints inside memkit; text with a unit comes in, and GiB goes out to people.
+
+GB is 10^9 bytes and GiB is 2^30 bytes, everywhere. The number on a graphics card's box counts GiB.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from decimal import Decimal
+from typing import SupportsIndex
+
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+_FACTORS: dict[str, int] = {
+    "b": 1,
+    **{f"{prefix}b": 10 ** (3 * power) for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 2 ** (10 * power) for power, prefix in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_UNITS = "B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)"
+
+
+def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
+    """Read a size in bytes.
+
+    Args:
+        value: Bytes as an int, or text with a unit, such as ``"24GiB"``, ``"24 GB"`` or ``"1.5MiB"``
+            (upper or lower case). A fraction of a byte is rounded down.
+        name: What the size is, for the error message.
+
+    Returns:
+        The size in bytes, zero or more.
+
+    Raises:
+        InputTypeError: ``value`` is neither an int nor text (a bool or a float is not a size).
+        InputError: ``value`` is negative, has no unit, or has a unit that is not in the list.
+
+    Example:
+        >>> from memkit.memory import parse_bytes
+        >>> parse_bytes("24GiB"), parse_bytes("24GB"), parse_bytes(512)
+        (25769803776, 24000000000, 512)
+    """
+    call = f"{name}={value!r}"
+    if isinstance(value, str):
+        return _parse_text(value, call)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputTypeError(
+            call,
+            got=f"a {type(value).__name__}",
+            expected="bytes as an int, or text with a unit",
+            fix="write the size as an int of bytes or as text such as '24GiB'.",
+        )
+    num_bytes = operator.index(value)
+    if num_bytes < 0:
+        raise InputError(
+            call, got=f"{num_bytes}", expected="zero bytes or more", fix="pass a size that is not negative."
+        )
+    return num_bytes
+
+
+def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *, name: str = "budget") -> int:
+    """Read how much of a device may be used.
+
+    Args:
+        budget: Bytes as an int, text with a unit, or a fraction of the capacity as a float in (0, 1].
+        total_bytes: The capacity; None where it is not known.
+        name: What the budget is, for the error message.
+
+    Returns:
+        The budget in bytes.
+
+    Raises:
+        ConfigError: It is nothing, a fraction is above 1, or of a capacity that is not known.
+        InputTypeError: ``budget`` is no size.
+        InputError: Text that is no size, or a negative number.
+    """
+    if not isinstance(budget, float):
+        num_bytes = parse_bytes(budget, name=name)
+    elif 0 < budget <= 1 and total_bytes is not None:
+        num_bytes = int(budget * total_bytes)
+    else:
+        num_bytes = 0
+    if num_bytes == 0:
+        raise ConfigError(
+            f"{name}={budget!r}",
+            got=repr(budget) + ("" if total_bytes is not None else ", on a device whose capacity is not known"),
+            expected="a size above zero, or a fraction in (0, 1] of a known capacity",
+            fix="write 0.9 for nine tenths, or a size such as '22GiB'.",
+        )
+    return num_bytes
+
+
+def _parse_text(value: str, call: str) -> int:
+    match = _SIZE.fullmatch(value)
+    factor = _FACTORS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise InputError(
+            call,
+            got=f"the text {value!r}",
+            expected=f"a number and a unit: {_UNITS}",
+            fix="write for example '24GiB' (the number on a graphics card's box) or '500MB'.",
+        )
+    return int(Decimal(match[1].replace("_", "")) * factor)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Write a size for people: binary units with two decimals, plain bytes below 1 KiB.
+
+    Args:
+        num_bytes: A size or a difference of sizes in bytes; may be negative.
+
+    Returns:
+        Text such as ``"1.50 GiB"``.
+
+    Example:
+        >>> from memkit.memory import format_bytes
+        >>> format_bytes(24_824_987_648), format_bytes(-512)
+        ('23.12 GiB', '-512 B')
+    """
+    magnitude = abs(num_bytes)
+    sign = "-" if num_bytes < 0 else ""
+    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        # Two decimals can round up to the next unit's 1.00: 1,048,575 B is "1.00 MiB", never "1024.00 KiB".
+        if round(magnitude / size, 2) >= 1:
+            return f"{sign}{magnitude / size:.2f} {unit}"
+    return f"{sign}{magnitude} B"

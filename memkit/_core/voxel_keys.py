@@ -1,0 +1,180 @@
+"""One integer for each cell of a grid: row-major numbers, and Morton codes; both exact, and read back.
+
+Row-major numbers (`LinearKeys`) turn a step to a neighbour into an addition. Morton codes interleave the bits of the
+coordinates: in their order the cells of every coarser power-of-two grid lie together, ``code >> num_axes`` is the cell
+that holds a cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memkit._core.errors import InputError, InputTypeError
+
+MORTON_BITS = {2: 31, 3: 21}  # of each coordinate, for so many axes: together they fit into an int64 without its sign
+_MOST_KEYS = 2**62  # so that a key and a step from it stay within an int64
+
+
+@dataclass(frozen=True, slots=True)
+class LinearKeys:
+    """Row-major numbers of the cells of a box.
+
+    Attributes:
+        origin: Lowest coordinates, may be negative.
+        shape: Cells along each axis. A batch index may be the first axis.
+        margin: How far steps go along each axis: numbers are left free between rows, so that a step out of the box
+            never ends on the number of a cell in it. Empty means 0 for all.
+
+    Raises:
+        InputError: The box has too many cells to number; the message names its extent.
+    """
+
+    origin: tuple[int, ...]
+    shape: tuple[int, ...]
+    margin: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if math.prod(self._periods) > _MOST_KEYS:
+            raise InputError(
+                f"LinearKeys(shape={self.shape})",
+                got=f"an extent of {' x '.join(map(str, self.shape))} cells",
+                expected="at most 2^62 cells, margins included",
+                fix="use a coarser grid, or drop points that lie far outside.",
+            )
+
+    @classmethod
+    def cover(cls, coords: Tensor, *, margin: Sequence[int] = ()) -> LinearKeys:
+        """The smallest box that holds some coordinates.
+
+        Args:
+            coords: (N, A) int.
+            margin: See the class.
+        """
+        if not len(coords):
+            return cls((0,) * coords.shape[1], (1,) * coords.shape[1], tuple(margin))
+        low, high = (side.tolist() for side in torch.aminmax(coords, dim=0))
+        return cls(tuple(low), tuple(b - a + 1 for a, b in zip(low, high, strict=True)), tuple(margin))
+
+    @property
+    def _periods(self) -> list[int]:
+        """Numbers from one cell to the next along each axis, as digits of a mixed radix."""
+        return [size + extra for size, extra in zip(self.shape, self.margin or (0,) * len(self.shape), strict=True)]
+
+    def encode(self, coords: Tensor, *, call: str = "LinearKeys.encode(coords)") -> Tensor:
+        """Number cells.
+
+        Args:
+            coords: (N, A) integers within the box.
+            call: The user's call, for messages.
+
+        Returns:
+            (N,) int64; different for different cells, in the order of the coordinates.
+
+        Raises:
+            InputTypeError: The coordinates are not integers.
+            InputError: One is outside of the box.
+        """
+        _refuse_other_coords(coords, (len(self.shape),), call)
+        _refuse_outside(coords, self.origin, self.shape, call)
+        keys = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+        for axis, period in enumerate(self._periods):
+            keys.mul_(period).add_(coords[:, axis]).sub_(self.origin[axis])
+        return keys
+
+    def decode(self, keys: Tensor) -> Tensor:
+        """The coordinates of numbers: (N,) int64 to (N, A) int64."""
+        coords = keys.new_empty(len(keys), len(self.shape))
+        for axis, period in reversed(list(enumerate(self._periods))):
+            torch.remainder(keys, period, out=coords[:, axis])
+            keys = torch.div(keys, period, rounding_mode="floor")
+        return coords.add_(torch.tensor(self.origin, device=keys.device))
+
+    def step(self, offset: Sequence[int]) -> int:
+        """What to add to a key for the cell that lies ``offset`` further; no farther than ``margin`` along an axis."""
+        total = 0
+        for period, each in zip(self._periods, offset, strict=True):
+            total = total * period + each
+        return total
+
+
+def morton_encode(coords: Tensor, *, call: str = "morton_encode(coords)") -> Tensor:
+    """Interleave the bits of coordinates.
+
+    Args:
+        coords: (N, 3) integers in [0, 2^21), or (N, 2) integers in [0, 2^31). Subtract an origin from negative ones.
+        call: The user's call, for messages.
+
+    Returns:
+        (N,) int64, not negative.
+
+    Raises:
+        InputTypeError: The coordinates are not integers.
+        InputError: One is outside of these ranges.
+    """
+    _refuse_other_coords(coords, tuple(MORTON_BITS), call)
+    num_axes = coords.shape[1]
+    _refuse_outside(coords, (0,) * num_axes, (2 ** MORTON_BITS[num_axes],) * num_axes, call)
+    codes = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+    for axis in range(num_axes):
+        spread = coords[:, axis].long()
+        for group, mask in zip(_GROUPS, _masks(num_axes)[1:], strict=True):
+            spread = (spread << group * (num_axes - 1)).bitwise_or_(spread).bitwise_and_(mask)
+        codes.bitwise_left_shift_(1).bitwise_or_(spread)
+    return codes
+
+
+def morton_decode(codes: Tensor, num_axes: int) -> Tensor:
+    """The coordinates of Morton codes: (N,) int64 to (N, num_axes) int64."""
+    masks = _masks(num_axes)
+    shifts = torch.arange(num_axes - 1, -1, -1, device=codes.device)
+    coords = codes[:, None] >> shifts & masks[-1]
+    for group, mask in zip(reversed(_GROUPS), reversed(masks[:-1]), strict=True):
+        coords = (coords | coords >> group * (num_axes - 1)) & mask
+    return coords
+
+
+_GROUPS = (16, 8, 4, 2, 1)  # bits that stay together while bits are spread, step by step
+
+
+def _masks(num_axes: int) -> list[int]:
+    """Where the bits of one coordinate are, from all together to ``num_axes`` apart."""
+    bits = MORTON_BITS[num_axes]
+    return [2**bits - 1] + [
+        sum(2 ** (place // group * group * num_axes + place % group) for place in range(bits)) for group in _GROUPS
+    ]
+
+
+def _refuse_other_coords(coords: Tensor, num_axes: tuple[int, ...], call: str) -> None:
+    if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+        raise InputTypeError(
+            call,
+            got=f"coordinates of dtype {coords.dtype}",
+            expected="integers",
+            fix="divide positions by the size of a cell, take the floor, and convert: (x / size).floor().long().",
+        )
+    if coords.dim() != 2 or coords.shape[1] not in num_axes:
+        raise InputError(
+            call,
+            got=f"coordinates of shape {tuple(coords.shape)}",
+            expected=f"(N, {' or '.join(map(str, num_axes))})",
+            fix="give one row for each cell.",
+        )
+
+
+def _refuse_outside(coords: Tensor, origin: Sequence[int], shape: Sequence[int], call: str) -> None:
+    if not len(coords):
+        return
+    low, high = (side.tolist() for side in torch.aminmax(coords, dim=0))
+    for axis, (least, most, start, size) in enumerate(zip(low, high, origin, shape, strict=True)):
+        if least < start or most >= start + size:
+            raise InputError(
+                call,
+                got=f"coordinates from {least} to {most} along axis {axis}",
+                expected=f"an extent of {size} cells from {start}: {start} to {start + size - 1}",
+                fix="subtract the least coordinate, use a coarser grid, or drop points that lie outside.",
+            )

@@ -1,0 +1,1 @@
+"""Logs of memory: what they hold, and how they are written and read."""

@@ -1,0 +1,373 @@
+"""Parse one memory log file, whatever a kill left of it: JSON lines, the older JSON array, or another program's file.
+
+What a file is, its first bytes say; its name does not matter.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NoReturn, get_args
+
+from memkit._core.errors import FileFormatError, InputError, InputTypeError
+from memkit._core.printable import short
+from memkit._events.json_stream import JsonStream, NotWholeError, check_density
+from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, LogHeader, Origin, require_count
+from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
+
+_CHUNK_BYTES = 2**20
+_LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines have to be held whole: of the older form some 4 million events
+Form = Literal["lines", "array", "snapshot", "trace"]
+OWN = "memkit"  # of our own events in a trace the category, and the key of the rest in its otherData
+_SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
+_GZIP_START = b"\x1f\x8b"
+_SCHEMA = re.compile(r"memkit\.events/1(\.\d+)?", re.ASCII)  # a minor version only adds keys
+_LEGACY_KEYS = {"peak_memory": "peak_total_bytes", "incremental_memory": "incremental_bytes"}
+_LEGACY_NAMES = frozenset({"event", *_LEGACY_KEYS})
+_HEADER_KEYS, _DEVICE_KEYS, _ORIGIN_KEYS = (
+    frozenset(each.name for each in fields(record)) for record in (LogHeader, LoggedDevice, Origin)
+)
+_EVENT_KEYS = frozenset(EVENT_KEYS)
+_BYTE_FIELDS = frozenset(BYTE_FIELDS)
+
+
+class EventFile:
+    """What one file holds; it is read by the constructor.
+
+    Attributes:
+        headers: One for each run.
+        events: The events in the file's order; `Event.run` counts ``num_runs_before`` in.
+        seconds: For each event the wall time at which it stands among other files' events: it never falls.
+        form: What the file is.
+        problems: One sentence each.
+
+    Args:
+        path: The file.
+        num_runs_before: Number of headers in the files before this one.
+
+    Raises:
+        FileFormatError: The file is no log, or a part of it is wrong.
+        OSError: The file cannot be read.
+    """
+
+    def __init__(self, path: Path, num_runs_before: int) -> None:
+        self.path = path
+        self.headers: list[LogHeader] = []
+        self.events: list[Event] = []
+        self.seconds: list[float] = []
+        self.form: Form = "lines"
+        self.problems: list[str] = []
+        self._num_runs_before = num_runs_before
+        self._unknown: Counter[str] = Counter()
+        self._seen: set[int] = set()
+        self._num_repeats = self._crc = 0
+        with self.path.open("rb") as file:
+            start = file.read(4096)
+            has_mark = start.startswith(codecs.BOM_UTF8)
+            file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
+            if has_mark:
+                self._note("a byte order mark at its start was passed over")
+            text = start.removeprefix(codecs.BOM_UTF8).lstrip()
+            if start.startswith((_SNAPSHOT_START, _GZIP_START)) or _looks_like_trace(text):
+                self._read_import(file, start)
+            elif text.startswith(b"["):
+                self.form = "array"
+                self._read_array(file)
+            else:
+                self._read_lines(file)
+        if self._unknown:
+            names = ", ".join(short(name) for name in sorted(self._unknown)[:5])
+            self._note(
+                f"{self._unknown.total()} values under {len(self._unknown)} unknown names were passed over: {names}"
+            )
+
+    def _read_lines(self, file: BinaryIO) -> None:
+        cut = ""  # what is wrong with the line before, if it may have been cut
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b""), start=1):
+            where = f"line {number}"
+            if len(line) > LONGEST_LINE_BYTES:
+                self._fail(f"{where}, longer than {LONGEST_LINE_BYTES} bytes", "an event log")
+            if line.isspace():
+                continue
+            record = self._parse_line(where, line)
+            is_header = isinstance(record, dict) and "schema" in record
+            if cut and not is_header:
+                self._fail(cut, "JSON; only the last line of a run may be cut")
+            if is_header:
+                self._end_run(cut)
+                self._add_header(where, record)
+                cut = ""
+            elif isinstance(record, NotWholeError):
+                cut = f"{where}: {record}"
+            else:
+                self._add_event(where, line, record)
+        self._end_run(cut)
+        self._note_ends()
+
+    def _parse_line(self, where: str, line: bytes) -> Any:
+        """Return the line's JSON value, or, where it may have been cut, what is wrong with it."""
+        try:
+            return _parse(line)
+        except NotWholeError as error:
+            if not self.headers and not looks_like_log(line):
+                self._fail(f"{where}: {error}", "the header line of an event log, or a JSON array of events")
+            return error
+        except ValueError as error:
+            self._fail(f"{where}: {error}", "values that JSON has, each key once")
+
+    def _end_run(self, cut: str) -> None:
+        if cut:
+            self._note(f"{cut}: not whole, as when the process was killed while writing it; left out")
+
+    def _note_ends(self) -> None:
+        if not self.headers:
+            self._note("the run ended before its header line was written: there are no events")
+        if len(self.headers) > 1:
+            self._note(f"{len(self.headers)} runs stand in it, one after the other")
+        if self._num_repeats:
+            self._note(f"{self._num_repeats} lines repeat an earlier line of their run word by word")
+
+    def _add_header(self, where: str, record: dict[str, Any]) -> None:
+        schema = record.pop("schema")
+        if not isinstance(schema, str) or not _SCHEMA.fullmatch(schema):
+            self._fail(
+                f"{where}: schema={short(schema)}",
+                "the schema 'memkit.events/1'",
+                "a newer memkit wrote this log: update memkit.",
+            )
+        if record.pop("units", "bytes") != "bytes":
+            self._fail(f"{where}: units that are not bytes", "units='bytes'")
+        try:
+            self.headers.append(LogHeader(**_known(_header_values(record, self._unknown), _HEADER_KEYS, self._unknown)))
+        except (InputError, InputTypeError) as error:
+            self._fail(f"{where}, the run's header: {error.got}", error.expected)
+        self._seen.clear()
+
+    def _add_event(self, where: str, line: bytes, record: object) -> None:
+        if not self.headers or not isinstance(record, dict):
+            self._fail(f"{where}: {short(record)}", "a header line first, then one JSON object for each event")
+        self._add_record(where, record, len(self.headers) - 1)
+        mark = hash(line)
+        self._num_repeats += mark in self._seen
+        self._seen.add(mark)
+
+    def _add_record(self, where: str, record: dict[str, Any], index: int | None) -> None:
+        """Take the values of an event, which stands under one of this file's headers or under none."""
+        values = _known(record, _EVENT_KEYS, self._unknown)
+        values.setdefault("event", None)
+        wall_s = None
+        if index is not None:
+            header = self.headers[index]
+            if values.get("rank") is None:
+                values["rank"] = header.rank
+            values["run"] = self._num_runs_before + index
+            wall_s = header.wall_s
+        event = self._make_event(where, values)
+        self.events.append(event)
+        self._note_second(wall_s if event.wall_s is None else event.wall_s)
+
+    def _note_second(self, wall_s: float | None) -> None:
+        """A clock that is set back must not turn the file's own order round."""
+        before = self.seconds[-1] if self.seconds else -math.inf
+        self.seconds.append(before if wall_s is None else max(before, wall_s))
+
+    def _chunks(self, file: BinaryIO, expected: str) -> Iterator[bytes]:
+        num_bytes = 0
+        while chunk := file.read(_CHUNK_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > _LARGEST_WHOLE_BYTES:
+                self._fail(f"more than {_LARGEST_WHOLE_BYTES} bytes", expected)
+            self._crc = zlib.crc32(chunk, self._crc)
+            yield chunk
+
+    def _read_import(self, file: BinaryIO, start: bytes) -> None:
+        """Take what another program wrote, or we wrote for another program."""
+        # Most files are logs: they need not wait for the other readers.
+        from memkit._events.snapshot_log import read_snapshot
+        from memkit._events.trace_file import Trace, read_profile, unzipped
+
+        chunks = self._chunks(file, "a snapshot or a trace")
+        try:
+            if start.startswith(_SNAPSHOT_START):
+                self.form = "snapshot"
+                found = read_snapshot(b"".join(chunks), self._num_runs_before)
+            else:
+                self.form = "trace"
+                is_packed = start.startswith(_GZIP_START)
+                trace = Trace(unzipped(chunks, _LARGEST_WHOLE_BYTES) if is_packed else chunks, OWN)
+                own = trace.entries.get("otherData")
+                if isinstance(own, dict) and isinstance(own.get(OWN), dict):
+                    self._read_own(own[OWN], trace.own_records)
+                    return
+                found = read_profile(trace, f"trace-{self._crc:08x}", self._num_runs_before)
+        except (InputError, InputTypeError) as error:
+            self._fail(error.got, error.expected)
+        self.headers, self.events = found.headers, found.events
+        for problem in found.problems:
+            self._note(problem)
+        for event in self.events:
+            self._note_second(event.wall_s)
+
+    def _read_own(self, own: dict[str, Any], records: list[tuple[int, dict[str, Any]]]) -> None:
+        """Take a trace of `memkit.report.export_log` back."""
+        headers = own.get("headers")
+        if own.get("form") not in get_args(Form) or not isinstance(headers, list):
+            self._fail(f"otherData: {short(own)}", "the form and the headers of a log")
+        self.form = own["form"]
+        for index, header in enumerate(headers):
+            if not isinstance(header, dict) or "schema" not in header:
+                self._fail(f"otherData, index {index}: {short(header)}", "the header of a run")
+            self._add_header(f"otherData, index {index}", header)
+        for index, record in records:
+            args, run = record.get("args"), None
+            if isinstance(args, dict):
+                run = args.pop("run", None)
+            if not isinstance(args, dict) or (
+                run is not None and (type(run) is not int or run not in range(len(headers)))
+            ):
+                self._fail(f"index {index}: {short(record)}", "an event under one of the headers")
+            self._add_record(f"index {index}", args, run)
+
+    def _read_array(self, file: BinaryIO) -> None:
+        stream = JsonStream(self._chunks(file, "a JSON array of events"), _decoder)
+        wrong: FileFormatError | None = None
+        try:
+            for index, record in enumerate(stream.elements()):
+                if wrong is not None and stream.num_chars > _CHUNK_BYTES:
+                    break  # nearby, an error in the text itself would say more
+                if stream.may_have_halves:
+                    _check_characters(record)
+                try:
+                    if wrong is None:
+                        self._add_legacy(f"index {index}", record)
+                except FileFormatError as error:
+                    wrong = error
+            else:
+                stream.expect_end()
+        except FileFormatError:
+            raise
+        except ValueError as error:
+            self._fail(str(error), "a whole JSON array of events")
+        if wrong is not None:
+            raise wrong
+        self._note_legacy()
+
+    def _add_legacy(self, where: str, record: object) -> None:
+        form = '{"event": NAME} with either "peak_memory" or "incremental_memory" in bytes'
+        if not isinstance(record, dict):
+            self._fail(f"{where}: {short(record)}", form)
+        named = f"{where}, event {short(record.get('event'))}"
+        values = _known(record, _LEGACY_NAMES, self._unknown)
+        event = values.pop("event", None)
+        if len(values) != 1:
+            self._fail(f"{named}: {'both numbers' if values else 'no number'}", form)
+        ((key, value),) = values.items()
+        try:
+            require_count("", key, value)
+        except (InputError, InputTypeError) as error:
+            self._fail(f"{named}: {error.got}", error.expected)
+        self._add_record(where, {"event": event, _LEGACY_KEYS[key]: value}, None)
+
+    def _note_legacy(self) -> None:
+        name, count = Counter(event.event for event in self.events).most_common(1)[0] if self.events else ("", 0)
+        if count > 1:
+            self._note(f"the event {short(name)} stands there {count} times: several runs may be in the file")
+        peaks = [event.peak_total_bytes for event in self.events if event.peak_total_bytes is not None]
+        if peaks != sorted(peaks):
+            self._note("peak_memory falls at some event: the counter was reset, or several runs are in the file")
+
+    def _make_event(self, where: str, values: dict[str, Any]) -> Event:
+        try:
+            return Event(**values)
+        except (InputError, InputTypeError) as error:
+            self._fail(f"{where}, event {short(values['event'])}: {error.got}", error.expected)
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(f"{self.path}: {problem}")
+
+    def _fail(
+        self, got: str, expected: str, fix: str = "check what wrote the file, or take that part out."
+    ) -> NoReturn:
+        raise FileFormatError(f"read_memory_events({str(self.path)!r})", got=got, expected=expected, fix=fix) from None
+
+
+def _looks_like_trace(start: bytes) -> bool:
+    return start.startswith(b"{") and (b'"traceEvents"' in start or b'"schemaVersion"' in start)
+
+
+def _parse(data: bytes) -> Any:
+    """Parse JSON strictly.
+
+    Raises:
+        NotWholeError: The text may have been cut.
+        ValueError: The text is whole, but repeats a key, is nested too deeply, or holds what JSON does not have.
+    """
+    try:
+        text = data.decode()
+        check_density(text)
+        value = _decode(text)
+    except UnicodeError:
+        raise NotWholeError("text that is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise NotWholeError(f"no JSON at character {error.pos} ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+    if "\\u" in text:
+        _check_characters(value)
+    return value
+
+
+def _check_characters(value: object) -> None:
+    """Refuse what UTF-8 cannot hold: an escape can spell half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeError:
+        raise ValueError("text that is no Unicode: half of a surrogate pair") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {short(repeated)} twice in one object")
+    return values
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name}, which is no JSON number")
+
+
+# One for all lines: json.loads would make one for each.
+_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_decode = _decoder.decode
+
+
+def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str]) -> dict[str, Any]:
+    """Return the values under known names and count the others."""
+    if record.keys() <= names:
+        return dict(record)
+    unknown.update(record.keys() - names)
+    return {name: value for name, value in record.items() if name in names}
+
+
+def _header_values(record: dict[str, Any], unknown: Counter[str]) -> dict[str, Any]:
+    """Make records of the parts of a header that are records; what has another form is left for the header's check."""
+    values = {"run_id": None, "wall_s": None} | {name: value for name, value in record.items() if value is not None}
+    if isinstance(values.get("argv"), list):
+        values["argv"] = tuple(values["argv"])
+    if isinstance(values.get("device"), dict):
+        values["device"] = LoggedDevice(**_known(values["device"], _DEVICE_KEYS, unknown))
+    if isinstance(values.get("fields"), dict):
+        origins = _known(values["fields"], _BYTE_FIELDS, unknown)
+        values["fields"] = {
+            name: Origin(**_known(origin, _ORIGIN_KEYS, unknown)) if isinstance(origin, dict) else origin
+            for name, origin in origins.items()
+        }
+    return values

@@ -1,0 +1,212 @@
+"""Read memory logs: one file, several runs in it, a file for each rank, the older JSON array, snapshots, traces."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.printable import short
+from memkit._events.file import EventFile, Form
+from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
+
+_RANK_FILE = re.compile(r"(?P<stem>.+)\.rank(?P<rank>\d+)(?P<suffix>\.\w+)?", re.ASCII)
+
+
+class LogNotFoundError(InputError, FileNotFoundError):
+    """There is no memory log at the path."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventLog:
+    """A memory log as it was read.
+
+    Attributes:
+        headers: One for each run and rank; none for the older form.
+        events: All events, in the file's order; of several files in the order of their wall times. ``event.run`` says
+            which header an event stands under.
+        form: What it was read from: ``"lines"``, our own; ``"array"``, the older JSON array, which knows names and one
+            number per event; ``"snapshot"``, a CUDA memory snapshot; ``"trace"``, a trace of torch.profiler.
+        problems: What a reader of the figures should know, one sentence each: a line that was cut, fields that this
+            memkit does not know, several runs in one file, a rank that is missing.
+    """
+
+    headers: tuple[LogHeader, ...]
+    events: tuple[Event, ...]
+    form: Form = "lines"
+    problems: tuple[str, ...] = ()
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether it was the older JSON array."""
+        return self.form == "array"
+
+    def origin(self, event: Event, name: str) -> Origin:
+        """Say where one of an event's numbers comes from.
+
+        Args:
+            event: One of ``events``.
+            name: The number, such as ``"allocated_bytes"``.
+
+        Returns:
+            What the event says, and where it says nothing, what its header says. ``Origin()`` where nobody says, and
+            for a number that is not recorded.
+
+        Raises:
+            InputError: No event has a number of that name.
+
+        Example:
+            >>> from memkit._events.reader import EventLog
+            >>> from memkit._events.log import Event, LogHeader, Origin
+            >>> header = LogHeader.new(fields={"peak_bytes": Origin("cuda_allocator", "measured")})
+            >>> log = EventLog((header,), (Event("forward", peak_bytes=512, run=0),))
+            >>> log.origin(log.events[0], "peak_bytes")
+            Origin(source='cuda_allocator', kind='measured')
+            >>> log.origin(log.events[0], "reserved_bytes")
+            Origin(source=None, kind=None)
+        """
+        if name not in BYTE_FIELDS:
+            raise InputError(
+                f"EventLog.origin(event, {name!r})",
+                got=f"the name {name!r}",
+                expected=f"one of {', '.join(BYTE_FIELDS)}",
+                fix="pass the name of a number of bytes.",
+            )
+        if getattr(event, name) is None:
+            return Origin()
+        declared = Origin() if event.run is None else self.headers[event.run].fields.get(name, Origin())
+        return Origin(event.source or declared.source, event.kind or declared.kind)
+
+
+def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> EventLog:
+    """Read a memory log. It needs neither torch nor the machine that wrote it.
+
+    The last line of a run may be cut: it is left out, and ``problems`` says so. Anything else that is wrong is an error
+    that names the file and the line, or the index in an array: a log is never read in part without a word.
+
+    Args:
+        path: A log file; the older JSON array ``[{"event": ..., "peak_memory": ...}, ...]``; a CUDA memory snapshot
+            of ``torch.cuda.memory._dump_snapshot``; a trace that ``torch.profiler.profile(profile_memory=True)``
+            exported, also as ``.json.gz``; a list of such files; the path that a run of several ranks was given
+            (``memory_events.jsonl`` for ``memory_events.rank0.jsonl``, ...); or the directory that holds one such log.
+
+    Returns:
+        The log. ``peak_memory`` of the older form is ``peak_total_bytes``, ``incremental_memory`` is
+        ``incremental_bytes``. Each card of a snapshot or a trace is a run, and each action of its allocator an event.
+        A snapshot is loaded without making any object of a class. Events of several files are merged by wall time;
+        each file's own order is kept.
+
+    Raises:
+        LogNotFoundError: There is no such file (an `InputError` and a ``FileNotFoundError``).
+        InputError: A directory holds several logs or none; a list is empty, or holds the older form beside others.
+        InputTypeError: ``path`` is neither a path nor a list of paths.
+        FileFormatError: A file is no log, or a line of it is wrong.
+        OSError: The file cannot be read.
+
+    Memory:
+        About 0.6 KB of host memory for each event.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from memkit._events.reader import read_memory_events
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "memory_events.json")
+        >>> _ = path.write_text('[{"event": "t5_loaded", "peak_memory": 11362869248}]')
+        >>> log = read_memory_events(path)
+        >>> log.is_legacy, log.events[0].peak_total_bytes, log.events[0].allocated_bytes
+        (True, 11362869248, None)
+    """
+    problems: list[str] = []
+    parts: list[EventFile] = []
+    for file in _find_files(path, problems):
+        parts.append(EventFile(file, num_runs_before=sum(len(part.headers) for part in parts)))
+    if len(parts) > 1 and any(part.form == "array" for part in parts):
+        raise InputError(
+            f"read_memory_events({short(path)})",
+            got="a JSON array of the older form beside other files",
+            expected="logs with times, by which they can be merged",
+            fix="read the array alone.",
+        )
+    problems += [problem for part in parts for problem in part.problems]
+    headers = tuple(header for part in parts for header in part.headers)
+    events = [event for part in parts for event in part.events]
+    if len(parts) > 1:
+        seconds = [second for part in parts for second in part.seconds]
+        events = [events[index] for index in sorted(range(len(events)), key=seconds.__getitem__)]
+    problems += _rank_problems([part.headers[-1] for part in parts if part.headers])
+    problems += [
+        f"run {run_id} of rank {rank} stands in the log {count} times: its events count as often"
+        for (run_id, rank), count in Counter((header.run_id, header.rank) for header in headers).items()
+        if count > 1
+    ]
+    return EventLog(headers, tuple(events), parts[0].form, tuple(problems))
+
+
+def _find_files(path: object, problems: list[str]) -> list[Path]:
+    if isinstance(path, (list, tuple)) and path:
+        return [file for each in path for file in _find_one(each, problems)]
+    return _find_one(path, problems)
+
+
+def _find_one(path: object, problems: list[str]) -> list[Path]:
+    call = f"read_memory_events({short(path)})"
+    if isinstance(path, (list, tuple)):
+        raise InputError(call, got="a list in a list, or an empty one", expected="paths", fix="pass a list of paths.")
+    if not isinstance(path, (str, os.PathLike)) or isinstance(os.fspath(path), bytes):
+        raise InputTypeError(
+            call, got=f"a {type(path).__name__}", expected="a path as text", fix="pass the log's path, or a list."
+        )
+    base = Path(path)
+    if base.is_dir():
+        base = _base_in(base, call)
+    ranks = _rank_files(base)
+    if base.is_file():
+        if ranks:
+            problems.append(f"{base}: {len(ranks)} files of single ranks lie beside it and are not read")
+        return [base]
+    if not ranks:
+        what = "something that is no regular file" if base.exists() else "no file there, nor one of a rank"
+        raise LogNotFoundError(call, got=what, expected="a memory log", fix="check the path and the run's directory.")
+    return ranks
+
+
+def _base_in(directory: Path, call: str) -> Path:
+    """Find the one log that a directory holds: the path that the run was given."""
+    names = set()
+    for file in directory.glob("*.jsonl"):
+        match = _RANK_FILE.fullmatch(file.name)
+        names.add(f"{match['stem']}{match['suffix']}" if match else file.name)
+    if len(names) != 1:
+        listed = f": {', '.join(sorted(names)[:5])}" if names else ""
+        raise InputError(
+            call,
+            got=f"a directory with {len(names)} logs{listed}",
+            expected="a directory with one log (*.jsonl), or the path of a file",
+            fix="name the file.",
+        )
+    return directory / names.pop()
+
+
+def _rank_files(base: Path) -> list[Path]:
+    """List ``log.rank0.jsonl``, ``log.rank1.jsonl``, ... for ``log.jsonl``, by number."""
+    found = {}
+    for file in base.parent.iterdir() if base.parent.is_dir() else ():
+        match = _RANK_FILE.fullmatch(file.name)
+        if match and f"{match['stem']}{match['suffix'] or ''}" == base.name:
+            found[file] = int(match["rank"])
+    return sorted(found, key=found.__getitem__)
+
+
+def _rank_problems(headers: list[LogHeader]) -> Iterator[str]:
+    sizes = sorted({header.world_size for header in headers})
+    if len(sizes) > 1:
+        yield f"the files are of runs with {', '.join(map(str, sizes))} ranks: some may be left over from an older run"
+    elif sizes:
+        ranks = {header.rank for header in headers}
+        missing = sizes[0] - len(ranks)
+        if missing:
+            first = next(rank for rank in range(sizes[0]) if rank not in ranks)
+            yield f"{missing} of {sizes[0]} ranks are missing, rank {first} the first of them"

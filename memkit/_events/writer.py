@@ -1,0 +1,334 @@
+"""Write memory logs: JSON lines, a header line for each run, one flushed line for each event."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import operator
+import os
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memkit._core.errors import FileFormatError, InputError, MemkitWarning, StateError
+from memkit._core.printable import printable_json
+from memkit._events.log import EVENT_KEYS, Event, LogHeader, require_rank
+from memkit._machine.files import atomic_writer, write_bytes
+
+if sys.platform != "win32":
+    import fcntl
+
+SCHEMA = "memkit.events/1"
+LONGEST_LINE_BYTES = 2**24  # the reader holds no more of a file that may be no log at all
+_LOG_START = b'{"schema":"memkit.events/'
+_NUM_UNWRITTEN = 10_000  # about 5 MB of events
+_ENCODED = (str, dict)  # types of values that need the encoder
+_get_values = operator.attrgetter(*EVENT_KEYS)
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
+
+
+class EventWriter:
+    """Append events to a log file, one line each, so that a kill costs at most the line being written.
+
+    Each line is handed to the system in one write, at once. Several threads may write.
+
+    A file that holds runs already is continued: a last line that was cut is ended, and a new header line begins the
+    new run. Each process writes its own file; see `rank_path`.
+
+    Nothing is synced to the disk for each event: what the system has taken survives the end of the process, also by
+    SIGKILL or the out-of-memory killer; only a crash of the whole machine may lose the last seconds.
+
+    When the file can no longer be written (disk full), one `MemkitWarning` says so, and the run goes on: the last
+    10,000 of the events that follow are kept in ``unwritten``, for `save_events` elsewhere.
+
+    Args:
+        path: The log file. Its directory must exist.
+        header: What to say about this run.
+
+    Raises:
+        OSError: The file cannot be opened.
+        StateError: Another writer has the file open, in this process or another one; it is left alone. Not noticed on
+            Windows, and on file systems without locks.
+        FileFormatError: The file holds something that is no event log; it is left alone.
+        InputError: The header takes more than 16 MiB.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from memkit._events.reader import read_memory_events
+        >>> from memkit._events.log import Event, LogHeader
+        >>> from memkit._events.writer import EventWriter
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "memory_events.jsonl")
+        >>> with EventWriter(path, LogHeader.new()) as writer:
+        ...     writer.write(Event("forward", step=0, peak_bytes=35_122_176))
+        >>> [(event.event, event.peak_bytes) for event in read_memory_events(path).events]
+        [('forward', 35122176)]
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: LogHeader) -> None:
+        self.path = Path(path)
+        self.unwritten: deque[Event] = deque(maxlen=_NUM_UNWRITTEN)
+        self._has_failed = False
+        self._pid = os.getpid()
+        line = _header_line(header)
+        self._file = self.path.open("a+b", buffering=0)
+        try:
+            self._lock()
+            self._append(self._join() + line)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lock(self) -> None:
+        """Refuse a file that another writer has open. The lock ends with its holder, in whatever way."""
+        if sys.platform == "win32":
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StateError(
+                f"EventWriter({str(self.path)!r})",
+                got="a log that another writer has open, in this process or another one",
+                expected="one writer at a time for each log file",
+                fix="close() the other manager first, or choose another path. Ranks get a file each where RANK and "
+                "WORLD_SIZE are set. The workers of a killed run hold its log until they end.",
+            ) from None
+        except OSError:  # some network file systems have no locks: there, writers are not told apart
+            return
+
+    def _join(self) -> bytes:
+        """Return what must stand between the file's content and a new header line; refuse a file that is no log."""
+        self._file.seek(0)
+        start = self._file.read(len(_LOG_START))
+        if not looks_like_log(start):
+            raise FileFormatError(
+                f"EventWriter({str(self.path)!r})",
+                got=f"a file that begins with {start!r}",
+                expected="a new file, or an event log to continue",
+                fix="choose another path; nothing was changed.",
+            )
+        if len(start) < len(_LOG_START):  # new, or cut before it said anything
+            self._file.truncate(0)
+            return b""
+        self._file.seek(-1, os.SEEK_END)
+        return b"" if self._file.read(1) == b"\n" else b"\n"
+
+    def write(self, event: Event) -> None:
+        """Append one event.
+
+        Args:
+            event: The event.
+
+        Raises:
+            StateError: The writer is closed, or belongs to the process that this one was forked from.
+            InputError: The event takes more than 16 MiB.
+        """
+        self.write_texts([_text_of(event)])
+
+    def write_texts(self, texts: Sequence[str]) -> None:
+        """Append several events in one write.
+
+        Args:
+            texts: Of each event its `event_text`.
+
+        Raises:
+            StateError: As `write`.
+            InputError: An event takes more than 16 MiB; none is written.
+        """
+        data = b"".join([_line(text) for text in texts])
+        if os.getpid() != self._pid:
+            raise StateError(
+                "EventWriter.write(event)",
+                got=f"a call in process {os.getpid()} on the writer of process {self._pid}",
+                expected="one process for each log file",
+                fix="open an EventWriter with another path in the forked process.",
+            )
+        if self._file.closed:
+            raise StateError(
+                "EventWriter.write(event)",
+                got="a closed writer",
+                expected="an open one",
+                fix="write before close(), or open the path again: that appends a new run.",
+            )
+        num_left = (data if self._has_failed else self._append(data)).count(b"\n")
+        self.unwritten.extend(parse_event(text) for text in texts[len(texts) - num_left :])
+
+    def _append(self, data: bytes) -> bytes:
+        """Write lines; on failure warn, give the file up, and return what is left, from the middle of a line on."""
+        rest = data
+        try:
+            while rest:  # more than one turn only when the disk is full or the system is interrupted
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._has_failed = True
+            warnings.warn(
+                f"The memory log {str(self.path)!r} cannot be written any more ({error}). The run goes on without it; "
+                f"the last {_NUM_UNWRITTEN} events from here on are in EventWriter.unwritten.",
+                MemkitWarning,
+                stacklevel=4,
+            )
+        return rest
+
+    def close(self) -> None:
+        """Close the file; more than once does no harm."""
+        if sys.platform != "win32" and not self._file.closed and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):  # let go at once: a process forked from here may have the file open
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def looks_like_log(start: bytes) -> bool:
+    """Say whether a file that begins so is an event log, however early it was cut."""
+    return start.startswith(_LOG_START) or _LOG_START.startswith(start)
+
+
+def save_events(path: str | os.PathLike[str], header: LogHeader, events: Iterable[Event]) -> None:
+    """Write a complete log, atomically: a file that exists is replaced as a whole.
+
+    Args:
+        path: The log file. Its directory must exist.
+        header: What to say about the run.
+        events: The run's events in order.
+
+    Raises:
+        OSError: The file cannot be written; what was there before still is.
+        InputError: The header or an event takes more than 16 MiB.
+    """
+    with atomic_writer(path) as file:
+        file.writelines(run_lines(header, events))
+
+
+def run_lines(header: LogHeader, events: Iterable[Event]) -> Iterator[bytes]:
+    """Yield the lines of one run; those of several runs may stand in a file one after the other."""
+    yield _header_line(header)
+    for event in events:
+        yield _line(_text_of(event))
+
+
+def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
+    """Write the older form, a JSON array of ``{"event", "peak_memory"}`` or ``{"event", "incremental_memory"}``.
+
+    ``peak_memory`` is the event's ``peak_total_bytes``, and ``incremental_memory`` its ``incremental_bytes``; where
+    both are known, the peak is written. All else is lost. An event with neither number is left out: the form has no
+    way to say "not recorded".
+
+    Args:
+        path: The file, replaced atomically.
+        events: The events in order.
+
+    Returns:
+        How many events were left out.
+
+    Raises:
+        OSError: The file cannot be written; what was there before still is.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from memkit._events.log import Event
+        >>> from memkit._events.writer import save_legacy
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "memory_events.json")
+        >>> save_legacy(path, [Event("t5_loaded", peak_total_bytes=11_362_869_248), Event("note")])
+        1
+        >>> print(path.read_text(), end="")
+        [
+        {"event":"t5_loaded","peak_memory":11362869248}
+        ]
+    """
+    lines = []
+    num_left_out = 0
+    for event in events:
+        if event.peak_total_bytes is not None:
+            lines.append(_encode({"event": event.event, "peak_memory": event.peak_total_bytes}))
+        elif event.incremental_bytes is not None:
+            lines.append(_encode({"event": event.event, "incremental_memory": event.incremental_bytes}))
+        else:
+            num_left_out += 1
+    write_bytes(path, _utf8(printable_json("[\n" + ",\n".join(lines) + "\n]\n")))
+    return num_left_out
+
+
+def rank_path(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
+    """Name the log file of one process in a run.
+
+    Args:
+        path: The run's log, as the reader is asked for it.
+        rank: The process.
+        world_size: Number of processes; with one, the path stays as it is.
+
+    Returns:
+        The process's own path.
+
+    Raises:
+        InputTypeError: A number is no int.
+        InputError: The run has no such rank.
+
+    Example:
+        >>> from memkit._events.writer import rank_path
+        >>> str(rank_path("memory_events.jsonl", rank=3, world_size=4))
+        'memory_events.rank3.jsonl'
+    """
+    call = f"rank_path({str(path)!r}, rank={rank!r}, world_size={world_size!r})"
+    require_rank(call, rank, world_size)
+    base = Path(path)
+    return base if world_size == 1 else base.with_name(f"{base.stem}.rank{rank}{base.suffix}")
+
+
+def header_record(header: LogHeader) -> dict[str, Any]:
+    """Return the JSON object of a header."""
+    known = asdict(header, dict_factory=lambda pairs: {name: value for name, value in pairs if value is not None})
+    return {"schema": SCHEMA, **known, "units": "bytes"}
+
+
+def _header_line(header: LogHeader) -> bytes:
+    return _line(_encode(header_record(header)))
+
+
+def event_text(values: Mapping[str, Any]) -> str:
+    """Return the JSON of an event's values, such as ``Event(**values)`` takes. They are not checked; None is left out.
+
+    The encoder would take twice as long for the whole: most values are numbers, and Python writes those as JSON does.
+    """
+    texts = [
+        f'"{name}":{_encode(value) if type(value) in _ENCODED else repr(value)}'
+        for name, value in values.items()
+        if value is not None
+    ]
+    return f"{{{','.join(texts)}}}"
+
+
+def parse_event(text: str) -> Event:
+    """Return the event of an `event_text`."""
+    return Event(**json.loads(text))
+
+
+def _text_of(event: Event) -> str:
+    return event_text(dict(zip(EVENT_KEYS, _get_values(event), strict=True)))
+
+
+def _line(text: str) -> bytes:
+    line = _utf8(printable_json(text) + "\n")
+    if len(line) > LONGEST_LINE_BYTES:
+        raise InputError(
+            "writing a memory log",
+            got=f"a line of {len(line)} bytes",
+            expected=f"lines up to {LONGEST_LINE_BYTES} bytes",
+            fix="put less into its note, config or names.",
+        )
+    return line
+
+
+def _utf8(text: str) -> bytes:
+    # Half of a surrogate pair, as in a file name that is no Unicode, has no place in UTF-8: "?" stands for it.
+    return text.encode(errors="replace")

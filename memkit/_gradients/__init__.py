@@ -1,0 +1,1 @@
+"""What a loss is, and how gradients get around a function's inside."""

@@ -1,0 +1,114 @@
+"""Finds tensors that a function uses unseen: nobody would take their gradients, and they would be missing silently."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from memkit._core.errors import InputError
+from memkit._torch.graph import inputs_of, sequence_number
+
+
+class _Edge(NamedTuple):
+    node: Node
+    output: int
+
+
+class CapturedTensors:
+    """What a function took from outside. Make it before the function runs: what is older is from outside.
+
+    Args:
+        call: The user's call, for the message.
+        fn: The function; its variables are searched for the tensor's name.
+    """
+
+    def __init__(self, call: str, fn: Callable[..., Any]) -> None:
+        self._call, self._fn = call, fn
+        with torch.inference_mode(False), torch.enable_grad():  # noqa: FBT003 - torch.compile knows no mode=
+            mark: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
+        self._newest_before = _age(mark)
+
+    def refuse(self, results: Iterable[Tensor], known: Sequence[Tensor]) -> None:
+        """Refuse results that depend on a tensor that needs a gradient and is not known.
+
+        Args:
+            results: What the function returned, with a graph.
+            known: Leaf tensors whose gradients will be taken.
+
+        Raises:
+            InputError: Names the tensors, with shape, and the way out.
+        """
+        # A function may ask for a row's gradient itself (forces): such a row is known, though nobody outside needs it.
+        sources = {get_gradient_edge(leaf).node for leaf in known if leaf.requires_grad}
+        seen: set[Node] = set()
+        edges = [_Edge(*get_gradient_edge(result)[:2]) for result in results if result.requires_grad]
+        strangers: list[_Edge] = []
+        while edges:
+            edge = edges.pop()
+            if edge.node in sources or edge.node in seen:
+                continue
+            seen.add(edge.node)
+            if self._is_from_outside(edge.node, sources):
+                strangers.append(edge)
+            else:
+                edges += [_Edge(node, output) for node, output in edge.node.next_functions if node is not None]
+        if strangers:
+            found = ", ".join(sorted(map(self._describe, strangers)))
+            raise InputError(
+                self._call,
+                got=f"a function that uses {found} from outside of its arguments",
+                expected="every tensor that needs a gradient as an argument or a parameter: it would silently get none",
+                fix="pass it as an argument if it has one entry per row; pass leaf tensors as params=[...] "
+                "(params=module.parameters()); compute inside the function what is computed; detach() what needs no "
+                "gradient. chunked_map(..., strategy='checkpoint') takes any function.",
+            )
+
+    def _is_from_outside(self, node: Node, sources: set[Node]) -> bool:
+        # Autocast keeps a parameter's conversion for the whole autocast block, so it may be older than this call.
+        is_conversion = node.name() == "ToCopyBackward0" and all(source in sources for source, _ in node.next_functions)
+        return _is_leaf(node) or (_age(node) <= self._newest_before and not is_conversion)
+
+    def _describe(self, edge: _Edge) -> str:
+        node: Any = edge.node
+        like = node.variable if _is_leaf(node) else inputs_of(node)[edge.output]
+        shape = f"of shape {tuple(like.shape)}"
+        for name, value in _named_values(self._fn):
+            own = value.named_parameters(name) if isinstance(value, nn.Module) else [(name, value)]
+            for path, tensor in own:
+                if isinstance(tensor, Tensor) and tensor.requires_grad and get_gradient_edge(tensor)[:2] == tuple(edge):
+                    return f"`{path}` {shape}"
+        return f"a tensor {shape}"
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def _age(node: Any) -> int:
+    return sequence_number(node)
+
+
+def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:
+    """Tensors from outside that a function's code names, those of its own object among them; none of modules."""
+    return ((name, value) for name, value in _named_values(fn) if isinstance(value, Tensor))
+
+
+def _named_values(fn: object) -> Iterator[tuple[str, object]]:
+    if isinstance(fn, functools.partial):
+        yield from _named_values(fn.func)
+        for name, value in [*enumerate(fn.args), *fn.keywords.items()]:
+            yield from [(str(name), value), *_named_values(value)]
+    elif inspect.ismethod(fn):
+        yield from ((f"self.{name}", value) for name, value in getattr(fn.__self__, "__dict__", {}).items())
+        yield from _named_values(fn.__func__)
+    elif inspect.isfunction(fn):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            variables = inspect.getclosurevars(fn)
+            yield from [*variables.nonlocals.items(), *variables.globals.items()]

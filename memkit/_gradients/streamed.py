@@ -1,0 +1,227 @@
+"""A scalar whose gradient is computed inside the forward, chunk by chunk, so that no graph outlives its chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memkit._core.errors import InputError, StateError
+from memkit._gradients.captured import CapturedTensors
+from memkit._torch.autocast import without_gradients
+from memkit._torch.graph import keeps_graph
+from memkit._torch.tensors import hooks_of, set_hooks
+
+Gradients = list[Tensor | None]
+Compute = Callable[[Sequence[bool]], tuple[Tensor, Gradients]]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> Tensor:
+    """Make a 0-dim tensor differentiable whose gradients are known as soon as it is.
+
+    Backward multiplies the gradients by the one number that comes from above: in place, unless the graph is retained.
+    With ``retain_graph=True`` a second backward is exact; without, it raises torch's own error. Each input gets one
+    gradient per call, so a parameter's hooks run once.
+
+    Args:
+        compute: Called once, with whether each input needs a gradient, in no-grad mode if any does and in the caller's
+            mode if none does. Returns the value, 0-dim, and for each input its gradient: of the input's shape, in any
+            dtype (see `accumulator_dtype`), or None for no gradient.
+        inputs: All that the value depends on.
+        call: The user's call, for the message.
+
+    Returns:
+        The value. It requires no gradient where no input does, where gradients are disabled, or where `compute` gave
+        none; in the first two cases `compute` is told to do no gradient work.
+
+    Raises:
+        StateError: In backward, with ``create_graph=True``: the graphs of the chunks are gone.
+    """
+    if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
+        return _WithGradients.apply(compute, call, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    return compute([False] * len(inputs))[0]
+
+
+def sum_of_chunks(
+    chunk_sum: Callable[..., Tensor],
+    rows: Sequence[Any],
+    params: Sequence[Tensor],
+    *,
+    chunk_size: int,
+    call: str,
+    behind: Callable[..., Any] | None = None,
+    head: int = 0,
+) -> Tensor:
+    """Sum a function over chunks of rows, each chunk's gradient taken at once: memory is bounded by one chunk.
+
+    The chunks run in order and once, under the caller's autocast, so random numbers are drawn as in the plain loop
+    over the same chunks. Half-precision parameters accumulate their gradient in float32.
+
+    Args:
+        chunk_sum: ``chunk_sum(*chunk)`` returns a 0-dim tensor.
+        rows: Tensors of one or more dimensions with equally many rows in dimension 0 are cut; all else is passed to
+            every chunk as it is.
+        params: Distinct leaf tensors that ``chunk_sum`` uses besides the rows and that require grad.
+        chunk_size: Rows per chunk. No rows at all are one empty chunk.
+        call: The user's call, for messages.
+        behind: What ``chunk_sum`` calls, where that is the user's; a tensor that it captured is named.
+        head: See `spans`.
+
+    Returns:
+        The sum, 0-dim, at least float32.
+
+    Raises:
+        InputError: The rows disagree or there are none to cut; ``chunk_sum`` uses another tensor that requires grad.
+        StateError: See `with_gradients`.
+
+    Memory cost: per chunk its graph and one gradient of all parameters; throughout, one gradient of all parameters
+    and of the rows that require grad.
+    """
+    num_rows = count_rows(rows, call)
+    cut = [index for index, each in enumerate(rows) if _is_cut(each)]
+    is_grad_enabled = torch.is_grad_enabled()
+
+    def compute(needs: Sequence[bool]) -> tuple[Tensor, Gradients]:
+        gradients = _Accumulators([*(rows[index] for index in cut), *params])
+        captured = CapturedTensors(call, chunk_sum if behind is None else behind)
+        targets = [index for index, is_needed in enumerate(needs) if is_needed]
+
+        def add(part: slice) -> Tensor:
+            chunk = list(rows)
+            for index, is_needed in zip(cut, needs, strict=False):
+                chunk[index] = rows[index].detach()[part].requires_grad_(is_needed)
+            value = chunk_sum(*chunk)
+            if value.requires_grad:
+                leaves = [*(chunk[index] for index in cut), *params]
+                captured.refuse([value], leaves)
+                found = torch.autograd.grad(value, [leaves[index] for index in targets], allow_unused=True)
+                for index, gradient in zip(targets, found, strict=True):
+                    gradients.add(index, gradient, part if index < len(cut) else None)
+            return value.detach().to(accumulator_dtype(value.dtype))
+
+        with without_gradients(are_off=not is_grad_enabled), without_hooks(params):
+            sums = (add(slice(start, start + length)) for start, length in spans(num_rows, chunk_size, head))
+            total = functools.reduce(operator.add, sums)
+        return total, gradients.buffers
+
+    return with_gradients(compute, [*(rows[index] for index in cut), *params], call=call)
+
+
+def spans(num_rows: int, chunk_size: int, head: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield start and length of each chunk, the last one short; one empty chunk where there are no rows.
+
+    Args:
+        num_rows: All rows.
+        chunk_size: Rows of a chunk.
+        head: Rows of a first chunk before the others; 0 for none.
+    """
+    if head:
+        yield 0, head
+    for start in range(head, max(num_rows, 1), chunk_size):
+        yield start, min(chunk_size, num_rows - start)
+
+
+def refuse_second_derivative(call: str, fix: str) -> None:
+    """In the backward of a node whose graphs are gone by then: refuse ``create_graph=True``.
+
+    Raises:
+        StateError: It is a backward with ``create_graph=True``.
+    """
+    if torch.is_grad_enabled():
+        raise StateError(
+            call,
+            got="a backward with create_graph=True",
+            expected="first derivatives only: the graphs of the parts are gone when their gradients are taken",
+            fix=fix,
+        )
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which many values of ``dtype`` add up: float32 for half precision, which loses digits."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, compute: Compute, call: str, *inputs: Tensor) -> Tensor:
+        value, gradients = compute(ctx.needs_input_grad[2:])
+        # Saved as if they were activations: torch frees them, and refuses a second backward, as with any graph.
+        ctx.save_for_backward(*gradients)
+        ctx.call = call
+        ctx.dtypes = [each.dtype for each in inputs]
+        if all(gradient is None for gradient in gradients):
+            ctx.mark_non_differentiable(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative(
+            ctx.call,
+            "for second derivatives, compute this loss plainly, or in chunks each under "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+        )
+        # Without a retained graph these buffers have no other use. torch offers no public way to ask.
+        is_last = not keeps_graph()
+        results: Gradients = []
+        for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            if gradient is not None:
+                factor = upstream[0].to(gradient.device)  # a model's parameters may lie on several devices
+                gradient = gradient.mul_(factor) if is_last else gradient * factor  # noqa: PLW2901
+            results.append(gradient if gradient is None else gradient.to(dtype))
+        return None, None, *results
+
+
+class _Accumulators:
+    """Gradients of all inputs, each allocated with its first contribution; None for an input that got none."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = inputs
+        self.buffers: Gradients = [None] * len(inputs)
+
+    def add(self, index: int, gradient: Tensor | None, rows: slice | None) -> None:
+        """Add a chunk's gradient: of some rows, or of a whole parameter."""
+        if gradient is None:
+            return
+        buffer, source = self.buffers[index], self._inputs[index]
+        if buffer is None:
+            # A row's gradient comes once: more digits would be of no use.
+            dtype = source.dtype if rows else accumulator_dtype(source.dtype)
+            buffer = self.buffers[index] = torch.zeros_like(source, dtype=dtype, requires_grad=False)
+        (buffer[rows] if rows else buffer).add_(gradient)
+
+
+@contextlib.contextmanager
+def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+    """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
+    hooks = [(each, hooks_of(each)) for each in params if hooks_of(each)]
+    try:
+        for each, _ in hooks:
+            set_hooks(each, None)
+        yield
+    finally:
+        for each, found in hooks:
+            set_hooks(each, found)
+
+
+def _is_cut(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def count_rows(rows: Sequence[Any], call: str) -> int:
+    """Return how many rows the tensors have that are cut; refuse where they differ, or where there is none."""
+    counts = {len(each) for each in rows if _is_cut(each)}
+    if len(counts) != 1:
+        raise InputError(
+            call,
+            got=f"tensors with {sorted(counts)} rows" if counts else "no tensor with rows",
+            expected="one or more tensors that all have the rows in dimension 0",
+            fix="give what belongs to no row to the function itself, for example with functools.partial.",
+        )
+    return counts.pop()

@@ -1,0 +1,1 @@
+"""The machine: devices, the host, files, random state."""

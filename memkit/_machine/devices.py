@@ -1,0 +1,396 @@
+"""The only door to the machine: accelerators through torch, host memory through psutil, /proc and cgroups."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import mmap
+import os
+import pickle
+import platform
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from memkit._core.errors import ConfigError
+from memkit._core.records import DeviceMemory, HostMemory
+from memkit._torch import machine
+
+if sys.platform != "win32":
+    import resource
+
+_PRESSURE = 0.1  # a device or host with less than this share free is under memory pressure
+_WITHOUT_PEAK = frozenset({"cpu", "meta", "mps"})
+_USAGE_UNIT = 1 if sys.platform == "darwin" else 1024
+_CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-aligned number
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """Turn ``"auto"``, a device name or a device into a device that is there.
+
+    Args:
+        device: ``"auto"`` takes the accelerator of this machine, or the CPU where there is none.
+
+    Returns:
+        The device; an accelerator without an index gets the current one.
+
+    Raises:
+        ConfigError: The name is not a device, or this machine does not have it.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    there = {"cpu": math.inf, "meta": math.inf}  # how many of them
+    if accelerator:
+        there[accelerator.type] = torch.accelerator.device_count()
+    resolved = (accelerator or torch.device("cpu")) if device == "auto" else _parse_device(device)
+    if resolved is None or (resolved.index or 0) >= there.get(resolved.type, 0):
+        names = ", ".join(name if math.isinf(count) else f"{name} ({count:.0f})" for name, count in there.items())
+        raise ConfigError(
+            f"device={device!r}",
+            got=repr(device),
+            expected=f"'auto' or a device of this machine: {names}",
+            fix="pass device='auto', or run where that device is.",
+        )
+    index: int | None = resolved.index  # torch's own stub forgets the None
+    if index is None and accelerator and resolved.type == accelerator.type:
+        return torch.device(resolved.type, torch.accelerator.current_device_index())
+    return resolved
+
+
+def _parse_device(device: str | torch.device) -> torch.device | None:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        return None
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Read the allocator and the driver of an accelerator; for the CPU, which keeps no count, all is None."""
+    counters = allocator_counters(device)
+    if device.type in _WITHOUT_PEAK:
+        return counters
+    free_bytes, total_bytes = machine.memory_info(device)
+    return replace(counters, free_bytes=free_bytes, total_bytes=total_bytes)
+
+
+def allocator_counters(device: torch.device) -> DeviceMemory:
+    """Read the allocator's counters alone, without asking the driver: cheap, and no wait for the device."""
+    if device.type in {"cpu", "meta"}:
+        return DeviceMemory()
+    if device.type == "mps":
+        return DeviceMemory(
+            allocated_bytes=torch.mps.current_allocated_memory(),
+            reserved_bytes=torch.mps.driver_allocated_memory(),
+            total_bytes=torch.mps.recommended_max_memory(),
+        )
+    # As it comes, in one call: torch's single readings each flatten and sort all of its hundred numbers.
+    stats = torch.get_device_module(device).memory_stats_as_nested_dict(device)
+
+    def bytes_of(name: str, which: str) -> int:
+        return int(stats.get(name, {}).get("all", {}).get(which, 0))  # empty before the first use: nothing allocated
+
+    return DeviceMemory(
+        allocated_bytes=bytes_of("allocated_bytes", "current"),
+        reserved_bytes=bytes_of("reserved_bytes", "current"),
+        peak_bytes=bytes_of("allocated_bytes", "peak"),
+        reserved_peak_bytes=bytes_of("reserved_bytes", "peak"),
+        inactive_split_bytes=bytes_of("inactive_split_bytes", "current"),
+    )
+
+
+def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory] | None:
+    """Return a reader of `allocator_counters`; None where there are none."""
+    return None if device.type in {"cpu", "meta"} else lambda: allocator_counters(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """Read the largest allocated bytes of a device since the last reset; None where it keeps no such count."""
+    return None if device.type in _WITHOUT_PEAK else allocator_counters(device).peak_bytes
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak counters of a device start again from what is allocated now: for everybody in this process."""
+    if device.type not in _WITHOUT_PEAK:
+        machine.reset_peak(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device as its driver does; the CPU by its architecture."""
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return properties(device).name if properties and device.type != "cpu" else platform.machine()
+
+
+def device_architecture(device: torch.device) -> str | None:
+    """Return the compute capability of an NVIDIA card ("8.9") or AMD's name ("gfx90a"); None for other devices."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"{properties.major}.{properties.minor}"
+
+
+def device_identity(device: torch.device) -> str | None:
+    """Return what tells a card from all others, in every process; None for the CPU and where the driver does not say.
+
+    An index does not: each process counts the devices that it sees.
+    """
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    uuid = getattr(properties(device), "uuid", None) if properties and device.type != "cpu" else None
+    return None if uuid is None else str(uuid)
+
+
+def allocator_settings() -> dict[str, str]:
+    """Return the environment's settings of torch's allocators, by variable."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def allocator_snapshot(device: torch.device) -> bytes | None:
+    """Return the allocator's own account as https://pytorch.org/memory_viz reads it; None where there is none."""
+    if device.type != "cuda":
+        return None
+    return pickle.dumps(machine.allocator_history())
+
+
+def prefers_bfloat16(device: torch.device) -> bool:
+    """Say whether a device computes faster in bfloat16 than in float32, in hardware and not by emulation."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cpu":
+        return machine.has_bfloat16_instructions()
+    return device.type == "xpu"
+
+
+def release_cached_memory() -> None:
+    """Collect reference cycles, then give the accelerator allocator's unused blocks back to the driver."""
+    gc.collect()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        machine.empty_cache(accelerator.type)
+
+
+def process_rank() -> tuple[int, int]:
+    """Return this process's number and how many there are: by torch.distributed, else by the launcher's environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size):
+        return int(rank), int(world_size)
+    return 0, 1
+
+
+def trim_heap() -> None:
+    """Give the C library's free heap back to the system, where it has a call for it (glibc); elsewhere do nothing."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+def resident_bytes() -> int:
+    """Read the resident bytes of this process in about 2 microseconds, where psutil takes 15."""
+    try:
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # opened anew: after a fork an old one reads the parent
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+    try:
+        return int(os.read(file, 128).split()[1]) * mmap.PAGESIZE
+    finally:
+        os.close(file)
+
+
+class ResidentPeak:
+    """The largest resident bytes of this process, since its start or since the count's restart."""
+
+    def __init__(self) -> None:
+        self._own_from: float = math.inf  # what the quick count says from here on is this process's own
+        self._restart_pid: int | None = None
+        self._restart_file = -1
+
+    def read(self) -> int:
+        """Read it, in half a microsecond.
+
+        On Linux the quick count (``ru_maxrss``) begins with that of the process that started this program, which may
+        have been larger: where it cannot be told apart, the process's own is asked for, in 15 microseconds.
+        """
+        if sys.platform == "win32":
+            return int(psutil.Process().memory_info().peak_wset)
+        # On Linux that of a thread tells the process's peak too, and is quicker: it skips every other thread.
+        who = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
+        peak = resource.getrusage(who).ru_maxrss * _USAGE_UNIT
+        if peak >= self._own_from:
+            return peak
+        own = _status_bytes(Path("/"), "VmHWM") or peak
+        if own >= peak:
+            self._own_from = peak
+        return own
+
+    def restart(self) -> bool:
+        """Let the kernel's count start again from now; False where the system cannot."""
+        try:
+            if self._restart_pid != os.getpid():  # after a fork the file is still the parent's
+                self._restart_file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+                weakref.finalize(self, os.close, self._restart_file)
+                self._restart_pid = os.getpid()
+            os.write(self._restart_file, b"5")
+        except OSError:
+            return False
+        return True
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Let this process take at most ``num_bytes`` more than it has now; a real limit, and it stays.
+
+    On CUDA torch's allocator refuses more. For the CPU on Linux the kernel does: soft RLIMIT_DATA, which counts heaps,
+    anonymous mappings and thread stacks, but no libraries. Start thread pools before.
+
+    Args:
+        device: Whose memory.
+        num_bytes: What may still be taken.
+
+    Raises:
+        ConfigError: This system has no such limit.
+    """
+    release_cached_memory()
+    memory = device_memory(device)
+    if device.type == "cuda" and memory.reserved_bytes is not None and memory.total_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction((memory.reserved_bytes + num_bytes) / memory.total_bytes, device)
+        return
+    used = _status_bytes(Path("/"), "VmData")
+    if device.type != "cpu" or used is None:
+        raise ConfigError(
+            f"limit_memory({device})",
+            got=f"{device.type} on {sys.platform}",
+            expected="CUDA, or the CPU on Linux",
+            fix="run it there.",
+        )
+
+    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (used + num_bytes, hard_limit))
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Say whether so much memory can be had in one piece; it is given back at once.
+
+    For the CPU the system is asked, past torch's allocator: a large block that comes and goes would make the C library
+    keep other ones. Without a limit for the process the system always says yes.
+    """
+    try:
+        if device.type == "cpu":
+            private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+            mmap.mmap(-1, max(1, num_bytes), **private).close()
+        else:
+            torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def under_memory_pressure(backend: str) -> bool:
+    """Say whether a backend is nearly full, to judge an error message that can mean several things.
+
+    Args:
+        backend: ``"cpu"`` or ``"host"`` for this process's host memory, else the type of an accelerator.
+
+    Returns:
+        True when less than a tenth of the memory is free (cached blocks of torch's own allocator count as free).
+        False where the backend is absent or keeps no count: what cannot be read is not taken for pressure.
+    """
+    if backend in {"cpu", "host"}:
+        host = host_memory()
+        return host.available_bytes < _PRESSURE * host.total_bytes
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != ("cuda" if backend == "hip" else backend):
+        return False
+    memory = device_memory(resolve_device())
+    if memory.total_bytes is None or memory.allocated_bytes is None or memory.reserved_bytes is None:
+        return False
+    if memory.free_bytes is None:  # MPS: what the driver gave this process, against what it recommends
+        return memory.total_bytes - memory.reserved_bytes < _PRESSURE * memory.total_bytes
+    free_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
+    return free_bytes < _PRESSURE * memory.total_bytes
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Read the host's memory as this process may use it: machine, container (cgroup v1 and v2) and resource limits.
+
+    Args:
+        root: The file system root whose ``/proc`` and ``/sys`` are read; another one in tests.
+
+    Returns:
+        The reading. The tightest limit decides what is available.
+    """
+    machine = psutil.virtual_memory()
+    available = [(machine.available, "machine")]
+    totals = [machine.total]
+    for name, limit_bytes, used_bytes in (*_cgroup_limits(root), *_resource_limits(root)):
+        available.append((max(0, limit_bytes - used_bytes), name))
+        totals.append(limit_bytes)
+    available_bytes, limited_by = min(available)
+    return HostMemory(
+        rss_bytes=psutil.Process().memory_info().rss,
+        available_bytes=available_bytes,
+        total_bytes=min(totals),
+        limited_by=limited_by,
+    )
+
+
+def _cgroup_limits(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, limit, used without reclaimable cache) for the process's memory cgroup and each of its parents."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            mount, files = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            mount = root / "sys/fs/cgroup/memory"
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = mount / path.lstrip("/")
+        # Inside a container the path can be the host's: then only the mount itself is there to be read.
+        for level in (folder, *folder.parents):
+            limit, used = _read(level / files[0]).strip(), _read(level / files[1]).strip()
+            if limit.isdecimal() and used.isdecimal() and int(limit) < _CGROUP_V1_UNLIMITED:
+                yield "cgroup", int(limit), max(0, int(used) - _stat_value(level, files[2]))
+            if level == mount:
+                break
+
+
+def _stat_value(cgroup: Path, key: str) -> int:
+    for line in _read(cgroup / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == key:
+            return int(value)
+    return 0
+
+
+def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, soft limit, used) for RLIMIT_DATA and RLIMIT_AS where they are set."""
+    if sys.platform == "win32":
+        return
+    for name, limit_id, field in (
+        ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData"),
+        ("RLIMIT_AS", resource.RLIMIT_AS, "VmSize"),
+    ):
+        soft_limit = resource.getrlimit(limit_id)[0]
+        used = _status_bytes(root, field)
+        if soft_limit != resource.RLIM_INFINITY and used is not None:
+            yield name, soft_limit, used
+
+
+def _status_bytes(root: Path, field: str) -> int | None:
+    status = dict(line.split(":", 1) for line in _read(root / "proc/self/status").splitlines() if ":" in line)
+    return int(status[field].split()[0]) * 1024 if field in status else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,769 @@
+"""Births and deaths of storages, on real or fake tensors, and where they come from: the one way to watch memory.
+
+How it works, what it sees and what it cannot see: `docs/explanation-recorder.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import numpy as np
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from memkit._core.errors import StateError
+from memkit._recorder.recording import (
+    Category,
+    IntArray,
+    Label,
+    Phase,
+    Recording,
+    lifetimes,
+    resolve_categories,
+)
+from memkit._torch.dispatch import (
+    TorchDispatchMode,
+    current_modes,
+    is_traceable_wrapper_subclass_type,
+    pop_mode,
+    push_mode,
+)
+from memkit._torch.graph import ENGINE, current_backward, current_node, next_sequence_number, sequence_number
+from memkit._torch.pytree import tree_leaves
+from memkit._torch.storage import is_dense, storage_use_count
+from memkit._torch.tensors import is_zero_tensor, sparse_parts, storage_key, use_count
+
+_aten = torch.ops.aten
+ADD = _aten.add.Tensor
+# What autograd's AccumulateGrad node calls to put a gradient into `.grad`.
+ACCUMULATIONS = frozenset({_aten.detach.default, _aten.clone.default, _aten.add_.Tensor, ADD})
+# Backward formulas write into fresh zeros. Under a dispatch mode they call the out-of-place forms.
+FILLS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
+WRITES = frozenset(
+    {
+        _aten.scatter.src,
+        _aten.scatter.value,
+        _aten.scatter_add.default,
+        _aten.index_add.default,
+        _aten.index_put.default,
+        _aten.masked_scatter.default,
+        _aten.put.default,
+    }
+)
+REUSING = WRITES | {ADD}
+_LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
+_DEVICE = torch.ops.prim.device.default
+# Existing storages of these categories were there before the block; others only since the current step began.
+_LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
+_Holders = tuple[int, int, int]
+# Code in these folders is nobody's own: a source is the innermost frame outside of them.
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NO_BACKWARD = -1
+UNSHARD = "fsdp.unshard"  # who made a storage into which FSDP gathers, and that it empties again
+
+
+class Beneath(Protocol):
+    """What lies beneath the tensors of a device that is simulated: its kernels, and perhaps its allocator.
+
+    The recorder tells it what becomes of storages, before it counts them itself: what does not fit was never there.
+    """
+
+    def counts(self, device: torch.device) -> bool:
+        """Say whether storages on a device are its own; others are not recorded."""
+
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:
+        """Return the device of a storage whose tensors nobody knows."""
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Take memory for a new storage, until it dies."""
+
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Take memory for a storage that has another size now."""
+
+    def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
+        """Let a storage have the memory of another one, whose `id` is ``key``."""
+
+    def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+        """Take and give back what an operator's kernels take inside; return how much more they may take at most."""
+
+    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+        """Return what runs an operator as the operators that it is made of; None where it comes undivided."""
+
+
+class Marks(Protocol):
+    """What marks each operator for somebody else who watches: see `memkit._recorder.workspace.WorkspaceMarks`."""
+
+    accelerator: torch.device | None
+
+    def begin(self) -> None:
+        """Begin with the recorder's block."""
+
+    def end(self) -> None:
+        """End with the recorder's block."""
+
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+        """Run an operator between two marks."""
+
+    def added_to(self, recording: Recording) -> Recording:
+        """Return a recording with what was seen between the marks."""
+
+
+class Moment(NamedTuple):
+    """How far a recorder is: events and phases so far, and where the operator that runs now comes from."""
+
+    num_events: int
+    num_phases: int
+    place: Place
+
+
+class Events(NamedTuple):
+    """What a recorder saw from one event on.
+
+    Attributes:
+        live: int64, shape ``(num_events + 1,)``: live bytes at the start and after each event.
+        operators: For each event the operator that made its storage.
+        is_growth: For each event whether memory was taken.
+        places: For each event where its storage was made.
+        bounds: int64, shape ``(num_kernels,)``: for each kernel that may take something inside of itself, live bytes
+            with the most that it may.
+    """
+
+    live: IntArray
+    operators: tuple[str, ...]
+    is_growth: tuple[bool, ...]
+    places: tuple[Place, ...]
+    bounds: IntArray
+
+
+class _Block(weakref.ref[torch.UntypedStorage]):
+    """Weak reference to a storage, with the number of its record: the death callback gets nothing else."""
+
+    __slots__ = ("key", "number")
+    key: int
+    number: int
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Record every storage that is born, resized or freed in a block of code.
+
+    Use it as ``with Recorder() as recorder: step()`` and read `recording` then or later. It works on real tensors and
+    inside ``FakeTensorMode``, keeps no tensor alive and changes no result. It sees the thread that entered it, with
+    the threads that autograd starts for its backward. One recorder records one block.
+
+    Args:
+        beneath: Of a device that is simulated: what is told of storages and kernels.
+        marks: Marks operators; what is seen between the marks is in `recording` once the block is over.
+        as_without_recorder: Any dispatch mode makes autograd sum gradients out of place where it would otherwise
+            reuse one of them. True reports the memory that the step takes without the recorder; False reports what
+            this very run allocates.
+
+    Example:
+        >>> import torch
+        >>> from memkit._recorder.recorder import Recorder
+        >>> with Recorder() as recorder:
+        ...     x = torch.ones(1024)
+        ...     y = x * 2
+        >>> recorder.recording().peak_bytes()
+        8192
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, *, beneath: Beneath | None = None, marks: Marks | None = None, as_without_recorder: bool = True
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._beneath, self._marks = beneath, marks
+        self._operator: Any = ""  # the one whose storages are being counted
+        self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
+        self._reusing = REUSING if as_without_recorder else frozenset()
+        self._unshared: _Holders | None = None  # references to a gradient that nobody shares
+        self._is_probing = False
+        self._cleanup = ExitStack()
+        self._was_entered = False
+        self._where = Whereabouts()
+        self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it
+        self._live: dict[torch.device, int] = {}
+        # One entry per event, and the storages that were there before: (event before which they count, number, bytes).
+        self._event_storage: list[int] = []
+        self._event_bytes: list[int] = []
+        self._adopted: list[tuple[int, int, int]] = []
+        self._step_start = 0  # first event of the current step
+        self._phases: list[tuple[int, Phase]] = []
+        self._phase: Phase | None = None
+        self._plain_types: set[type] = set()  # of tensors that are no wrappers around others
+        # One entry per storage.
+        self._bytes: list[int] = []
+        self._devices: list[torch.device] = []
+        self._operators: list[Any] = []  # the operator, or "" for what was there before
+        self._places: list[Place] = []
+        self._nodes: list[int] = []  # sequence number of the autograd node that ran; -1 outside of backward
+        self._categories: dict[int, Category] = {}
+        self._untracked: dict[str, None] = {}
+
+    def __enter__(self) -> Self:
+        if self._was_entered:
+            raise StateError(
+                "with recorder",
+                got="a Recorder that was entered before",
+                expected="one block for each Recorder",
+                fix="make a new Recorder().",
+            )
+        self._was_entered = True
+        with ExitStack() as cleanup:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            cleanup.push(super().__exit__)
+            if self._reusing:
+                self._probe()
+            self._where = Whereabouts()
+            for handle in (
+                register_module_forward_pre_hook(self._before_module),
+                register_module_forward_hook(self._after_module, always_call=True),
+                register_optimizer_step_pre_hook(self._before_optimizer),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ):
+                cleanup.callback(handle.remove)
+            cleanup.enter_context(telling(self._note_resized))
+            if self._marks is not None:
+                self._marks.begin()
+                cleanup.callback(self._marks.end)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+        self._blocks.clear()  # with the weak references go their callbacks: what dies from here on was alive at the end
+
+    def live_bytes(self, device: torch.device | str | None = None) -> int:
+        """Bytes in live storages now (at the end of the block once it is over), on one device or on all."""
+        if device is None:
+            return sum(self._live.values())
+        return self._live.get(torch.device(device), 0)
+
+    def num_events(self) -> int:
+        """How many events there were so far: a mark for `peak_since`."""
+        return len(self._event_bytes)
+
+    def peak_since(self, event: int, device: torch.device | str | None = None) -> int:
+        """Highest live bytes since an event, on one device or on all; costs time in proportion to the events since."""
+        changes = _int64(self._event_bytes[event:])
+        if device is not None:
+            where = torch.device(device)
+            changes *= _int64([self._devices[number] == where for number in self._event_storage[event:]])
+        live_after = np.cumsum(changes) - changes.sum() + self.live_bytes(device)
+        return int(max(live_after.max(initial=0), self.live_bytes(device) - changes.sum()))
+
+    def events_since(self, event: int) -> Events:
+        """What happened from an event on, one by one."""
+        before = sum(num_bytes for _, _, num_bytes in self._adopted) + sum(self._event_bytes[:event])
+        live = before + np.cumsum([0, *self._event_bytes[event:]], dtype=np.int64)
+        storages = self._event_storage[event:]
+        names = {operator: str(operator) for operator in set(self._operators)}
+        return Events(
+            live,
+            operators=tuple(names[self._operators[number]] for number in storages),
+            is_growth=tuple(num_bytes > 0 for num_bytes in self._event_bytes[event:]),
+            places=tuple(self._places[number] for number in storages),
+            bounds=_int64([int(live[index - event]) + bound for index, bound in self._bounds if index >= event]),
+        )
+
+    def moment(self) -> Moment:
+        """How far it is."""
+        return Moment(len(self._event_bytes), len(self._phases), self._where.place())
+
+    @property
+    def operator(self) -> Any:
+        """The operator whose storages are being counted; "" before the first."""
+        return self._operator
+
+    # ------------------------------------------------------------------------------------------- operators
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._marks is None:
+            return self._run(func, types, args, kwargs or {})
+        return self._marks.around(func, partial(self._run, func, types, args, kwargs or {}), self.moment)
+
+    def _run(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is _DEVICE:  # C++ asks for `.device` of a fake tensor, which Python answers without a dispatch
+            return getattr(args[0], "fake_device", None) or args[0].device
+        if not self._plain_types.issuperset(types) and self._is_wrapped(types):
+            return NotImplemented  # a wrapper around other tensors unwraps itself; its inner operators then come here
+        if self._beneath is not None and torch.is_inference_mode_enabled():
+            divided = self._beneath.divided(func, args)
+            if divided is not None:
+                return self._run_divided(divided, args, kwargs)
+        where = self._where
+        where.update()
+        is_candidate = where.phase == "backward" and func in self._reusing
+        reused = self._reused_otherwise(func, args) if is_candidate else None
+        out = func(*args, **kwargs)
+        if not self._is_probing:
+            self._note_operator(func, args, kwargs, out, reused)
+        return out
+
+    def _is_wrapped(self, types: Sequence[type]) -> bool:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return True
+        self._plain_types.update(types)
+        return False
+
+    def _run_divided(self, divided: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        push_mode(self)
+        try:
+            return divided(*args, **kwargs)
+        finally:
+            pop_mode()
+
+    def _note_operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, reused: _Block | None
+    ) -> None:
+        phase = self._where.phase
+        if phase != self._phase:
+            self._phase = phase
+            self._phases.append((len(self._event_storage), phase))
+        if func is not _LIFT:
+            for given in args:
+                self._note_all(given, None)
+            for given in kwargs.values():
+                self._note_all(given, None)
+        if reused is not None:
+            self._reuse(reused, out)
+        self._note_all(out, func)
+        if phase == "backward" and func in ACCUMULATIONS:
+            node = running_node()
+            if node is not None and node.name() == "torch::autograd::AccumulateGrad":
+                self.label(out, "gradient")
+        if self._beneath is not None:
+            self._operator = func
+            bound = self._beneath.run_inside(func, args, kwargs, out)
+            if bound:
+                self._bounds.append((len(self._event_bytes), bound))
+
+    def _note_all(self, value: Any, operator: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._note(value, operator)
+        elif isinstance(value, (list, tuple, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._note_all(item, operator)
+
+    def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
+        """Book a tensor's storage: a birth where `operator` made it, an adoption where it was there already.
+
+        Returns:
+            The storage's number; None if it holds no memory of its own.
+        """
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse or opaque: no storage of its own
+            for part in self._parts(tensor, operator):
+                if part is not tensor:
+                    self._note(part, operator)
+            return None
+        if self._marks is not None and not tensor.is_cpu:
+            self._marks.accelerator = tensor.device
+        block = self._blocks.get(id(storage))
+        if block is not None:
+            return self._book_again(block, storage, operator)
+        return None if is_zero_tensor(tensor) else self._book(storage, tensor.device, operator)
+
+    def _note_resized(self, storage: torch.UntypedStorage) -> None:
+        if not self._is_active():
+            return
+        device = storage.device if self._beneath is None else self._beneath.device_of(storage)
+        block = self._blocks.get(id(storage))
+        number = self._book_again(block, storage, UNSHARD) if block else self._book(storage, device, UNSHARD)
+        if number is not None and self._operators[number] == UNSHARD:
+            self._categories[number] = "parameter"
+
+    def _book_again(self, block: _Block, storage: torch.UntypedStorage, operator: Any) -> int:
+        """Notice that a storage has another size now."""
+        change = storage.nbytes() - self._bytes[block.number]
+        if change:
+            if self._beneath is not None:
+                self._operator = operator
+                self._beneath.resize(storage)
+            self._change(block.number, change)
+        return block.number
+
+    def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
+        """Count a storage that was not met before."""
+        nbytes = storage.nbytes()
+        if nbytes == 0 or (self._beneath is not None and not self._beneath.counts(device)):
+            return None
+        if self._beneath is not None:
+            self._operator = operator
+            self._beneath.hold(storage)
+        number = len(self._bytes)
+        self._bytes.append(nbytes)
+        self._devices.append(device)
+        if operator is None:
+            self._adopted.append((self._step_start, number, nbytes))
+            self._operators.append("")
+            self._places.append(Place("other", "", None))
+            self._nodes.append(-1)
+        else:
+            self._event_storage.append(number)
+            self._event_bytes.append(nbytes)
+            self._operators.append(operator)
+            self._places.append(self._where.place())
+            node = running_node()
+            self._nodes.append(-1 if node is None else sequence_number(node))
+        self._live[device] = self._live.get(device, 0) + nbytes
+        self._follow(storage, number)
+        return number
+
+    def _follow(self, storage: torch.UntypedStorage, number: int) -> None:
+        block = _Block(storage, self._died)
+        block.key = id(storage)
+        block.number = number
+        self._blocks[block.key] = block
+
+    def _died(self, block: _Block) -> None:
+        del self._blocks[block.key]
+        self._change(block.number, -self._bytes[block.number])
+
+    def _change(self, number: int, by: int) -> None:
+        self._event_storage.append(number)
+        self._event_bytes.append(by)
+        self._bytes[number] += by
+        self._live[self._devices[number]] += by
+
+    def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
+        """The plain tensors that hold the memory of a sparse or wrapping one."""
+        if is_traceable_wrapper_subclass_type(type(tensor)):
+            for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
+                part = getattr(tensor, name)
+                if isinstance(part, torch.Tensor):  # a DTensor's mesh is no memory
+                    yield from self._parts(part, operator)
+        elif tensor.layout is torch.strided:
+            yield tensor
+        elif tensor.layout is torch.sparse_coo:
+            yield from sparse_parts(tensor)
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+            yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+        else:
+            self._untracked[f"{operator or 'input'}: {tensor.layout}"] = None
+
+    # ------------------------------------------------------------------------------------- gradients in place
+
+    def _reused_otherwise(self, func: Any, args: tuple[Any, ...]) -> _Block | None:
+        """The block that this operator would have written into, if there were no dispatch mode.
+
+        The rule is `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp: a dense gradient to which nobody
+        but the engine refers, neither to the tensor nor to its storage. A formula's write goes into fresh zeros.
+        """
+        tensor = args[0]
+        if torch.is_grad_enabled() or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        holders = (use_count(tensor), sys.getrefcount(tensor), storage_use_count(storage_key(storage)))
+        if self._is_probing:
+            self._unshared = holders
+            return None
+        block = self._blocks.get(id(storage))
+        if block is None:
+            return None
+        if func is ADD:
+            is_free = holders == self._unshared and is_dense(tensor) and self._may_be_summed(block)
+        else:
+            is_free = block.number == len(self._bytes) - 1 and self._operators[block.number] in FILLS
+        return block if is_free and self._where.called_by_engine() else None
+
+    def _may_be_summed(self, block: _Block) -> bool:
+        """Whether the engine, not a node's own formula, may be adding to this block.
+
+        The engine adds what two nodes sent to one place, or one node along two of its edges.
+        """
+        node = running_node()
+        if node is None or sequence_number(node) != self._nodes[block.number]:
+            return True
+        edges = [edge for edge in node.next_functions if edge[0] is not None]
+        return len(set(edges)) < len(edges)
+
+    def _reuse(self, block: _Block, out: torch.Tensor) -> None:
+        """Count the result as written into `block`, whose own storage is about to die unseen."""
+        if self._beneath is not None:
+            self._beneath.pass_on(block.key, out.untyped_storage())
+        del self._blocks[block.key]
+        self._follow(out.untyped_storage(), block.number)
+
+    def _probe(self) -> None:
+        """Learn how many references an unshared gradient has, counted at this place in this Python and this torch."""
+        self._is_probing = True
+        with torch.inference_mode(mode=False), torch.enable_grad():
+            x = torch.zeros(1, device="cpu", requires_grad=True)
+            y = x * 1
+            torch.autograd.grad(y * 2 + y * 3, x)
+        self._is_probing = False
+
+    # ------------------------------------------------------------------------------------------------ hooks
+
+    def _is_active(self) -> bool:
+        return self in current_modes()  # hooks are global, recorders belong to a thread
+
+    def _before_module(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not self._is_active() or not self._where.enter_module(module):
+            return
+        if not torch.is_grad_enabled():
+            self._step_start = len(self._event_storage)
+        self._where.outside_backward = "forward"
+        for child in module.modules():
+            owner = self._where.name_of(child)
+            self.label(list(child.parameters(recurse=False)), "parameter", owner)
+            self.label(list(child.buffers(recurse=False)), "buffer", owner)
+        self.label(inputs, "input")
+
+    def _after_module(self, *_: Any) -> None:
+        if self._is_active():
+            self._where.leave_module()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_active():
+            self._where.outside_backward = "optimizer"
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.label(parameters, "parameter")
+            self.label([p.grad for p in parameters], "gradient")
+            self.label(list(optimizer.state.values()), "optimizer")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._is_active():
+            self.label(list(optimizer.state.values()), "optimizer")
+            self._where.outside_backward = "other"
+            self._step_start = len(self._event_storage)
+
+    def label(self, value: Any, category: Category, module: str = "") -> None:
+        """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
+                continue
+            for part in self._parts(leaf, None):
+                number = self._note(part, None)
+                if number is None or (category == "input" and self._places[number].phase != "other"):
+                    continue  # what a forward made is an activation, also where it is the input of another model
+                if self._categories.setdefault(number, category) == category and not self._places[number].module:
+                    self._places[number] = self._places[number]._replace(module=module)
+
+    # ---------------------------------------------------------------------------------------------- reading
+
+    def recording(self) -> Recording:
+        """Everything seen so far, as plain data; with `Marks` what was seen between them too."""
+        live = self.live_recording()
+        return live if self._marks is None else self._marks.added_to(live)
+
+    def live_recording(self) -> Recording:
+        """The storages that were seen so far, as plain data."""
+        before = [0 if self._categories.get(number) in _LASTING else event for event, number, _ in self._adopted]
+        event_storage = np.insert(_int64(self._event_storage), before, [number for _, number, _ in self._adopted])
+        event_bytes = np.insert(_int64(self._event_bytes), before, [nbytes for *_, nbytes in self._adopted])
+        earlier = np.sort(_int64(before))
+        phases = tuple((index + int(np.searchsorted(earlier, index)), phase) for index, phase in self._phases)
+        texts: dict[Label, Sequence[str]] = {
+            "device": [str(device) for device in self._devices],
+            "module": [place.module for place in self._places],
+            "operator": [str(operator) for operator in self._operators],
+            "phase": [place.phase for place in self._places],
+            "source": [str(place.line or "") for place in self._places],
+        }
+        texts["category"] = resolve_categories(
+            self._categories,
+            born_in=texts["phase"],
+            was_before=[number for _, number, _ in self._adopted],
+            lifetimes=lifetimes(event_storage, event_bytes, len(self._bytes)),
+            backwards=[index for index, phase in phases if phase == "backward"],
+            end=len(event_storage),
+        )
+        codes: dict[Label, IntArray] = {}
+        names: dict[Label, tuple[str, ...]] = {}
+        for label, values in texts.items():
+            table = {text: code for code, text in enumerate(dict.fromkeys(values))}
+            codes[label] = _int64([table[value] for value in values])
+            names[label] = tuple(table)
+        return Recording(event_storage, event_bytes, codes, names, phases, tuple(self._untracked))
+
+
+def _int64(values: Sequence[int]) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+# --------------------------------------------------------------------------------------- where an operator comes from
+
+
+def running_node() -> torch.autograd.graph.Node | None:
+    """The autograd node that the engine evaluates now, if any."""
+    return current_node()
+
+
+class Line(NamedTuple):
+    """A line of code. The code object holds names and constants, never values as a frame would."""
+
+    code: CodeType
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
+
+
+class Place(NamedTuple):
+    """Phase, module and source line of an operator; module "" and line None where there is none."""
+
+    phase: Phase
+    module: str
+    line: Line | None
+
+
+class Whereabouts:
+    """Follow a step through its operators and module calls.
+
+    Call `update` at every operator, `enter_module` and `leave_module` around module calls, and set `outside_backward`
+    where an optimizer starts or ends.
+
+    Attributes:
+        phase: Phase of the latest operator.
+        outside_backward: Phase of what runs while autograd's engine does not.
+    """
+
+    def __init__(self) -> None:
+        self.phase: Phase = "other"
+        self.outside_backward: Phase = "other"
+        self._thread = threading.get_ident()
+        self._next_sequence_number = next_sequence_number()
+        self._origins: dict[int, tuple[str, Line | None]] = {}
+        self._backward = _NO_BACKWARD
+        self._backward_depth = 0
+        self._modules: list[str] = []
+        self._module_names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: set[str] = set()
+        self._is_internal: dict[str, bool] = {}
+
+    def update(self) -> None:
+        """Notice what changed since the last operator: a backward began or ended, graph nodes were made."""
+        backward = current_backward()
+        if backward != self._backward:
+            if self._backward == _NO_BACKWARD:
+                self.outside_backward = "other"  # when it is over, the forward is too
+            self._backward = backward
+            self._backward_depth = len(self._modules)
+        number = next_sequence_number()
+        # The counter belongs to a thread: on an accelerator, backward runs in another one.
+        if number != self._next_sequence_number and threading.get_ident() == self._thread:
+            if self.outside_backward == "other" and backward == _NO_BACKWARD:
+                self.outside_backward = "forward"
+            self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
+            place = self.place()
+            for node in range(self._next_sequence_number, number):
+                self._origins[node] = place[1:]
+            self._next_sequence_number = number
+        else:
+            self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
+
+    def place(self) -> Place:
+        """Where the operator that runs now comes from."""
+        line, by_engine = self._line()
+        module = self._modules[-1] if self._modules else ""
+        if self.phase != "backward":
+            return Place(self.phase, module, line)
+        node = running_node()
+        origin = self._origins.get(sequence_number(node)) if node is not None else None
+        if origin is not None:
+            if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint runs its module again
+                module = origin[0]
+            if by_engine:
+                line = origin[1]
+        return Place("backward", module, line)
+
+    def called_by_engine(self) -> bool:
+        """Whether the operator comes from autograd's C++ code, not from Python that runs inside the backward."""
+        return self._line()[1]
+
+    def enter_module(self, module: torch.nn.Module) -> bool:
+        """Push a module call; True if no other module's call is around it."""
+        self._modules.append(self.name_of(module))
+        return len(self._modules) == 1
+
+    def leave_module(self) -> None:
+        """Pop a module call."""
+        if self._modules:  # a call that began before the recorder did was never pushed
+            self._modules.pop()
+
+    def name_of(self, module: torch.nn.Module) -> str:
+        """Dotted name of a module.
+
+        One that was not met before gives names to all modules under it.
+
+        The first root's are plain dotted names; those of later roots start with the root's class name.
+        """
+        known = self._module_names.get(module)
+        if known is not None:
+            return known
+        class_name = type(module).__name__
+        if self._modules:
+            root, prefix = f"{self._modules[-1]}.{class_name}", f"{self._modules[-1]}.{class_name}."
+        else:
+            root, count = class_name, 1
+            while root in self._roots:
+                count += 1
+                root = f"{class_name}#{count}"
+            prefix = f"{root}." if self._roots else ""
+            self._roots.add(root)
+        for path, child in module.named_modules():
+            self._module_names.setdefault(child, f"{prefix}{path}" if path else root)
+        return self._module_names[module]
+
+    def _line(self) -> tuple[Line | None, bool]:
+        """Innermost line of the user's own code, and whether autograd's engine lies between it and the operator."""
+        by_engine = False
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public form
+        while frame is not None:
+            code = frame.f_code
+            is_internal = self._is_internal.get(code.co_filename)
+            if is_internal is None:
+                is_internal = self._is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
+            if not is_internal:
+                return Line(code, frame.f_lineno), by_engine
+            by_engine = by_engine or code is ENGINE
+            frame = frame.f_back
+        return None, True  # a thread of the engine: it has no Python frames of its own
+
+
+# ------------------------------------------------------------------------------------------ storages that are resized
+
+
+_resize = torch.UntypedStorage.resize_
+# Blocks may end in another order than they began, in several threads: each leaves by itself.
+_listeners: list[Callable[[torch.UntypedStorage], None]] = []
+
+
+def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    result = _resize(storage, size)
+    for listener in tuple(_listeners):
+        listener(storage)
+    return result
+
+
+@contextmanager
+def telling(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call ``listener`` with each storage after it was resized, in whichever thread."""
+    _listeners.append(listener)
+    torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+        if not _listeners:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]

@@ -1,0 +1,263 @@
+"""What a Recorder saw, as plain immutable data: events, storages, and the questions asked of them.
+
+Nothing here needs torch: a recording can be pickled, sent to another process, and read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memkit._core.errors import InputError
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+Category: TypeAlias = Literal["parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary"]
+Phase: TypeAlias = Literal["forward", "backward", "optimizer", "other"]
+Label: TypeAlias = Literal["category", "device", "module", "operator", "phase", "source"]
+Moment: TypeAlias = Literal["peak", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One block of memory under one or more tensors, from birth to death. Empty text means "not recorded".
+
+    Attributes:
+        id: Number of the storage, in the order in which the recorder met them.
+        nbytes: Largest size it had, in bytes.
+        device: Where it lived, for example ``"cuda:0"``.
+        category: What it was for.
+        module: Dotted name of the module whose forward made it, or whose backward did. The root's is its class name.
+        operator: The operator that made it, for example ``"aten.mm.default"``; empty where it existed before.
+        phase: Part of the step in which it was born.
+        source: Line of the user's code that made it, as ``"file:line in function"``.
+        birth: Index of the event at which it came.
+        death: Index of the event at which it went, or None if it was alive at the end.
+    """
+
+    id: int
+    nbytes: int
+    device: str
+    category: str
+    module: str
+    operator: str
+    phase: str
+    source: str
+    birth: int
+    death: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Births, deaths and resizes of storages, in order.
+
+    An event adds ``event_bytes[k]`` (negative for a death) to the storage ``event_storage[k]``. A storage that existed
+    before the recorder saw it is born at the event from which it is counted.
+
+    Attributes:
+        event_storage: int64, shape ``(num_events,)``: which storage.
+        event_bytes: int64, shape ``(num_events,)``: change of its size in bytes.
+        codes: For each label an int64 array of shape ``(num_storages,)``: index into ``names[label]``.
+        names: For each label, its texts.
+        phases: ``(event index, phase)`` wherever the phase changed: events from that index on belong to it.
+        untracked: ``"operator: layout"`` of tensors whose memory cannot be seen, such as opaque oneDNN tensors.
+    """
+
+    event_storage: IntArray
+    event_bytes: IntArray
+    codes: Mapping[Label, IntArray]
+    names: Mapping[Label, tuple[str, ...]]
+    phases: tuple[tuple[int, Phase], ...]
+    untracked: tuple[str, ...]
+
+    @property
+    def num_storages(self) -> int:
+        """How many storages were seen."""
+        return len(self.codes["device"])
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices that held at least one storage, in order of appearance."""
+        return self.names["device"]
+
+    def timeline(self, device: str | None = None) -> IntArray:
+        """Live bytes after each event.
+
+        Args:
+            device: One device's bytes; None for all devices together.
+
+        Returns:
+            int64, shape ``(num_events,)``. An event of another device repeats the value before it.
+
+        Raises:
+            InputError: The recording has no storage on ``device``.
+        """
+        return np.cumsum(self._changes(device))
+
+    def peak_event(self, device: str | None = None) -> int:
+        """Index of the first event at which live bytes were highest; -1 where nothing was recorded."""
+        return int(np.argmax(self.timeline(device))) if len(self.event_bytes) else -1
+
+    def peak_bytes(self, device: str | None = None) -> int:
+        """Highest live bytes of one device, or of all devices together."""
+        return int(self.timeline(device).max(initial=0))
+
+    def live_bytes(self, device: str | None = None) -> int:
+        """Live bytes at the end of the recording."""
+        return int(self._changes(device).sum())
+
+    def peak_by(self, label: Label, device: str | None = None) -> dict[str, int]:
+        """Split the peak: bytes per category, module, operator, source line, phase of birth, or device.
+
+        Args:
+            label: What to group by.
+            device: One device's peak; None for all devices together.
+
+        Returns:
+            Bytes per name, largest first, without names that hold nothing; the values add up to ``peak_bytes(device)``.
+
+        Raises:
+            InputError: The recording has no storage on ``device``, or there is no such label.
+        """
+        return self._split(label, self._held_at("peak", device))
+
+    def live_by(self, label: Label, device: str | None = None) -> dict[str, int]:
+        """Split what is live at the end, as `peak_by` splits the peak; the values add up to ``live_bytes(device)``."""
+        return self._split(label, self._held_at("end", device))
+
+    def peak_storage(self, device: str | None = None) -> StorageRecord | None:
+        """The storage that took live bytes to their peak; None where nothing was recorded."""
+        event = self.peak_event(device)
+        return self._records(self.event_storage[event : event + 1])[0] if event >= 0 else None
+
+    def top(self, count: int, device: str | None = None, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
+        """The ``count`` largest storages that were alive at the peak or at the end, largest first."""
+        held = self._held_at(at, device)
+        order = np.argsort(-held, kind="stable")[:count]
+        return self._records(order[held[order] > 0])
+
+    def storages(self) -> tuple[StorageRecord, ...]:
+        """Every storage, by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
+        return self._records(np.arange(self.num_storages))
+
+    def _split(self, label: Label, held: IntArray) -> dict[str, int]:
+        """Sum up ``held`` per name of a label, largest first."""
+        if label not in self.codes:
+            raise InputError(
+                f"peak_by({label!r})",
+                got=repr(label),
+                expected=f"one of {', '.join(self.codes)}",
+                fix="pick one of these labels.",
+            )
+        per_name = np.zeros(len(self.names[label]), dtype=np.int64)
+        np.add.at(per_name, self.codes[label], held)
+        order = np.argsort(-per_name, kind="stable")
+        return {self.names[label][k]: int(per_name[k]) for k in order if per_name[k]}
+
+    def _changes(self, device: str | None) -> IntArray:
+        if device is None:
+            return self.event_bytes
+        if device not in self.devices:
+            raise InputError(
+                f"device={device!r}",
+                got=repr(device),
+                expected=f"a device of this recording: {', '.join(self.devices) or 'there is none'}",
+                fix="read `recording.devices`.",
+            )
+        on_device = self.codes["device"][self.event_storage] == self.devices.index(device)
+        return np.where(on_device, self.event_bytes, 0)
+
+    def _held_at(self, moment: Moment, device: str | None) -> IntArray:
+        """Bytes that each storage holds at a moment: int64, shape ``(num_storages,)``."""
+        until = self.peak_event(device) + 1 if moment == "peak" else len(self.event_bytes)
+        held = np.zeros(self.num_storages, dtype=np.int64)
+        np.add.at(held, self.event_storage[:until], self._changes(device)[:until])
+        return held
+
+    def _records(self, ids: IntArray) -> tuple[StorageRecord, ...]:
+        births, deaths = lifetimes(self.event_storage, self.event_bytes, self.num_storages)
+        sizes = _largest_sizes(self.event_storage, self.event_bytes, self.num_storages)
+        end = len(self.event_bytes)
+
+        def text(label: Label, storage: int) -> str:
+            return self.names[label][int(self.codes[label][storage])]
+
+        return tuple(
+            StorageRecord(
+                id=k,
+                nbytes=int(sizes[k]),
+                device=text("device", k),
+                category=text("category", k),
+                module=text("module", k),
+                operator=text("operator", k),
+                phase=text("phase", k),
+                source=text("source", k),
+                birth=int(births[k]),
+                death=None if deaths[k] == end else int(deaths[k]),
+            )
+            for k in ids.tolist()
+        )
+
+
+def lifetimes(event_storage: IntArray, event_bytes: IntArray, num_storages: int) -> tuple[IntArray, IntArray]:
+    """First and last event of each storage; ``len(event_storage)`` as the last one of those that stay alive."""
+    end = len(event_storage)
+    index = np.arange(end)
+    births = np.full(num_storages, end)
+    births[event_storage[::-1]] = index[::-1]
+    deaths = np.full(num_storages, end)
+    deaths[event_storage] = index
+    at_end = np.zeros(num_storages, dtype=np.int64)
+    np.add.at(at_end, event_storage, event_bytes)
+    deaths[at_end > 0] = end
+    return births, deaths
+
+
+def resolve_categories(
+    known: Mapping[int, Category],
+    *,
+    born_in: Sequence[str],
+    was_before: Sequence[int],
+    lifetimes: tuple[IntArray, IntArray],
+    backwards: Sequence[int],
+    end: int,
+) -> list[Category]:
+    """Name every storage: what `known` does not name goes by phase of birth and by lifetime.
+
+    Args:
+        known: Categories that were resolved by identity.
+        born_in: Phase of birth of each storage.
+        was_before: Storages that were there before the recorder saw them.
+        lifetimes: What `lifetimes` returns.
+        backwards: Event indices at which a backward begins.
+        end: Number of events.
+    """
+    births, deaths = lifetimes
+    starts = np.asarray([*backwards, end], dtype=np.int64)
+    outlook = starts[np.searchsorted(starts[:-1], births, side="right")]  # the next backward, or the end
+    lasts = deaths >= outlook
+    result: list[Category] = ["temporary"] * len(births)
+    for number in np.flatnonzero(lasts).tolist():
+        if born_in[number] == "forward":
+            result[number] = "activation"
+        elif born_in[number] == "other" and outlook[number] < end:
+            result[number] = "input"
+    for number in was_before:
+        result[number] = "input"
+    for number, category in known.items():
+        result[number] = category
+    return result
+
+
+def _largest_sizes(event_storage: IntArray, event_bytes: IntArray, num_storages: int) -> IntArray:
+    """Largest size that each storage had: a running sum per storage, over events sorted by storage."""
+    order = np.argsort(event_storage, kind="stable")
+    owners, running = event_storage[order], np.cumsum(event_bytes[order])
+    starts = np.searchsorted(owners, np.arange(num_storages))
+    before = np.concatenate([[0], running])[starts]
+    sizes = np.zeros(num_storages, dtype=np.int64)
+    np.maximum.at(sizes, owners, running - before[owners])
+    return sizes

@@ -1,0 +1,567 @@
+"""Run the user's own forward and backward for inspection, in place, and leave no trace of it.
+
+Nothing is copied beforehand, so that it works where a copy would not: with models that keep activations, teachers that
+a loss function closes over, models that fill the memory. Below autograd, a dispatch mode sees every operator:
+
+- A tensor that was there before is copied right before an operator writes to it, whoever holds it, and put back later.
+- Random draws of a run can be kept, and given out again row by row to runs on some of the rows.
+- Operators can be made to round a little differently, which tells rounding from a true difference.
+- What exchanges tensors with other processes is refused before it starts: the others may not be there.
+
+Attributes of modules, and of the objects that they and the loss function hold, are noted beforehand and put back.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memkit._machine import random_state
+from memkit._torch import aten, compiler
+from memkit._torch.dispatch import OpOverload, TorchDispatchMode
+from memkit._torch.modules import STATE, members_of
+from memkit._torch.operators import schema_of
+from memkit._torch.tensors import storage_key
+
+_MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may change
+_MAX_ITEMS = 4096  # of a list or dict that may hold such objects
+_MAX_COPIED = 100_000  # items of a list or dict that is put back as it was
+_NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
+# What native_batch_norm writes to, though its schema does not say so.
+_WRITTEN_UNSAID = ("running_mean", "running_var")
+_TF32_EPS = 2.0**-10
+_FEWEST_NUMEL = 256  # of a piece that is rounded otherwise at once
+# Operators that choose or move values and round none: a value must stay equal to where it came from (topk, then >=).
+_EXACT_OPERATORS = frozenset(
+    """
+    topk sort msort kthvalue median nanmedian mode max min amax amin aminmax cummax cummin clone copy _to_copy cat stack
+    index index_select gather take embedding select slice where masked_fill masked_select masked_scatter scatter
+    index_put index_copy index_fill clamp clamp_min clamp_max relu abs neg sign floor ceil round trunc flip roll repeat
+    tril triu diag_embed constant_pad_nd max_pool2d_with_indices max_pool3d_with_indices zeros ones full empty fill
+    zero arange eye minimum maximum nan_to_num threshold hardtanh select_backward slice_backward threshold_backward
+    new_zeros new_ones new_full zeros_like ones_like full_like scalar_tensor unsafe_split split_with_sizes
+    """.split()  # noqa: SIM905 - a table of words
+)
+_CONTAINERS = (list, dict, set, collections.deque)
+# Machinery of every module; a forward does not change it.
+_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # one that was put in its class's place
+_FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
+
+
+class RanksError(Exception):
+    """A rehearsed run was about to exchange tensors with other processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows of a rehearsal's batch that a run sees: from ``start`` to before ``stop`` of ``total``.
+
+    Where a batch has no rows, the number of the part: parts that run in order draw one after the other. The whole has
+    number None.
+    """
+
+    start: int = 0
+    stop: int = 0
+    total: int = 0
+    number: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the run sees all."""
+        return self.number is None and self.stop - self.start == self.total
+
+
+@dataclass(slots=True)
+class _Draw:
+    shape: torch.Size
+    values: Callable[[], Tensor]  # drawn anew from ``state``, or kept where they depend on an input
+    is_kept: bool
+    state: Tensor
+    state_after: Tensor
+    edges: list[int]  # where the parts' draws begin, for parts without rows
+
+
+class Rehearsal:
+    """Runs that leave no trace.
+
+    Enter `run` around each forward and backward, and call `close` at the end. A run starts from where the first one
+    started, unless it goes on where the last one ended.
+
+    Args:
+        roots: Modules and functions whose state, down to the objects that they hold, is put back.
+        room_bytes: What the operators of a forward may make on the CPU, all together, where running out of memory
+            would end the process; None for no limit.
+
+    Attributes:
+        most_elements: Of a tensor that an operator made.
+        has_unmatched_draws: Whether random numbers were drawn that could not be found in the first run's.
+        has_permutations: Whether a permutation was drawn.
+        has_branches: Whether Python asked a tensor whether it is true, and may go the other way with other rows.
+    """
+
+    def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
+        self._room_bytes = room_bytes
+        self.left_bytes: int | None = None
+        self._attributes = Attributes(roots)
+        self._random = random_state.capture()
+        self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
+        self._draws: dict[tuple[object, ...], _Draw] = {}
+        self._is_dirty, self.most_elements = False, 0
+        self.has_unmatched_draws = self.has_branches = self.has_permutations = False
+
+    @contextlib.contextmanager
+    def run(
+        self,
+        span: Span | None = None,
+        *,
+        goes_on: bool = False,
+        random_goes_on: Literal["host", "all"] | None = None,
+        rounding: torch.Generator | None = None,
+        other_noise: bool = False,
+        other_host_noise: bool = False,
+    ) -> Iterator[None]:
+        """A context for one forward and backward.
+
+        Args:
+            span: The rows of the run. The first run with a span sees all rows, and its random draws are kept; later
+                ones draw, for their rows, what that one drew.
+            goes_on: Start from the state that the last run left, not from the first one's.
+            random_goes_on: The same for random numbers, NumPy's and Python's or all: draws for one row after the other
+                are then those of the whole.
+            rounding: Makes each operator's results differ by about one unit in the last place.
+            other_noise: Draw other random numbers than the other runs.
+            other_host_noise: The same for NumPy's and Python's numbers only.
+
+        Raises:
+            RanksError: The block exchanges tensors with other processes.
+        """
+        if not goes_on:
+            self.undo()
+        self._is_dirty, self.left_bytes = True, self._room_bytes
+        host = random_state.capture_host()
+        if random_goes_on != "all":
+            for generator, state in self._generators.values():
+                generator.set_state(state)  # noise is the same in each run, whatever was drawn since
+            random_state.restore(self._random)
+        if random_goes_on is not None:
+            random_state.restore_host(host)
+        if other_noise:
+            random_state.advance([generator for generator, _ in self._generators.values()])
+        elif other_host_noise:
+            random_state.advance_host()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.enable_grad())
+            if compiler.is_loaded():  # a compiled module runs as written: nothing is compiled for a look
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_Watch(self, span, rounding))
+            yield
+
+    def end_forward(self) -> None:
+        """Say that a run's backward begins, which makes less than its forward."""
+        self.left_bytes = None
+
+    def undo(self) -> None:
+        """Put back all that the runs so far have changed."""
+        if not self._is_dirty:
+            return
+        with torch.no_grad():
+            for storage, copy in self._before.values():
+                _as_bytes(storage).copy_(copy)
+        self._attributes.restore()
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+        random_state.restore(self._random)
+        self._is_dirty = False
+
+    def close(self) -> None:
+        """Put everything back, and forget the copies."""
+        self.undo()
+        self._before.clear()
+        self._draws.clear()
+
+    def changed(self) -> list[str]:
+        """Name the attributes that the runs since the last `undo` have changed, as far as modules hold them."""
+        written = {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
+        return self._attributes.changed(written)
+
+    # ------------------------------------------------------------------ for the mode
+
+    def keep(self, tensor: Tensor, born: set[int]) -> None:
+        """Copy a tensor's storage before it is written to, unless a run has made it."""
+        storage = _storage_of(tensor)
+        if storage is None or not storage.nbytes():
+            return
+        key = _identity(storage)
+        if key not in born and key not in self._before:
+            self._before[key] = (storage, _as_bytes(storage).clone())
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span | None) -> Any:
+        """Run a random operator; keep what it draws, or give out what was kept."""
+        found = _find_generator(args, kwargs)
+        if found is None:  # on a device whose generator nobody knows
+            self.has_unmatched_draws = True
+            return func(*args, **kwargs)
+        generator, is_own = found
+        state = generator.get_state()
+        if is_own and id(generator) not in self._generators:
+            self._generators[id(generator)] = generator, state
+        out = func(*args, **kwargs)
+        self.has_permutations |= func.overloadpacket is torch.ops.aten.randperm
+        after = generator.get_state()
+        if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that only could draw
+            return out
+        values = _drawn_values(func, out)
+        key = (func, str(generator.device), state.numpy().tobytes())
+        kept = self._draws.get(key)
+        if kept is None:
+            if span is not None and span.is_whole and values is not None:
+                self._draws[key] = _draw_of(func, args, kwargs, values, state, after)
+            else:
+                self.has_unmatched_draws |= span is not None
+            return out
+        if values is not None and values.shape == kept.shape and not kept.is_kept:
+            return out  # the same numbers, from the same state
+        rows = None if values is None or span is None else _rows_of(kept, values.shape, span)
+        if values is None or rows is None:
+            self.has_unmatched_draws = True
+            return out
+        with torch.no_grad():
+            generator.set_state(kept.state)
+            drawn = kept.values()
+            _put_values(func, out, values, drawn if drawn.shape == values.shape else drawn.narrow(*rows), args)
+        generator.set_state(kept.state_after)
+        return out
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Sees every operator of a run."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, rehearsal: Rehearsal, span: Span | None, rounding: torch.Generator | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rehearsal, self._span, self._rounding = rehearsal, span, rounding
+        self._born: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):  # higher-order operators: nothing to see
+            return func(*args, **kwargs)
+        if func.namespace in _NAMESPACES_OF_RANKS:
+            raise RanksError(str(func))
+        if func is aten.local_scalar_dense and args[0].dtype is torch.bool:
+            self._rehearsal.has_branches = True
+        facts = _facts(func)
+        for position in facts.written:
+            written = args[position] if isinstance(position, int) and position < len(args) else None
+            written = kwargs.get(position, written) if isinstance(position, str) else written
+            for each in written if isinstance(written, (list, tuple)) else (written,):
+                if isinstance(each, Tensor):
+                    self._rehearsal.keep(each, self._born)
+        out = self._rehearsal.draw(func, args, kwargs, self._span) if facts.is_random else func(*args, **kwargs)
+        if facts.makes_tensors:
+            self._note(func, out)
+        return out
+
+    def _note(self, func: Any, out: Any) -> None:
+        for each in out if isinstance(out, (list, tuple)) else (out,):
+            storage = _storage_of(each) if isinstance(each, Tensor) else None
+            if storage is not None:
+                self._rehearsal.most_elements = max(self._rehearsal.most_elements, each.numel())
+                self._count(storage)
+                self._born.add(_identity(storage))
+                if (
+                    self._rounding is not None
+                    and _facts(func).rounds
+                    and (each.is_floating_point() or each.is_complex())
+                ):
+                    _round_differently(each, func, self._rounding)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        rehearsal = self._rehearsal
+        if rehearsal.left_bytes is not None and storage.device.type == "cpu":
+            rehearsal.left_bytes -= storage.nbytes()
+            if rehearsal.left_bytes < 0:
+                raise MemoryError("a look at these rows takes more host memory than is available")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    written: tuple[int | str, ...]  # positions, or names of keywords
+    is_random: bool
+    makes_tensors: bool  # of its own: its results are no views of its arguments
+    rounds: bool
+
+
+@functools.cache
+def _facts(func: Any) -> _Facts:
+    schema = schema_of(func)  # what an operator writes to stands nowhere else
+    written = [
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _WRITTEN_UNSAID
+    ]
+    names = [schema.arguments[position].name for position in written if isinstance(position, int)]
+    aliases = any(each.alias_info is not None for each in schema.returns)
+    return _Facts(
+        (*written, *names),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        bool(schema.returns) and not aliases,
+        schema.name.rpartition("::")[2] not in _EXACT_OPERATORS,
+    )
+
+
+def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    eps = torch.finfo(tensor.dtype).eps
+    if tensor.is_cuda and tensor.dtype is torch.float32 and "convolution" in str(func):
+        eps = max(eps, _TF32_EPS)
+    with torch.no_grad():
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if real.device != generator.device or not real.numel():
+            return
+        for piece in _pieces(real):
+            noise = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
+            noise.uniform_(-eps, eps, generator=generator).mul_(piece)
+            piece.add_(noise.masked_fill_(piece == piece.round(), 0))  # whole numbers are exact: counts, one-hot rows
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Views of a tensor, one after the other in memory, so that work on them takes little."""
+    if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
+        return (tensor,)
+    return torch.split(tensor.as_strided((tensor.numel(),), (1,)), max(_FEWEST_NUMEL, tensor.numel() // 16))
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None where it has none of its own, as sparse tensors and wrappers of others."""
+    try:
+        return tensor.untyped_storage() if tensor.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _identity(storage: torch.UntypedStorage) -> int:
+    return storage_key(storage)  # the same for all Python objects of one storage
+
+
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+# -------------------------------------------------------------------------------------------------------- random draws
+
+
+def _find_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Generator, bool] | None:
+    """Return the generator that an operator draws from, and whether it is the user's own."""
+    own = next((each for each in (*kwargs.values(), *args) if isinstance(each, torch.Generator)), None)
+    if own is not None:
+        return own, True
+    device = kwargs.get("device")
+    if device is None:
+        tensor = next((each for each in args if isinstance(each, Tensor)), None)
+        device = tensor.device if tensor is not None else "cpu"
+    generator = random_state.default_generator(torch.device(device))
+    return None if generator is None else (generator, False)
+
+
+def _drawn_values(func: Any, out: Any) -> Tensor | None:
+    """Return the tensor that an operator has drawn; None where it does not hand it out, or hands out more."""
+    if isinstance(out, Tensor):
+        return out
+    if func is torch.ops.aten.native_dropout.default:
+        mask: Tensor = out[1]
+        return mask
+    return None
+
+
+def _draw_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Tensor, state: Tensor, state_after: Tensor
+) -> _Draw:
+    """Note what was drawn. Where it depends on shapes alone it is drawn again when wanted, and takes no memory."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    by_shape = len(tensors) == 1 and tensors[0] is args[0] and _draws_by_shape(func)
+    is_kept = bool(tensors) and not by_shape
+    if is_kept:
+        copy = values.clone()
+        return _Draw(values.shape, lambda: copy, is_kept, state, state_after, [0])
+    like = (args[0].shape, args[0].stride(), args[0].dtype, args[0].device) if by_shape else None
+    others = args[1:] if by_shape else args
+
+    def again() -> Tensor:
+        filled = []
+        if like is not None:
+            shape, stride, dtype, device = like
+            filled = [torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_()]
+        drawn = _drawn_values(func, func(*filled, *others, **kwargs))
+        assert drawn is not None  # noqa: S101 - it was not, the first time
+        return drawn
+
+    return _Draw(values.shape, again, is_kept, state, state_after, [0])
+
+
+def _draws_by_shape(func: Any) -> bool:
+    """Whether an operator takes nothing from its tensor but the shape: it fills it, makes one like it, or a mask."""
+    name = schema_of(func).name.rpartition("::")[2]  # see `_facts`
+    return bool(name.endswith(("_", "_like")) or name == "native_dropout")
+
+
+def _put_values(func: Any, out: Any, values: Tensor, part: Tensor, args: tuple[Any, ...]) -> None:
+    """Change an operator's result to what it would be had it drawn ``part``."""
+    values.copy_(part)
+    if func is torch.ops.aten.native_dropout.default:
+        x, p = args[0], args[1]
+        torch.mul(x, values, out=out[0]).mul_(1 / (1 - p) if p < 1 else 0.0)
+
+
+def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int] | None:
+    """Where some rows' draws are among all rows': the one dimension in which they differ, the start, the number."""
+    if draw.shape == shape:
+        return 0, 0, 0  # all
+    differing = [dim for dim, (all_rows, some) in enumerate(zip(draw.shape, shape, strict=False)) if all_rows != some]
+    if len(draw.shape) != len(shape) or len(differing) != 1:
+        return None
+    dim, num_rows = differing[0], span.stop - span.start
+    if span.number is not None:
+        if span.number >= len(draw.edges):
+            return None
+        start = draw.edges[span.number]
+        if span.number + 1 == len(draw.edges):
+            draw.edges.append(start + shape[dim])
+        return (dim, start, shape[dim]) if start + shape[dim] <= draw.shape[dim] else None
+    factor, rest = divmod(draw.shape[dim], span.total)
+    if rest or shape[dim] != factor * num_rows:
+        return None
+    return dim, factor * span.start, factor * num_rows
+
+
+# ---------------------------------------------------------------------------------------------------------- attributes
+
+
+class Attributes:
+    """Attributes of modules and of the user's objects, as they are now."""
+
+    def __init__(self, roots: Sequence[object]) -> None:
+        self._owners: list[tuple[Any, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        modules = [each for each in roots if isinstance(each, nn.Module)]
+        self._names = {id(each): name for root in modules for name, each in root.named_modules()}
+        todo: list[object] = list(roots)
+        while todo and len(self._seen) < _MAX_OBJECTS:
+            value = todo.pop()
+            if id(value) not in self._seen and _may_hold_state(value):
+                self._seen.add(id(value))
+                todo.extend(self._note(value))
+
+    def _note(self, value: Any) -> Sequence[object]:
+        """Note the state of one object; return what it holds."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            return list(_held_by_function(value))
+        if isinstance(value, _CONTAINERS):
+            if len(value) <= _MAX_COPIED:
+                self._containers.append((value, value.copy()))
+            inside = value.values() if isinstance(value, dict) else value
+            return list(inside) if len(value) <= _MAX_ITEMS else ()
+        if isinstance(value, (tuple, frozenset)):
+            return list(value) if len(value) <= _MAX_ITEMS else ()
+        skipped = _MODULE_MACHINERY if isinstance(value, nn.Module) else ()
+        own = {name: each for name, each in vars(value).items() if name not in skipped}
+        self._owners.append((value, own))
+        return list(own.values())
+
+    def restore(self) -> None:
+        """Put all attributes back that are not as they were."""
+        for container, copy in self._containers:
+            if not _is_same(container, copy):
+                container.clear()
+                (container.update if isinstance(container, (dict, set)) else container.extend)(copy)
+        for owner, attributes in self._owners:
+            now = vars(owner)
+            skipped = _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
+            for name in [name for name in now if name not in attributes and name not in skipped]:
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name, now) is not value:
+                    now[name] = value
+
+    def differ(self) -> bool:
+        """Whether any is not as it was."""
+        if any(not _is_same(container, copy) for container, copy in self._containers):
+            return True
+        for owner, attributes in self._owners:
+            now, skipped = vars(owner), _MODULE_MACHINERY if isinstance(owner, nn.Module) else ()
+            if any(now.get(name, now) is not value for name, value in attributes.items()):
+                return True
+            if any(name not in attributes and name not in skipped for name in now):
+                return True
+        return False
+
+    def plain_tensors(self) -> list[Tensor]:
+        """Tensors in attributes and containers that are no parameters and no buffers."""
+        values = [each for owner, attributes in self._owners for each in attributes.values()]
+        for _, copy in self._containers:
+            values += copy.values() if isinstance(copy, dict) else copy
+        return [each for each in values if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
+
+    def changed(self, written: set[int]) -> list[str]:
+        """Name what has changed, or lies in a storage that was written to, in modules."""
+        names: dict[str, None] = {}
+        for owner, attributes in self._owners:
+            place, now = self._names.get(id(owner), type(owner).__name__), vars(owner)
+            before = members_of(attributes)
+            after = members_of(now)
+            for name, value in after.items():
+                storage = _storage_of(value) if isinstance(value, Tensor) else None
+                is_written = storage is not None and _identity(storage) in written
+                if is_written or (name in before and before[name] is not value and not name.startswith("_")):
+                    names[f"{place}.{name}" if place else name] = None
+        return list(names)
+
+
+def _may_hold_state(value: object) -> bool:
+    if isinstance(value, (nn.Module, types.FunctionType, types.MethodType, functools.partial, tuple, *_CONTAINERS)):
+        return True
+    kind = type(value)
+    if isinstance(value, (type, types.ModuleType, Tensor, torch.optim.Optimizer)) or not hasattr(value, "__dict__"):
+        return False
+    return kind.__module__.partition(".")[0] not in _FOREIGN
+
+
+def _held_by_function(fn: Any) -> Iterator[object]:
+    if isinstance(fn, functools.partial):
+        yield from (fn.func, *fn.args, *fn.keywords.values())
+    elif isinstance(fn, types.MethodType):
+        yield from (fn.__self__, fn.__func__)
+    else:
+        yield from (fn.__defaults__ or (), fn.__kwdefaults__ or {})
+        with contextlib.suppress(ValueError, TypeError):  # a variable without a value yet
+            variables = inspect.getclosurevars(fn)
+            yield from variables.nonlocals.values()
+            yield from variables.globals.values()
+
+
+def _is_same(container: Any, copy: Any) -> bool:
+    """Whether a container holds the same objects as its copy."""
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, dict):
+        return all(key in container and container[key] is value for key, value in copy.items())
+    if isinstance(container, set):
+        return bool(container == copy)
+    return all(one is other for one, other in zip(container, copy, strict=True))

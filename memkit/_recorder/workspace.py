@@ -1,0 +1,188 @@
+"""Workspace: what an operator takes and gives back inside of itself, which only the allocator's own events show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, count
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from memkit._core.errors import StateError
+from memkit._recorder.recorder import Moment
+from memkit._recorder.recording import IntArray, Label, Recording, lifetimes
+from memkit._torch.profiler import (
+    ActiveProfilerType,
+    ExperimentalConfig,
+    Mark,
+    ProfilerConfig,
+    ProfilerEvent,
+    ProfilerState,
+    record_functions,
+    running_profiler,
+    start_profiler,
+    stop_profiler,
+)
+
+_MARK = "memkit-operator:"
+_Memory = Literal["cpu", "accelerator"]
+
+
+class _Call(NamedTuple):
+    """One call of an operator."""
+
+    end: Moment
+    operator: Any
+    accelerator: torch.device | None  # the one that was in use, if any
+
+    def device(self, memory: _Memory) -> str:
+        return "cpu" if memory == "cpu" else str(self.accelerator)
+
+
+class _Workspace(NamedTuple):
+    """How far one call rose above both of its ends."""
+
+    call: _Call
+    device: str
+    nbytes: int
+
+
+class WorkspaceMarks:
+    """For a Recorder that also sees what an operator takes and gives back inside: category ``"workspace"``.
+
+    Use it as ``Recorder(marks=WorkspaceMarks())``. It puts a mark around each operator. torch's profiler writes the
+    marks and the allocations of a thread into one list, in the order in which they came: no clocks have to be aligned,
+    no running totals trusted, and nothing outside of the operators counts.
+
+    The profiler is the one beneath `torch.autograd.profiler_legacy`. Unlike Kineto's it prints nothing, and stays in
+    its own thread (with those of autograd), so that a profiler in another thread is not disturbed. torch calls it
+    deprecated; Kineto's would give the same events at a higher price.
+    """
+
+    def __init__(self) -> None:
+        self.accelerator: torch.device | None = None
+        self._calls: dict[int, _Call] = {}
+        self._numbers = count()
+        self._workspaces: list[_Workspace] | None = None  # None until the block is over
+
+    def begin(self) -> None:
+        """Start the profiler.
+
+        Raises:
+            StateError: One runs in this thread.
+        """
+        if running_profiler() != ActiveProfilerType.NONE:
+            raise StateError(
+                "track(workspace=True)",
+                got="a thread in which a profiler is running",
+                expected="none: workspace is read from a profiler's events, and torch runs one at a time",
+                fix="leave that profiler (or the outer track(workspace=True)) first, or use track().",
+            )
+        shapes, memory, stack, flops, modules = False, True, False, False, False
+        start_profiler(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, modules, ExperimentalConfig()))
+        record_functions(False)  # noqa: FBT003 - only the marks are wanted, not each operator's own record
+
+    def end(self) -> None:
+        """Stop the profiler, and read its events."""
+        record_functions(True)  # noqa: FBT003
+        threads = stop_profiler()
+        risen = sorted(found for events in threads for found in _risen(events))
+        self._workspaces = [
+            _Workspace(self._calls[number], self._calls[number].device(memory), nbytes)
+            for number, memory, nbytes in risen
+        ]
+
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+        """Run an operator between two marks."""
+        number = next(self._numbers)
+        try:
+            record_functions(True)  # noqa: FBT003 - C++ takes no keyword
+            with Mark(f"{_MARK}{number}"):
+                record_functions(False)  # noqa: FBT003
+                return run()
+        finally:  # an operator that failed counts too: its workspace may be what did not fit
+            self._calls[number] = _Call(moment(), func, self.accelerator)
+
+    def added_to(self, recording: Recording) -> Recording:
+        """Return a recording with the workspaces: each is a storage that comes and goes within its operator.
+
+        Raises:
+            StateError: The block is not over.
+        """
+        if self._workspaces is None:
+            raise StateError(
+                "track(workspace=True)",
+                got="a question inside the block",
+                expected="questions after the block: the profiler hands out its events when it ends",
+                fix="read the tracker after the block, or use track().",
+            )
+        return _with_workspaces(recording, self._workspaces)
+
+
+def _risen(events: Sequence[ProfilerEvent]) -> Iterator[tuple[int, _Memory, int]]:
+    """Yield (number of the call, which memory, bytes) for each marked call that rose above both of its ends.
+
+    Args:
+        events: One thread's.
+    """
+    number, depth = None, 0
+    changes: Mapping[_Memory, list[int]] = {}
+    for event in events:
+        kind = str(event.kind())
+        if number is None:
+            if kind == "push" and event.name().startswith(_MARK):
+                number, depth = int(event.name().removeprefix(_MARK)), 0
+                changes = {"cpu": [], "accelerator": []}
+        elif kind == "memory_alloc":
+            changes["cpu"].append(event.cpu_memory_usage())
+            changes["accelerator"].append(event.cuda_memory_usage())  # CUDA and ROCm
+        elif kind == "push":
+            depth += 1
+        elif kind == "pop" and depth:
+            depth -= 1
+        elif kind == "pop":
+            for memory, sizes in changes.items():
+                levels = [0, *accumulate(sizes)]
+                if max(levels) > max(0, levels[-1]):
+                    yield number, memory, max(levels) - max(0, levels[-1])
+            number = None
+
+
+def _with_workspaces(recording: Recording, workspaces: Sequence[_Workspace]) -> Recording:
+    """Insert each workspace as a storage that is born after its operator's outputs, and dies at once."""
+    num_old, num_new = recording.num_storages, len(workspaces)
+    births, _ = lifetimes(recording.event_storage, recording.event_bytes, num_old)
+    was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
+    # A call counts the events that the recorder saw happen, and not those that bring in what was there before.
+    num_events = len(recording.event_bytes)
+    happened = np.delete(np.arange(num_events), births[was_before])
+    after = np.concatenate([happened[:1] if len(happened) else [num_events], happened + 1])
+    positions = np.repeat(after[[found.call.end.num_events for found in workspaces]], 2)
+    ids = np.repeat(np.arange(num_old, num_old + num_new), 2)
+    changes = np.outer([found.nbytes for found in workspaces], [1, -1]).ravel()
+    phases_before = np.sort([found.call.end.num_phases for found in workspaces])
+    texts: dict[Label, list[str]] = {
+        "category": ["workspace"] * num_new,
+        "device": [found.device for found in workspaces],
+        "module": [found.call.end.place.module for found in workspaces],
+        "operator": [str(found.call.operator) for found in workspaces],
+        "phase": [found.call.end.place.phase for found in workspaces],
+        "source": [str(found.call.end.place.line or "") for found in workspaces],
+    }
+    names = {label: tuple(dict.fromkeys([*recording.names[label], *new])) for label, new in texts.items()}
+    codes: dict[Label, IntArray] = {}
+    for label, new in texts.items():
+        table = {text: code for code, text in enumerate(names[label])}
+        codes[label] = np.append(recording.codes[label], np.asarray([table[text] for text in new], dtype=np.int64))
+    return Recording(
+        np.insert(recording.event_storage, positions, ids),
+        np.insert(recording.event_bytes, positions, changes),
+        codes,
+        names,
+        tuple(
+            (index + 2 * int(np.searchsorted(phases_before, number, side="right")), phase)
+            for number, (index, phase) in enumerate(recording.phases)
+        ),
+        recording.untracked,
+    )

@@ -1,1 +1,0 @@
-"""Where rooms meet: what needs two of them at once is put together here."""

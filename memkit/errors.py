@@ -1,0 +1,27 @@
+"""What memkit raises and warns of: each is a `MemkitError`, and also the built-in error that a caller expects."""
+
+from memkit._core.errors import (
+    ConfigError,
+    FileFormatError,
+    InputError,
+    InputTypeError,
+    MemkitError,
+    MemkitOutOfMemoryError,
+    MemkitWarning,
+    NotSimulatedError,
+    StateError,
+    TorchVersionError,
+)
+
+__all__ = [
+    "ConfigError",
+    "FileFormatError",
+    "InputError",
+    "InputTypeError",
+    "MemkitError",
+    "MemkitOutOfMemoryError",
+    "MemkitWarning",
+    "NotSimulatedError",
+    "StateError",
+    "TorchVersionError",
+]

@@ -1,1 +1,0 @@
-"""Planning room: what a training step will need, known before it runs."""

@@ -1,0 +1,315 @@
+"""The answer of every memory prediction: bytes of one warm training step, taken apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
+
+from memkit._core.errors import MemkitWarning
+from memkit._core.printable import printable
+from memkit._core.units import format_bytes
+from memkit.predict.gpus import CapacityLike, capacity_bytes
+
+if TYPE_CHECKING:  # a config's estimate needs no torch
+    from memkit._simulation.simulation import Record
+
+_NUM_HOLDERS = 8
+Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A block of memory that is alive at the peak. Empty text means "not known", as for what was there before the step.
+
+    Attributes:
+        nbytes: Its size.
+        category: What it is for: parameter, buffer, gradient, optimizer, input, activation or temporary.
+        module: Dotted name of the module whose forward or backward made it.
+        operator: The operator that made it.
+        source: The line of your code that made it, as ``"file:line in function"``.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> estimate = mk.estimate_memory_usage(
+        ...     torch.nn.Linear(100, 100), torch.ones(10, 100), loss_fn=lambda model, x: model(x).sum()
+        ... )
+        >>> print(estimate.holders[0].category, estimate.holders[0].nbytes)
+        parameter 40000
+    """
+
+    nbytes: int
+    category: str
+    module: str
+    operator: str
+    source: str
+
+    def __str__(self) -> str:
+        parts = (self.category, self.module, self.operator, self.source and f"at {self.source}")
+        return ", ".join(part for part in parts if part)
+
+
+class Verdict(str):
+    """Whether a step fits: ``"fits"``, ``"does not fit"``, ``"too close"`` or ``"not known"``, with the reason.
+
+    Attributes:
+        reason: Why, in one sentence.
+
+    Example:
+        >>> from memkit import estimate_memory_usage
+        >>> from memkit.predict import TrainingConfig
+        >>> verdict = estimate_memory_usage(TrainingConfig()).verdict("1MiB")
+        >>> print(verdict)
+        does not fit
+        >>> verdict.reason.startswith("it takes")
+        True
+    """
+
+    __slots__ = ("reason",)
+    reason: str
+
+    def __new__(cls, word: Word, reason: str) -> Self:
+        """Say a word, and why."""
+        verdict = super().__new__(cls, word)
+        verdict.reason = reason
+        return verdict
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """What the second (warm) optimizer step of a training run is expected to need.
+
+    The parts are what is live at the moment of the peak; `peak_bytes` is their sum. None is "not known".
+
+    Attributes:
+        parameters_bytes: Model parameters.
+        gradients_bytes: Parameter gradients that are live at the peak.
+        optimizer_bytes: Optimizer state.
+        activations_bytes: Tensors that autograd keeps for the backward pass.
+        temporaries_bytes: Everything short-lived: outputs and gradients on their way, casts of weights.
+        other_bytes: The batch and the model's buffers; on a GPU also library workspaces and the allocator's rounding.
+        unsharded_bytes: Parameters gathered from other ranks, and live at the peak; None where nothing is sharded.
+        workspace_bytes: How far the peak may rise above `peak_bytes` by what kernels take and give back inside; None
+            where that is a part of `reserved_bytes`.
+        reserved_bytes: What the caching allocator will hold at most: the peak, fragmentation, library workspaces.
+            None on a CPU, whose allocator keeps no such count.
+        context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
+        peak_where: The place of the peak: of a dry run module, operator, pass and line of your code; of the formula
+            layer and pass.
+        confidence: ``"exact"``: what the step takes, but for less than 64 bytes of Python numbers in tensors.
+            ``"workspace"``: exact but for memory inside of kernels, see `peak_interval`. ``"guessed"``: something
+            was answered without data (`guesses` says what, `doubts` whether it matters), or a formula's constants are
+            guessed.
+        guesses: What was answered without data: ``"2 x operator at line"``.
+        doubts: Why nothing is known, each with its line: a guess became a size, a branch hung on it, or it went where
+            it could not be followed; no gradient was seen. Where there is any, `fits` is False.
+        assumptions: What was taken to be so, each with its line: checks that raise an error unless they pass.
+        holders: The largest blocks at the peak, largest first.
+
+    Example:
+        >>> from memkit import estimate_memory_usage
+        >>> from memkit.predict import TrainingConfig
+        >>> estimate = estimate_memory_usage(TrainingConfig())
+        >>> estimate.total_bytes == estimate.reserved_bytes + estimate.context_bytes
+        True
+        >>> estimate.headroom_bytes("8GiB") == 8 * 2**30 - estimate.total_bytes
+        True
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    temporaries_bytes: int
+    other_bytes: int
+    unsharded_bytes: int | None = None
+    workspace_bytes: int | None = None
+    reserved_bytes: int | None = None
+    context_bytes: int | None = None
+    peak_where: str
+    confidence: Literal["exact", "workspace", "guessed"]
+    guesses: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    holders: tuple[Holder, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes in live tensors: what an allocator reports as its maximum allocated."""
+        return (
+            self.parameters_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.temporaries_bytes
+            + self.other_bytes
+            + (self.unsharded_bytes or 0)
+        )
+
+    @property
+    def peak_interval(self) -> tuple[int, int]:
+        """Lowest and highest peak: `peak_bytes`, and that with `workspace_bytes`."""
+        return self.peak_bytes, self.peak_bytes + (self.workspace_bytes or 0)
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What the card must have free: ``reserved_bytes + context_bytes``; None where these are not known."""
+        if self.reserved_bytes is None or self.context_bytes is None:
+            return None
+        return self.reserved_bytes + self.context_bytes
+
+    @property
+    def required_bytes(self) -> int:
+        """What `fits` compares: `total_bytes`, or `peak_bytes` where that is not known, each with `workspace_bytes`."""
+        return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
+
+    def verdict(self, capacity: CapacityLike) -> Verdict:
+        """Say whether the step fits into ``capacity``, or why that is not known.
+
+        Args:
+            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), the name of a
+                card such as ``"RTX 4090"``, or a `GPU`. A card counts with the least total that torch was seen to
+                report; where this estimate has no `context_bytes`, with what the card's driver leaves of it.
+
+        Returns:
+            A text that is one of four words, with its `reason`. ``"too close"``: it fits or not with what kernels take
+            inside, which is only known to be `workspace_bytes` at most.
+
+        Raises:
+            InputError: ``capacity`` is negative, or text that is neither a size nor the name of one card.
+            InputTypeError: ``capacity`` is none of these.
+        """
+        headroom_bytes = self.headroom_bytes(capacity)
+        most = format_bytes(self.required_bytes)
+        if self.doubts:
+            return Verdict("not known", "; ".join(self.doubts))
+        if headroom_bytes >= 0:
+            return Verdict("fits", f"it takes {most} at most, {format_bytes(headroom_bytes)} stay free")
+        if headroom_bytes + (self.workspace_bytes or 0) >= 0:
+            inside = format_bytes(self.workspace_bytes or 0)
+            return Verdict("too close", f"it takes up to {most}, of which up to {inside} inside kernels")
+        return Verdict("does not fit", f"it takes {most}, {format_bytes(-headroom_bytes)} too much")
+
+    def fits(self, capacity: CapacityLike) -> bool:
+        """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and nothing is in doubt.
+
+        Args:
+            capacity: As for `verdict`.
+
+        Raises:
+            InputError: As for `verdict`.
+            InputTypeError: As for `verdict`.
+        """
+        return self.verdict(capacity) == "fits"
+
+    def headroom_bytes(self, capacity: CapacityLike) -> int:
+        """Return the bytes that stay free in ``capacity``; negative where the step does not fit.
+
+        Args:
+            capacity: As for `verdict`.
+        """
+        return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
+
+    def parts(self) -> dict[str, int | None]:
+        """Return the figures by their names for people, the parts of the peak first; None where not known."""
+        return {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "activations": self.activations_bytes,
+            "temporaries": self.temporaries_bytes,
+            "batch, buffers, libraries": self.other_bytes,
+            "gathered parameters": self.unsharded_bytes,
+            "peak of live tensors": self.peak_bytes,
+            "inside kernels, at most": self.workspace_bytes,
+            "reserved by the allocator": self.reserved_bytes,
+            "driver and libraries": self.context_bytes,
+            "total": self.total_bytes,
+        }
+
+    def explain(self) -> str:
+        """Return a table for people: the parts, the place of the peak, its largest holders, and what was guessed."""
+        known = {name: num_bytes for name, num_bytes in self.parts().items() if num_bytes is not None}
+        lines = [f"{name:<28} {format_bytes(num_bytes):>12}" for name, num_bytes in known.items()]
+        where = (
+            [f"peak in {printable(self.peak_where)}"] if self.peak_where else []
+        )  # a script may end before it has any tensor
+        lines += ["", *where, f"confidence: {self.confidence}"]
+        if self.holders:
+            lines += [
+                "",
+                "largest at the peak",
+                *(f"{format_bytes(h.nbytes):>14}  {printable(str(h))}" for h in self.holders),
+            ]
+        for title, rows in (
+            ("not known, because", self.doubts),
+            ("assumed", self.assumptions),
+            ("answered without data", self.guesses),
+        ):
+            lines += ["", title, *(f"  {printable(row)}" for row in rows)] if rows else []
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, with `peak_bytes` and `total_bytes`, ready for JSON."""
+        lists = {name: list(getattr(self, name)) for name in ("guesses", "doubts", "assumptions")}
+        figures = asdict(self) | lists | {"holders": [asdict(holder) for holder in self.holders]}
+        return {**figures, "peak_bytes": self.peak_bytes, "total_bytes": self.total_bytes}
+
+    @classmethod
+    def of(cls, record: Record) -> MemoryEstimate:
+        """Take the peak of a simulated step apart."""
+        recording, figures = record.recording, record.figures
+        parts, peak = recording.peak_by("category"), recording.peak_storage()
+        where = (peak.module, peak.operator, peak.phase, peak.source.replace(record.caller, "")) if peak else ()
+        # Of a GPU the allocator knows more: rounding, and what libraries hold.
+        unseen_bytes = 0 if figures is None else figures.allocated_bytes - recording.peak_bytes()
+        return cls(
+            parameters_bytes=parts.get("parameter", 0) - (record.unsharded_bytes or 0),
+            gradients_bytes=parts.get("gradient", 0),
+            optimizer_bytes=parts.get("optimizer", 0),
+            activations_bytes=parts.get("activation", 0),
+            temporaries_bytes=parts.get("temporary", 0),
+            other_bytes=parts.get("input", 0) + parts.get("buffer", 0) + unseen_bytes,
+            unsharded_bytes=record.unsharded_bytes,
+            workspace_bytes=record.workspace_bytes,
+            reserved_bytes=None if figures is None else figures.reserved_bytes,
+            context_bytes=None if figures is None else figures.context_bytes,
+            peak_where=", ".join(part for part in where if part),
+            confidence="guessed" if record.guesses else "workspace" if record.workspace_bytes else "exact",
+            guesses=record.guesses,
+            doubts=record.doubts,
+            assumptions=record.assumptions,
+            holders=tuple(
+                Holder(
+                    nbytes=storage.nbytes,
+                    category=storage.category,
+                    module=storage.module,
+                    operator=storage.operator,
+                    source=storage.source.replace(record.caller, ""),
+                )
+                for storage in recording.top(_NUM_HOLDERS)
+            ),
+        )
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
+        """Return the estimate that `as_dict` described, also after a way through JSON."""
+        given = {each.name: figures[each.name] for each in fields(cls)}
+        lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
+        return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
+
+
+def warn_of_doubts(call: str, estimate: MemoryEstimate, stacklevel: int = 3) -> None:
+    """Warn where an estimate is used that is not known to hold; ``stacklevel`` leads to the user's call."""
+    if estimate.doubts:
+        warnings.warn(
+            f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "
+            "the step depend on values of its tensors.",
+            MemkitWarning,
+            stacklevel=stacklevel,
+        )

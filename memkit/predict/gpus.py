@@ -1,0 +1,334 @@
+"""What a GPU holds: a table of cards, what torch sees of each, how sure that is and where it was read; live readings.
+
+The table is `gpus.json` beside this file. Nothing here imports torch before a live reading is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, SupportsIndex, TypeAlias
+
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.units import parse_bytes
+from memkit._machine.files import write_text
+from memkit._machine.regular_file import read_regular
+
+_WORDS = re.compile(
+    r"\((?:r|tm)\)|nvidia|geforce|tesla|quadro|amd|radeon|instinct|intel|arc|graphics|generation|[^a-z0-9]"
+)
+_FAMILY = re.compile(r"^(?:rtx|gtx|rx)(?=[a-z0-9])")
+_LIVE = re.compile(r"(?:cuda|xpu|mps)(?::\d+)?")
+_VENDORS = {"cuda": ("NVIDIA", "AMD"), "xpu": ("Intel",), "mps": ("Apple",)}  # by torch's type of device
+_NUM_SUGGESTIONS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPU:
+    """A card. Where reports differ, both ends are kept, and memkit reckons with the worse one.
+
+    Attributes:
+        name: As people write it.
+        vendor: NVIDIA, AMD, Intel or Apple.
+        architecture: Compute capability such as ``"8.9"``, AMD's ``"gfx90a"``, or a family's name.
+        box_bytes: The number on the box (for Apple the machine's memory), which counts GiB.
+        total_interval: Lowest and highest total that torch was seen to report: drivers and error correction differ.
+        context_interval: Lowest and highest memory that a process holds outside of torch's allocator.
+        cublas_workspace_bytes: What torch takes for each handle of the matrix library; None where that is not known.
+        num_multiprocessors: None where it is not known.
+        confidence: ``"observed"``: a report names the card and the total. ``"derived"``: from a related card.
+            ``"live"`` and ``"calibrated"``: read on this machine.
+        source: Where the totals were read.
+        date: Year and month of the newest source, or of the reading.
+        aliases: Other names.
+
+    Example:
+        >>> import memkit as mk
+        >>> card = mk.find_gpu("4090")
+        >>> card.name, card.usable_bytes == card.total_bytes - card.context_bytes
+        ('RTX 4090', True)
+    """
+
+    name: str
+    vendor: str
+    architecture: str
+    box_bytes: int
+    total_interval: tuple[int, int]
+    context_interval: tuple[int, int]
+    cublas_workspace_bytes: int | None
+    num_multiprocessors: int | None
+    confidence: Literal["observed", "derived", "live", "calibrated"]
+    source: str
+    date: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """The least that torch was seen to report as the card's memory."""
+        return self.total_interval[0]
+
+    @property
+    def context_bytes(self) -> int:
+        """The most that driver and libraries were seen to hold."""
+        return self.context_interval[1]
+
+    @property
+    def usable_bytes(self) -> int:
+        """What is left for torch's allocator: ``total_bytes - context_bytes``."""
+        return self.total_bytes - self.context_bytes
+
+    @property
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Major and minor number of an NVIDIA card; None for others."""
+        major, _, minor = self.architecture.partition(".")
+        return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the card as a row of the table, sizes in bytes, ready for JSON."""
+        return {
+            "name": self.name,
+            "vendor": self.vendor,
+            "architecture": self.architecture,
+            "box": self.box_bytes,
+            "total": list(self.total_interval),
+            "context": list(self.context_interval),
+            "workspace": self.cublas_workspace_bytes,
+            "multiprocessors": self.num_multiprocessors,
+            "confidence": self.confidence,
+            "source": self.source,
+            "date": self.date,
+            "aliases": list(self.aliases),
+        }
+
+
+CapacityLike: TypeAlias = SupportsIndex | str | GPU
+
+
+def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...]:
+    """Return the table, in the order of vendor, generation and size.
+
+    Args:
+        calibrated: A file of `write_gpus`: its cards replace those of the same name.
+
+    Returns:
+        The cards. Without ``calibrated`` no file but the package's own is read.
+
+    Raises:
+        FileFormatError: ``calibrated`` is no such file.
+        OSError: ``calibrated`` cannot be read.
+
+    Example:
+        >>> import memkit as mk
+        >>> len(mk.predict.all_gpus()) >= 50
+        True
+    """
+    if calibrated is None:
+        return _table()
+    own = {gpu.name: gpu for gpu in _read(Path(calibrated))}
+    table = {gpu.name: gpu for gpu in _table()}
+    return tuple((table | own).values())
+
+
+def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = None) -> GPU:
+    """Return the card of a name.
+
+    Args:
+        name: As on the box or as a driver says it, in any case and spacing: ``"RTX 4090"``, ``"4090"``,
+            ``"NVIDIA A100-SXM4-40GB"``, ``"Apple 16GB"``. ``"cuda"``, ``"cuda:1"``, ``"xpu"`` and ``"mps"`` read the
+            card of this machine. A `GPU` is the card itself.
+        calibrated: As for `all_gpus`.
+
+    Returns:
+        The card.
+
+    Raises:
+        InputError: No card, or several, have this name; the message lists those that come near.
+        InputTypeError: ``name`` is neither text nor a `GPU`.
+        ConfigError: This machine does not have the device.
+        FileFormatError: ``calibrated`` is no file of cards.
+        OSError: ``calibrated`` cannot be read.
+
+    Example:
+        >>> import memkit as mk
+        >>> mk.find_gpu("nvidia geforce rtx4090").name
+        'RTX 4090'
+        >>> mk.find_gpu("A100")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        memkit.errors.InputError: find_gpu('A100'): got a name that several cards begin with; expected one card: ...
+    """
+    if isinstance(name, GPU):
+        return name
+    if not isinstance(name, str):
+        raise InputTypeError(
+            f"find_gpu({name!r})",
+            got=f"a {type(name).__name__}",
+            expected="the name of a card as text, or a GPU",
+            fix="write for example 'RTX 4090', or 'cuda' for the card of this machine.",
+        )
+    gpus = all_gpus(calibrated)
+    if _LIVE.fullmatch(name):
+        return _live(name, gpus)
+    by_key = {key: gpu for gpu in gpus for key in _keys(gpu)}
+    wanted = _key(name)
+    if wanted in by_key:
+        return by_key[wanted]
+    beginnings = [key for key in by_key if wanted and key.startswith(wanted)]
+    near = beginnings or difflib.get_close_matches(wanted, by_key, n=_NUM_SUGGESTIONS)
+    names = list(dict.fromkeys(by_key[key].name for key in near))[:_NUM_SUGGESTIONS]
+    raise InputError(
+        f"find_gpu({name!r})",
+        got="a name that several cards begin with" if beginnings else "a name of no card",
+        expected=f"one card: {', '.join(names)}" if names else "a card of the table",
+        fix="write it as `memkit gpus` does, or 'cuda' for the card of this machine.",
+    )
+
+
+def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> int:
+    """Return the bytes of a device capacity.
+
+    Args:
+        capacity: Bytes as an int, text with a unit such as ``"24GiB"``, the name of a card as for `find_gpu`, or a
+            `GPU`.
+        context_counted: Whether that which is compared with it counts the driver's context as well. Then a card is its
+            `GPU.total_bytes`, else its `GPU.usable_bytes`. It makes no difference to a size.
+
+    Returns:
+        The capacity in bytes.
+
+    Raises:
+        InputError: A negative number, or text that is neither a size nor the name of one card.
+        InputTypeError: ``capacity`` is none of these.
+        ConfigError: The device of this machine that is named is not there.
+
+    Example:
+        >>> from memkit.predict.gpus import capacity_bytes, find_gpu
+        >>> capacity_bytes("RTX 4090") == find_gpu("RTX 4090").usable_bytes, capacity_bytes("24GB")
+        (True, 24000000000)
+    """
+    if isinstance(capacity, GPU):
+        return capacity.total_bytes if context_counted else capacity.usable_bytes
+    try:
+        return parse_bytes(capacity, name="capacity")
+    except InputError as no_size:
+        if not isinstance(capacity, str):
+            raise
+        try:
+            return capacity_bytes(find_gpu(capacity), context_counted=context_counted)
+        except InputError as no_gpu:
+            raise InputError(
+                no_size.call,
+                got=no_size.got,
+                expected=f"{no_size.expected}; or {no_gpu.expected}",
+                fix="write for example '24GiB' or 'RTX 4090'; `memkit gpus` lists the cards.",
+            ) from None
+
+
+def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
+    """Write cards to a file that `all_gpus` and `find_gpu` read; atomically, in place of what was there.
+
+    Args:
+        path: The file to write. Its directory must exist.
+        gpus: The cards.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    write_text(path, json.dumps({"gpus": [gpu.as_dict() for gpu in gpus]}, indent=1) + "\n")
+
+
+def capability_of(gpu: GPU) -> tuple[int, int]:
+    """The compute capability of a card whose operators are known."""
+    if gpu.compute_capability is None:
+        raise ConfigError(
+            f"a dry run on {gpu.name!r}",
+            got=f"a card of {gpu.vendor}",
+            expected="a card of NVIDIA: what other cards' operators take is not known",
+            fix="take a card of NVIDIA of the same size; `memkit gpus` lists them.",
+        )
+    return gpu.compute_capability
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    text = Path(__file__).with_name("gpus.json").read_text("utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+@functools.cache
+def _table() -> tuple[GPU, ...]:
+    data = _data()
+    return tuple(_gpu({**data["architectures"][row["architecture"]], **row}) for row in data["gpus"])
+
+
+def _read(path: Path) -> list[GPU]:
+    try:
+        data = read_regular(path, f"calibrated={str(path)!r}")
+        return [_gpu(row) for row in json.loads(data.decode("utf-8"))["gpus"]]
+    except FileFormatError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FileFormatError(
+            f"calibrated={str(path)!r}",
+            got=f"{type(error).__name__}: {error}",
+            expected="a file that `memkit gpus --calibrate FILE` wrote",
+            fix="write it anew on the machine that has the card.",
+        ) from error
+
+
+def _gpu(row: Mapping[str, Any]) -> GPU:
+    total, context = ([parse_bytes(end) for end in row[name]] for name in ("total", "context"))
+    return GPU(
+        name=row["name"],
+        vendor=row["vendor"],
+        architecture=row["architecture"],
+        box_bytes=parse_bytes(row["box"]),
+        total_interval=(total[0], total[1]),
+        context_interval=(context[0], context[1]),
+        cublas_workspace_bytes=None if row["workspace"] is None else parse_bytes(row["workspace"]),
+        num_multiprocessors=row["multiprocessors"],
+        confidence=row["confidence"],
+        source=row["source"],
+        date=row["date"],
+        aliases=tuple(row["aliases"]),
+    )
+
+
+def _key(name: str) -> str:
+    """Reduce a name to what tells cards apart: ``"NVIDIA GeForce RTX 4090"`` to ``"4090"``."""
+    return _FAMILY.sub("", _WORDS.sub("", name.lower()))
+
+
+def _keys(gpu: GPU) -> set[str]:
+    keys = {_key(name) for name in (gpu.name, *gpu.aliases)}
+    return keys | {f"{key}{gpu.box_bytes // 2**30}gb" for key in keys}
+
+
+def _live(name: str, gpus: Iterable[GPU]) -> GPU:
+    """Read the card of this machine: total and name from torch, the rest from the row that comes nearest."""
+    from memkit._machine.devices import device_architecture, device_memory, device_name, resolve_device  # imports torch
+
+    device = resolve_device(name)
+    total_bytes = device_memory(device).total_bytes or 0
+    architecture, own_name = device_architecture(device), device_name(device)
+    gpus = [gpu for gpu in gpus if gpu.vendor in _VENDORS[device.type]]
+    known = [gpu for gpu in gpus if any(key.startswith(_key(own_name)) for key in _keys(gpu))]
+    related = known or [gpu for gpu in gpus if gpu.architecture == architecture] or gpus
+    nearest = min(related, key=lambda gpu: abs(gpu.total_bytes - total_bytes))
+    if not known:
+        nearest = replace(nearest, box_bytes=total_bytes, num_multiprocessors=None, aliases=())
+    return replace(
+        nearest,
+        name=own_name,
+        architecture=architecture or nearest.architecture,
+        total_interval=(total_bytes, total_bytes),
+        confidence="live",
+        source=f"total read from {device}, the rest as {nearest.name}",
+    )

@@ -1,0 +1,129 @@
+"""The operators of a training step on fake tensors: how long each part of it takes, and each block's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.flop_counter import flop_registry
+
+from memkit._torch.dispatch import TorchDispatchMode
+from memkit._torch.graph import current_backward
+from memkit.predict.plan.speeds import Speeds
+
+_NO_BACKWARD = -1
+
+
+@dataclass
+class BlockForward:
+    """What a block's forward takes.
+
+    Attributes:
+        seconds: All of it.
+        light_seconds: The operators whose results a selective treatment does not keep.
+        num_operators: How many there are.
+        input_bytes: What it is given.
+    """
+
+    seconds: float = 0.0
+    light_seconds: float = 0.0
+    num_operators: int = 0
+    input_bytes: int = 0
+
+
+class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Adds up what the operators of a step take, one part of it after the other. Enter it beneath the recorder.
+
+    Args:
+        speeds: How fast they are.
+        blocks: Modules that may be treated, with their names.
+        kept_operators: What a selective treatment keeps.
+
+    Attributes:
+        parts: Seconds of each part: before the first micro-batch, of each micro-batch, of the optimizer's step.
+        forwards: Each block's forward, over all micro-batches.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, speeds: Speeds, blocks: Mapping[nn.Module, str], kept_operators: frozenset[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.parts = [0.0]
+        self.forwards = {name: BlockForward() for name in blocks.values()}
+        self._speeds, self._blocks, self._kept_operators = speeds, blocks, kept_operators
+        self._running: list[str] = []
+        self._cleanup = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as cleanup:
+            super().__enter__()  # type: ignore[no-untyped-call]
+            cleanup.push(super().__exit__)
+            # As the recorder enters, with other hooks: a shared form would hide which ones.
+            for handle in (
+                register_module_forward_pre_hook(self._enter_block),
+                register_module_forward_hook(self._leave_block, always_call=True),
+                register_optimizer_step_pre_hook(self.begin_part),
+            ):
+                cleanup.callback(handle.remove)
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    def begin_part(self, *_: object) -> None:
+        """What comes from here on belongs to the next part."""
+        self.parts.append(0.0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        seconds = self._speeds.view_seconds if func.is_view else self._seconds(func, args, kwargs, out)
+        self.parts[-1] += seconds
+        if self._running and current_backward() == _NO_BACKWARD:
+            forward = self.forwards[self._running[-1]]
+            forward.num_operators += 1
+            forward.seconds += seconds
+            forward.light_seconds += 0.0 if func in self._kept_operators else seconds
+        return out
+
+    def _seconds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        count = flop_registry.get(func.overloadpacket)
+        tensors = _tensors((out, args, tuple(kwargs.values())))
+        return self._speeds.seconds(
+            num_flops=int(count(*args, **kwargs, out_val=out)) if count else 0,
+            num_bytes=_num_bytes(tensors),
+            dtype=tensors[0].dtype if tensors else None,
+        )
+
+    def _enter_block(self, module: nn.Module, inputs: Any) -> None:
+        if module in self._blocks:
+            self._running.append(self._blocks[module])
+            self.forwards[self._running[-1]].input_bytes += _num_bytes(_tensors(inputs))
+
+    def _leave_block(self, module: nn.Module, *_: object) -> None:
+        if module in self._blocks:
+            self._running.pop()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if isinstance(value, (tuple, list)) else []
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(each.numel() * each.itemsize for each in tensors)

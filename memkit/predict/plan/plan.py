@@ -1,0 +1,218 @@
+"""`TrainingPlan`: the chosen arrangement, what it is expected to hold and to take, and what it was chosen over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from memkit._core.units import format_bytes
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.plan.trial import Arrangement, Treatment, Trial
+
+_WIDTH, _HEIGHT = 60, 12
+_CHOSEN, _FITS, _TOO_LARGE = "*", "o", "x"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCandidate:
+    """One way to take the step that was tried on fake tensors.
+
+    Attributes:
+        micro_batch_size: Rows of the largest micro-batch.
+        accumulation_steps: Micro-batches per optimizer step.
+        precision: As for `MemoryEfficientTrainingWrapper`.
+        checkpoint: What is done with each treated block; empty where none is.
+        required_bytes: What must fit into the budget.
+        seconds: What the operators of a step take, by the plan's speeds.
+        measured_seconds: Processor time of a step that was really run; None where none was.
+        fits: Whether it fits.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> plan = mk.plan_training(model, torch.ones(8, 64), lambda m, x: m(x).square().mean(), budget="1GiB")
+        >>> plan.candidates[0].fits, plan.candidates[0].treatment
+        (True, '-')
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    precision: str | None
+    checkpoint: Mapping[str, Treatment]
+    required_bytes: int
+    seconds: float
+    measured_seconds: float | None
+    fits: bool
+
+    @classmethod
+    def of(cls, trial: Trial, budget_bytes: int, measured_seconds: float | None) -> PlanCandidate:
+        """The candidate that a trial was."""
+        arrangement = trial.arrangement
+        return cls(
+            micro_batch_size=arrangement.micro_batch_size,
+            accumulation_steps=arrangement.accumulation_steps,
+            precision=arrangement.precision,
+            checkpoint=dict(arrangement.treatments),
+            required_bytes=trial.required_bytes,
+            seconds=trial.seconds,
+            measured_seconds=measured_seconds,
+            fits=trial.required_bytes <= budget_bytes,
+        )
+
+    @property
+    def treatment(self) -> str:
+        """Its blocks for people, such as ``"3 full, 1 offload"``."""
+        counts = Counter(self.checkpoint.values())
+        return ", ".join(f"{count} {treatment}" for treatment, count in counts.items()) or "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """How to take a step of the whole batch inside a budget, with the gradient of the whole batch.
+
+    Attributes:
+        micro_batch_size: Rows of the largest micro-batch.
+        accumulation_steps: Micro-batches per optimizer step.
+        precision: As for `MemoryEfficientTrainingWrapper`.
+        checkpoint: What is done with each treated block, ``{"blocks.0": "full"}``; None where none is.
+        predicted_peak_bytes: Highest bytes in live tensors of the planned step, from its dry run.
+        required_bytes: That with what kernels may take inside; on a card, what its allocator reserves and the driver's
+            context. This fits into the budget.
+        budget_bytes: The budget.
+        predicted_seconds: What the operators of the planned step take, by `speeds`.
+        predicted_slowdown: That over the same figure of the first candidate: the largest micro-batches allowed (the
+            whole batch, where it may be chosen), no block treated, in the first precision.
+        estimate: The planned step's memory, taken apart.
+        candidates: All that was tried, in that order.
+        speeds: Where the times come from.
+        notes: What the plan could not look at, and why; what was answered without data.
+        is_split_exact: Whether parts of the batch were found to have its gradient; None where that was not looked at.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "123"))
+        >>> plan = mk.plan_training(model, torch.ones(512, 64), lambda m, x: m(x).square().mean(), budget="1MiB")
+        >>> plan.required_bytes <= plan.budget_bytes, plan.micro_batch_size * plan.accumulation_steps >= 512
+        (True, True)
+        >>> trainer = mk.MemoryEfficientTrainingWrapper(
+        ...     model, torch.optim.AdamW(model.parameters()), **plan.wrapper_settings()
+        ... )
+    """
+
+    micro_batch_size: int
+    accumulation_steps: int
+    precision: str | None
+    checkpoint: Mapping[str, Treatment] | None
+    predicted_peak_bytes: int
+    required_bytes: int
+    budget_bytes: int
+    predicted_seconds: float
+    predicted_slowdown: float
+    estimate: MemoryEstimate
+    candidates: tuple[PlanCandidate, ...]
+    speeds: str
+    notes: tuple[str, ...] = ()
+    is_split_exact: bool | None = None
+
+    @classmethod
+    def of(
+        cls,
+        best: Trial,
+        trials: Sequence[Trial],
+        *,
+        budget_bytes: int,
+        measured: Mapping[Arrangement, float],
+        speeds: str,
+        notes: Sequence[str],
+        is_split_exact: bool | None,
+    ) -> TrainingPlan:
+        """The plan that a search came to; its first trial is the step as it would be without a plan."""
+        arrangement = best.arrangement
+        return cls(
+            micro_batch_size=arrangement.micro_batch_size,
+            accumulation_steps=arrangement.accumulation_steps,
+            precision=arrangement.precision,
+            checkpoint=dict(arrangement.treatments) or None,
+            predicted_peak_bytes=best.estimate.peak_bytes,
+            required_bytes=best.required_bytes,
+            budget_bytes=budget_bytes,
+            predicted_seconds=best.seconds,
+            predicted_slowdown=best.seconds / trials[0].seconds,
+            estimate=best.estimate,
+            candidates=tuple(PlanCandidate.of(each, budget_bytes, measured.get(each.arrangement)) for each in trials),
+            speeds=speeds,
+            notes=(
+                *notes,
+                *(f"Not known to hold: {each}." for each in best.estimate.doubts),
+                *(f"Answered without data: {each}." for each in best.estimate.guesses),
+            ),
+            is_split_exact=is_split_exact,
+        )
+
+    def wrapper_settings(self) -> dict[str, Any]:
+        """Return what to pass to `MemoryEfficientTrainingWrapper` as keywords."""
+        return {
+            "accumulation_steps": self.accumulation_steps,
+            "precision": self.precision,
+            "checkpoint": self.checkpoint,
+        }
+
+    def explain(self) -> str:
+        """Return the frontier for people: all that was tried with why it lost, and a plot of time against memory."""
+        columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
+        rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        where = f"budget {format_bytes(self.budget_bytes)}; peak in {self.estimate.peak_where}"
+        notes = [where, f"time: over that of the largest micro-batches, untreated, by {self.speeds}", *self.notes]
+        return "\n".join([*lines, "", *self._plot(), "", *notes])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, ready for JSON."""
+        figures = {**asdict(self), "estimate": self.estimate.as_dict(), "notes": list(self.notes)}
+        return figures | {"candidates": [asdict(each) for each in self.candidates]}
+
+    def _row(self, candidate: PlanCandidate) -> list[str]:
+        return [
+            f"{candidate.micro_batch_size} x {candidate.accumulation_steps}",
+            candidate.precision or "-",
+            candidate.treatment,
+            format_bytes(candidate.required_bytes),
+            f"{self._slowdown(candidate):.2f}",
+            self._verdict(candidate),
+        ]
+
+    def _slowdown(self, candidate: PlanCandidate) -> float:
+        return candidate.seconds / self.predicted_seconds * self.predicted_slowdown
+
+    def _is_chosen(self, candidate: PlanCandidate) -> bool:
+        same_size = candidate.accumulation_steps == self.accumulation_steps and candidate.precision == self.precision
+        return same_size and candidate.checkpoint == (self.checkpoint or {})
+
+    def _verdict(self, candidate: PlanCandidate) -> str:
+        measured = "" if candidate.measured_seconds is None else f", {candidate.measured_seconds:.3g} s when run"
+        if self._is_chosen(candidate):
+            return f"<- chosen{measured}"
+        if not candidate.fits:
+            return f"{format_bytes(candidate.required_bytes - self.budget_bytes)} too much"
+        return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one{measured}"
+
+    def _plot(self) -> list[str]:
+        """Time upwards, memory to the right, the budget as a line."""
+        right = max(self.budget_bytes, *(each.required_bytes for each in self.candidates))
+        times = [self._slowdown(each) for each in self.candidates]
+        low, high = min(times), max(times)
+        field = [[" "] * (_WIDTH + 1) for _ in range(_HEIGHT)]
+        for line in field:
+            line[round(_WIDTH * self.budget_bytes / right)] = "|"
+        for each in sorted(self.candidates, key=self._is_chosen):  # the chosen one on top
+            column = round(_WIDTH * each.required_bytes / right)
+            row = round((_HEIGHT - 1) * (high - self._slowdown(each)) / ((high - low) or 1))
+            field[row][column] = _CHOSEN if self._is_chosen(each) else _FITS if each.fits else _TOO_LARGE
+        names = {0: f"{high:.2f}", _HEIGHT - 1: f"{low:.2f}"}
+        lines = [f"{names.get(number, ''):>6} {''.join(line).rstrip()}" for number, line in enumerate(field)]
+        return [*lines, f"  time 0 {'memory, | the budget':^{_WIDTH - 12}} {format_bytes(right)}"]

@@ -1,0 +1,232 @@
+"""The noisy law: ``constant + factor * n ** power``, perhaps above a plateau, through points that scatter."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from memkit._core.errors import InputError
+from memkit.predict.gpus import CapacityLike, capacity_bytes
+from memkit.predict.scaling.law import FARTHEST, Tier, checked_size, too_far
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+FEWEST_POINTS = 6
+LEAST_SPAN = 30
+MOST_ERROR = 0.05
+MOST_WIDTH = 0.3
+
+_POWERS = np.arange(25, 1501) / 500  # 0.05 to 3
+_HUBER = 1.345  # in standard deviations: residuals beyond it count less
+_MOST_REWEIGHTINGS = 20
+_EXACT = 1e-9  # relative scatter below which points are taken to lie on the curve
+# Three more choices (level, where it ends, that there is one) have to pay for themselves.
+_PLATEAU_COST = 4.0
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # 97.5 %, for 1, 2, ... degrees of freedom
+
+
+class Curves(NamedTuple):
+    """The best curve for each power: ``plateau`` or ``constants + factors * (n / unit) ** powers``, what is higher.
+
+    Arrays are float64, shape ``(num_powers,)``.
+    """
+
+    plateau: float
+    unit: float
+    powers: FloatArray
+    constants: FloatArray
+    factors: FloatArray
+    errors: FloatArray  # weighted squares of the relative residuals, added up
+    normal: FloatArray  # (2, 2, num_powers): the normal equations of constants and factors
+    num_free: int  # points less parameters
+    num_all: int
+
+    def at(self, n: int) -> FloatArray:
+        """Every curve at ``n``."""
+        curves: FloatArray = np.maximum(self.plateau, self.constants + self.factors * (n / self.unit) ** self.powers)
+        return curves
+
+    @property
+    def best(self) -> int:
+        """Index of the curve with the least errors."""
+        return int(self.errors.argmin())
+
+    def admitted(self) -> FloatArray:
+        """Which powers the points do not exclude: bool, shape ``(num_powers,)``. The 95 % profile interval."""
+        mask: FloatArray = self.errors <= self.errors.min() * (1 + _student(self.num_free) ** 2 / self.num_free) + 1e-18
+        return mask
+
+    def margins(self, n: int) -> FloatArray:
+        """How far each curve may be off at ``n`` by what its constant and factor may be off, at 95 %."""
+        power = (n / self.unit) ** self.powers
+        ((aa, ab), (_, bb)) = self.normal
+        variances = (bb - 2 * ab * power + aa * power**2) / (aa * bb - ab**2) * self.errors.min() / self.num_free
+        margins: FloatArray = _student(self.num_free) * np.sqrt(np.maximum(variances, 0))
+        return margins
+
+
+@dataclass(frozen=True)
+class NoisyLaw:
+    """A fitted curve with its interval.
+
+    The fit is by relative error, robust against outliers, exact in the constant and the factor for each power on a grid
+    (variable projection). It is no law, and every question is refused, if the points are too few or too close together,
+    or if it misses the largest of them, held out, by more than 5 %, or if the interval of the power is wider than 0.3.
+
+    Attributes:
+        sizes: Ascending.
+        peaks: Peak bytes at each size.
+        reason: Why it is no law; empty if it is one.
+        held_out_error: Of the largest size, predicted from the others.
+    """
+
+    tier: ClassVar[Tier] = "noisy"
+    breakpoints: ClassVar[tuple[int, ...]] = ()
+
+    sizes: tuple[int, ...]
+    peaks: tuple[int, ...]
+    reason: str
+    held_out_error: float | None
+
+    @cached_property
+    def curves(self) -> Curves:
+        """The fit; fitted when first asked for."""
+        return fit_curves(self.sizes, self.peaks)
+
+    @property
+    def order(self) -> float | None:
+        """The power of ``n``; None where this is no law."""
+        return None if self.reason else float(self.curves.powers[self.curves.best])
+
+    @property
+    def order_interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the power; None where this is no law."""
+        return None if self.reason else _ends(self.curves)
+
+    @property
+    def constant_bytes(self) -> int | None:
+        """The part that does not grow with ``n``; None where this is no law."""
+        return None if self.reason else round(float(self.curves.constants[self.curves.best]))
+
+    def predict(self, n: int) -> int:
+        """Peak in bytes by the curve, up to four times the largest size."""
+        self._check(n, f"law.predict({n!r})")
+        return round(float(self.curves.at(n)[self.curves.best]))
+
+    def interval(self, n: int) -> tuple[int, int | None]:
+        """The 95 % interval of the curve: over all powers that the points do not exclude."""
+        self._check(n, f"law.interval({n!r})")
+        mask, curves, margins = self.curves.admitted(), self.curves.at(n), self.curves.margins(n)
+        lowest, highest = (curves - margins)[mask].min(), (curves + margins)[mask].max()
+        return max(0, math.floor(lowest)), math.ceil(highest)
+
+    def max_n(self, budget: CapacityLike) -> int | None:
+        """The largest size whose predicted peak fits, up to four times the largest known size."""
+        call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
+        self._check(self.sizes[0], call)
+        farthest = FARTHEST * self.sizes[-1]
+        if self.predict(farthest) <= most:
+            raise too_far(call, f"a budget that size {farthest} does not fill", self.sizes[-1])
+        return bisect_right(range(1, farthest + 1), most, key=self.predict)
+
+    def peak_where(self, n: int) -> str:
+        """Empty: a curve knows of no place."""
+        self._check(n, f"law.peak_where({n!r})")
+        return ""
+
+    def _check(self, n: int, call: str) -> None:
+        checked_size(n, call)
+        if self.reason:
+            raise InputError(
+                call,
+                got=f"no law: {self.reason}",
+                expected="points that a curve describes",
+                fix="measure more sizes, farther apart, or read the points themselves.",
+            )
+        if n > FARTHEST * self.sizes[-1]:
+            raise too_far(call, f"{n}", self.sizes[-1])
+
+
+def noisy_law(sizes: Sequence[int], peaks: Sequence[int]) -> NoisyLaw:
+    """Fit peaks at ascending sizes, and say whether that is a law."""
+    if len(sizes) < FEWEST_POINTS or sizes[-1] < LEAST_SPAN * sizes[0]:
+        span = f"{len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
+        reason = f"{span}; it takes {FEWEST_POINTS} that span a factor of {LEAST_SPAN}"
+        return NoisyLaw(tuple(sizes), tuple(peaks), reason, None)
+    without = fit_curves(sizes[:-1], peaks[:-1])
+    error = abs(float(without.at(sizes[-1])[without.best]) / peaks[-1] - 1)
+    low, high = _ends(fit_curves(sizes, peaks))
+    if error > MOST_ERROR:
+        reason = f"the largest size, held out, is missed by {error:.1%}"
+    elif high - low > MOST_WIDTH:
+        reason = f"the power of n is known only to lie between {low:.2f} and {high:.2f}"
+    else:
+        reason = ""
+    return NoisyLaw(tuple(sizes), tuple(peaks), reason, error)
+
+
+def fit_curves(sizes: Sequence[int], peaks: Sequence[int]) -> Curves:
+    """Fit the curve, with a plateau over the smallest sizes where that is what the points say."""
+    x, y = np.asarray(sizes, dtype=np.float64), np.asarray(peaks, dtype=np.float64)
+    candidates = [_law_alone(x, y)]
+    for num_flat in range(2, len(y) - 3):
+        level = float(np.median(y[:num_flat]))
+        law = _law_alone(x[num_flat:], y[num_flat:])
+        flat_errors = float(np.sum((level / y[:num_flat] - 1) ** 2))
+        candidates.append(law._replace(plateau=level, errors=law.errors + flat_errors, num_all=len(y)))
+    return min(candidates, key=_cost)
+
+
+def _cost(curves: Curves) -> float:
+    """Schwarz's criterion."""
+    num_parameters = 5 if curves.plateau else 3
+    scatter = max(float(curves.errors.min()) / curves.num_all, _EXACT**2)
+    penalty = num_parameters * math.log(curves.num_all) + (_PLATEAU_COST if curves.plateau else 0)
+    return curves.num_all * math.log(scatter) + penalty
+
+
+def _law_alone(x: FloatArray, y: FloatArray) -> Curves:
+    """The curve without a plateau, with Huber's weights."""
+    num_free = max(1, len(y) - 3)
+    rising = (x / x[-1]) ** _POWERS[:, None] / y
+    weights = np.ones_like(y)
+    for _ in range(_MOST_REWEIGHTINGS):
+        constants, factors, normal = _solve(1 / y, rising, weights)
+        residuals = constants[:, None] / y + factors[:, None] * rising - 1
+        errors = (weights * residuals**2).sum(axis=1)
+        distances = np.abs(residuals[errors.argmin()])
+        scatter = 1.4826 * float(np.median(distances)) * math.sqrt(len(y) / num_free)
+        if scatter < _EXACT:
+            break
+        before, weights = weights, np.minimum(1, _HUBER * scatter / np.maximum(distances, _EXACT))
+        if np.allclose(before, weights, atol=1e-6):
+            break
+    return Curves(0.0, float(x[-1]), _POWERS, constants, factors, errors, normal, num_free, len(y))
+
+
+def _solve(flat: FloatArray, rising: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Weighted least squares of ``constant * flat + factor * rising == 1``, neither below zero, for every power."""
+    aa = np.broadcast_to((weights * flat**2).sum(), len(rising))
+    ab, bb = (weights * flat * rising).sum(axis=1), (weights * rising**2).sum(axis=1)
+    a, b = (weights * flat).sum(), (weights * rising).sum(axis=1)
+    determinant = aa * bb - ab**2
+    constants, factors = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    constants, factors = np.where(factors < 0, a / aa, constants), np.maximum(factors, 0)
+    factors, constants = np.where(constants < 0, b / bb, factors), np.maximum(constants, 0)
+    return constants, factors, np.asarray([[aa, ab], [ab, bb]])
+
+
+def _ends(curves: Curves) -> tuple[float, float]:
+    admitted = curves.powers[curves.admitted()]
+    return float(admitted[0]), float(admitted[-1])
+
+
+def _student(degrees: int) -> float:
+    return _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else 1.96 + 2.7 / degrees

@@ -1,0 +1,210 @@
+"""What `memkit.predict.profile_scaling` returns: points and laws, as a table of text, CSV, JSON, or a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.printable import printable
+from memkit._core.units import GIB, format_bytes
+from memkit._machine.files import write_bytes, write_text
+from memkit.predict.scaling.figures import Figure, Panel, Series, to_png, to_svg
+from memkit.predict.scaling.law import Law
+from memkit.predict.scaling.points import MODES, Mode, ScalingPoint
+
+_NUM_STEPS = 60  # of a law's line
+
+
+@dataclass(frozen=True)
+class ScalingResult:
+    """How the memory of a step grows with its size.
+
+    Attributes:
+        points: By mode and size.
+        law: The law of each mode that has one.
+        guesses: Each ``"operator at line"`` that the laws were traced with an answer without data to: 1 for a number,
+            False for a truth value, a share of a mask.
+        doubts: Why the laws are not known to hold: a guess may have become a size or decided a branch, at this line.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> def build_step(num_rows):
+        ...     layer, x = torch.nn.Linear(10, 10), torch.ones(num_rows, 10)
+        ...     return lambda: layer(x).sum().backward()
+        >>> result = mk.predict.profile_scaling(build_step, sizes=[100, 200], modes=("train",))
+        >>> result.peaks("train")[200] == result.law["train"].predict(200)
+        True
+    """
+
+    points: tuple[ScalingPoint, ...]
+    law: Mapping[Mode, Law]
+    guesses: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    def peaks(self, mode: Mode) -> dict[int, int]:
+        """Peak in bytes by size, of the points that have one."""
+        return {p.size: p.peak_bytes for p in self.points if p.mode == mode and p.peak_bytes is not None}
+
+    def ratio(self, n: int) -> float | None:
+        """Peak of training over peak of inference at size ``n``: of the points, or else of the laws.
+
+        Returns:
+            The ratio; None where one of the two is not known at that size.
+        """
+        train, inference = (self._peak(mode, n) for mode in MODES)
+        return None if train is None or not inference else train / inference
+
+    def scaling_factor(self, mode: Mode) -> float | None:
+        """The slope of the logarithms from the smallest to the largest point: what is often called a scaling factor.
+
+        It includes the constant part, and is below the true power of ``n`` wherever the step holds something that does
+        not grow. `Law.order` is without it. None where there are fewer than two points that hold something.
+        """
+        peaks = self._with_logarithm(mode)
+        if len(peaks) < 2:
+            return None
+        first, last = min(peaks), max(peaks)
+        return math.log(peaks[last] / peaks[first]) / math.log(last / first)
+
+    def explain(self) -> str:
+        """A table for people: laws, points, and the ratio of training to inference."""
+        lines = [line for mode, law in self.law.items() for line in self._explain_law(mode, law)]
+        modes = list(dict.fromkeys(point.mode for point in self.points))
+        lines.append("n".rjust(12) + "".join(mode.rjust(14) for mode in modes) + "train / inference".rjust(20))
+        for size in sorted({point.size for point in self.points}):
+            ratio = self.ratio(size)
+            cells = "".join(self._cell(mode, size).rjust(14) for mode in modes)
+            lines.append(f"{size:12}{cells}" + ("-" if ratio is None else f"{ratio:.2f}").rjust(20))
+        for title, rows in (("not known, because", self.doubts), ("answered without data", self.guesses)):
+            lines += ["", title, *(f"  {printable(row)}" for row in rows)] if rows else []
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return points, laws and guesses as plain types, ready for JSON; None is what is not known."""
+        laws = {mode: self._describe(mode, law) for mode, law in self.law.items()}
+        points = [asdict(point) for point in self.points]
+        return {"points": points, "law": laws, "guesses": list(self.guesses), "doubts": list(self.doubts)}
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write one row per point; empty fields are what is not known. Atomic.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        text = io.StringIO()
+        writer = csv.DictWriter(text, [field.name for field in fields(ScalingPoint)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(point) for point in self.points)
+        write_text(path, text.getvalue())
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `as_dict` as one JSON object; null is what is not known. Atomic.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        write_text(path, json.dumps(self.as_dict(), indent=2) + "\n")
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw points and laws on logarithmic axes.
+
+        Args:
+            path: Where to write it, as ``.svg``, or as ``.png``, which needs matplotlib; None writes nothing.
+
+        Returns:
+            The picture as SVG text.
+
+        Raises:
+            ConfigError: A PNG is asked for and matplotlib is not installed, or the suffix is another one.
+            OSError: The file cannot be written.
+        """
+        figure = self._figure()
+        if path is not None:
+            suffix = Path(path).suffix.lower()
+            png = to_png(figure) if suffix == ".png" else None
+            if png is not None:
+                write_bytes(path, png)
+            elif suffix == ".svg":
+                write_text(path, to_svg(figure))
+            else:
+                raise ConfigError(
+                    f"result.plot({str(path)!r})",
+                    got=f"the suffix {suffix!r}" + (", but matplotlib is not installed" if suffix == ".png" else ""),
+                    expected=".svg, or .png where matplotlib is installed",
+                    fix="write an .svg, or run `pip install memkit[plots]` for .png.",
+                )
+        return to_svg(figure)
+
+    def _figure(self) -> Figure:
+        series = []
+        for colour, mode in enumerate(mode for mode in MODES if self._with_logarithm(mode)):
+            peaks = self._with_logarithm(mode)
+            low, high = min(peaks), max(peaks)
+            between = {round(low * (high / low) ** (step / _NUM_STEPS)) for step in range(_NUM_STEPS)}
+            curve = {n: height for n in sorted({*peaks, *between}) if (height := self._peak(mode, n))}
+            series += [
+                Series("", list(curve), [height / GIB for height in curve.values()], colour, "line"),
+                Series(mode, list(peaks), [height / GIB for height in peaks.values()], colour, "points"),
+            ]
+        notes = [f"Line, {mode}: {law.tier} law." for mode, law in self.law.items()]
+        panels = [Panel("By size", "n", "peak (GiB)", series)] if series else []
+        return Figure("Peak memory of one step", panels, notes)
+
+    def _with_logarithm(self, mode: Mode) -> dict[int, int]:
+        """The peaks that are not zero."""
+        return {size: peak for size, peak in self.peaks(mode).items() if peak}
+
+    def _peak(self, mode: Mode, n: int) -> int | None:
+        """What a point says, or else the law."""
+        known = self.peaks(mode)
+        if n in known or mode not in self.law:
+            return known.get(n)
+        try:
+            return self.law[mode].predict(n)
+        except InputError:  # the law does not reach there
+            return None
+
+    def _cell(self, mode: Mode, size: int) -> str:
+        at_size = [point for point in self.points if (point.mode, point.size) == (mode, size)]
+        if not at_size:
+            return "-"
+        return at_size[0].status if at_size[0].peak_bytes is None else format_bytes(at_size[0].peak_bytes)
+
+    def _describe(self, mode: Mode, law: Law) -> dict[str, Any]:
+        return {
+            "tier": law.tier,
+            "reason": law.reason,
+            "order": law.order,
+            "breakpoints": list(law.breakpoints),
+            "held_out_error": law.held_out_error,
+            "scaling_factor": self.scaling_factor(mode),
+        }
+
+    def _explain_law(self, mode: Mode, law: Law) -> list[str]:
+        parts = [f"{law.tier} law"]
+        if law.order is not None:
+            parts.append(f"grows with n^{law.order:g}")
+        if law.held_out_error is not None:
+            parts.append(f"held-out error {law.held_out_error:.2g}")
+        factor = self.scaling_factor(mode)
+        if factor is not None:
+            parts.append(f"scaling factor {factor:.2f} (includes the constant part)")
+        lines = [f"{mode}: " + ", ".join(parts)]
+        if law.reason:
+            lines.append(f"  why not more: {law.reason}")
+        largest = max(point.size for point in self.points)
+        known = [point.peak_where for point in self.points if (point.mode, point.size) == (mode, largest)]
+        if any(known):
+            lines.append(f"  peak at n={largest}: {known[0]}")
+        if law.breakpoints:
+            lines.append(f"  the peak moves at n={', '.join(map(str, law.breakpoints))}")
+        return lines

@@ -1,0 +1,195 @@
+"""A step on fake tensors at one size: what is live before it and after every birth and death of a storage in it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from memkit._core.errors import InputError, InputTypeError, MemkitError
+from memkit._recorder.recorder import Place
+from memkit._recorder.recording import IntArray
+from memkit._simulation.simulation import Host, Simulation, Watch, simulate
+from memkit._simulation.tensors import CALL
+from memkit.predict.scaling.points import Mode, ScalingPoint
+
+Step: TypeAlias = Callable[[], object]
+BuildStep: TypeAlias = Callable[..., Step]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTrace:
+    """What the second (warm) step of one size did.
+
+    Attributes:
+        size: What the step was built for.
+        mode: ``"train"`` or ``"inference"``.
+        live: int64, shape ``(num_events + 1,)``: live bytes at the start of the step and after each event.
+        bounds: int64, shape ``(num_kernels,)``: for each kernel that may take something inside of itself, live bytes
+            with the most that it may.
+        events: For each event the operator that made the storage, and whether it came or grew, or else went or shrank.
+        places: For each event where its storage was made.
+        guesses: Each ``"operator at line"`` that was answered without data.
+        doubts: Why the memory is not known: as of a `MemoryEstimate`.
+    """
+
+    size: int
+    mode: Mode
+    live: IntArray
+    bounds: IntArray
+    events: tuple[tuple[str, bool], ...]
+    places: tuple[Place, ...]
+    guesses: tuple[str, ...]
+    doubts: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes."""
+        return int(self.live.max())
+
+    def where(self, moment: int) -> str:
+        """Module, operator, phase and source line of what came last at a moment; 0 is the start of the step."""
+        if moment == 0:
+            return "what the step starts with"
+        place = self.places[moment - 1]
+        parts = place.module, self.events[moment - 1][0], place.phase, str(place.line or "")
+        return ", ".join(part for part in parts if part)
+
+    def point(self) -> ScalingPoint:
+        """The peak and its place, as a point of a scaling curve."""
+        return ScalingPoint(self.size, self.mode, "ok", self.peak_bytes, self.where(int(self.live.argmax())), "fake")
+
+
+def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fraction: float | None = None) -> StepTrace:
+    """Build a step and run it twice on fake tensors, and record the second time.
+
+    What the step's own building leaves alive counts, whether an operator touches it or not. The arguments are those of
+    `memkit.predict.profile_scaling`.
+
+    Raises:
+        InputTypeError: ``build_step`` returned no function.
+        InputError: The step asks for data that a fake tensor does not have.
+    """
+    simulation = Simulation(Host(), selected_fraction=selected_fraction)
+    call = f"build_step({size}), traced for mode={mode!r}"
+    run = partial(_trace, simulation, size, mode, call, takes_mode(build_step))
+    try:
+        return simulate(call, simulation, (build_step, _named_in(build_step)), run, roots=(build_step,))
+    except MemkitError as error:
+        if error.call == CALL:  # here it is known who calls
+            raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
+        raise
+    except RuntimeError as error:
+        if mode == "train" or takes_mode(build_step):
+            raise
+        raise InputError(
+            call,
+            got=f"{type(error).__name__}: {error}",
+            expected="a step of training that also runs without gradients, where loss.backward() does nothing",
+            fix="give build_step a parameter named `mode` and return the step of that mode, or pass modes=('train',).",
+        ) from error
+
+
+def _trace(
+    simulation: Simulation,
+    size: int,
+    mode: Mode,
+    call: str,
+    tells_mode: bool,  # noqa: FBT001 - bound by name
+    build: BuildStep,
+    _: object,
+) -> StepTrace:
+    with _without_collector(), simulation.watch() as watch:
+        step = build(size, mode=mode) if tells_mode else build(size)
+        if not callable(step):
+            raise InputTypeError(
+                call,
+                got=f"a {type(step).__name__}",
+                expected="a function without arguments that runs one step",
+                fix="define `def step(): ...` inside build_step, and return it.",
+            )
+        with nullcontext() if mode == "train" else forward_alone():
+            step()
+            start = watch.num_events()
+            step()
+        return _since(start, watch, simulation, size, mode)
+
+
+def takes_mode(build_step: BuildStep) -> bool:
+    """Whether a function that builds steps wants to know the mode: it then has a parameter of that name."""
+    return "mode" in inspect.signature(build_step).parameters
+
+
+@contextmanager
+def forward_alone() -> Iterator[None]:
+    """Run a training step without what only training needs: no graph, and `Tensor.backward` does nothing.
+
+    Nothing then has a gradient, and optimizers skip what has none.
+    """
+    with torch.no_grad(), _NoBackward():
+        yield
+
+
+class _NoBackward(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return None if func is torch.Tensor.backward else func(*args, **(kwargs or {}))
+
+
+def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: Mode) -> StepTrace:
+    events, guesses = watch.events_since(start), simulation.tensors.guesses
+    return StepTrace(
+        size,
+        mode,
+        events.live,
+        events.bounds,
+        events=tuple(zip(events.operators, events.is_growth, strict=True)),
+        places=events.places,
+        guesses=tuple(guesses),
+        doubts=(*guesses.doubts, *(watch.without_gradients() if mode == "train" else ())),
+    )
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep Python from collecting cycles: when it does so depends on what ran before, and two traces would differ."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _named_in(build_step: BuildStep) -> list[nn.Module | Optimizer]:
+    """Models and optimizers that are names of the function's module, found in it or in functions of its module."""
+    whole = build_step.func if isinstance(build_step, partial) else build_step
+    whole = getattr(whole, "__func__", whole)
+    functions = [whole] if isinstance(whole, FunctionType) else []
+    found = []
+    for function in functions:
+        for value in (function.__globals__.get(name) for name in _names(function.__code__)):
+            if isinstance(value, (nn.Module, Optimizer)):
+                found.append(value)
+            elif isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
+                functions += [] if value in functions else [value]
+    return found
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a function defined inside
+            yield from _names(constant)

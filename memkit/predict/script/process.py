@@ -1,0 +1,321 @@
+"""The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
+
+`memkit.cli.dryrun` starts it as ``python -m memkit.predict.script.process ORDER``, where ORDER is a JSON object:
+folder (of this run alone), cwd, script, arguments, gpu, calibrated, steps, num_ranks (null: no torchrun),
+selected_fraction, answers (how the card answers what it does not know), sizes (a file: where it exists, it is what
+another run asked the allocator for, and this one ends where it asks for something else; where not, it is written, into
+the folder). What is found goes to ``folder/report.json``; the script's own output goes where this process's goes.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.process
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+from sysconfig import get_paths
+from types import ModuleType, TracebackType
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from memkit._core.errors import MemkitError
+from memkit._recorder.recorder import Place
+from memkit._simulation.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
+from memkit._simulation.leftovers import patched
+from memkit._simulation.simulation import Figures
+from memkit._torch.fake import UnsupportedFakeTensorException, UnsupportedOperatorException
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.gpus import find_gpu
+from memkit.predict.script.imports import AtImport
+from memkit.predict.script.redirected import Redirection
+from memkit.predict.script.torchrun import as_first_rank
+from memkit.predict.virtual_gpu import VirtualGPU
+
+_ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
+# Packages whose modules have another name.
+_PACKAGES = {
+    "Bio": "biopython", "PIL": "Pillow", "absl": "absl-py", "bs4": "beautifulsoup4", "cv2": "opencv-python",
+    "dateutil": "python-dateutil", "dotenv": "python-dotenv", "git": "GitPython", "hydra": "hydra-core",
+    "mpl_toolkits": "matplotlib", "pytorch_lightning": "pytorch-lightning", "skimage": "scikit-image",
+    "sklearn": "scikit-learn", "skvideo": "scikit-video", "umap": "umap-learn", "yaml": "PyYAML",
+}  # fmt: skip
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NETWORK_PACKAGES = ("huggingface_hub", "requests", "urllib3", "httpx")
+_NO_NETWORK = (URLError, ConnectionError, TimeoutError)
+# What a script would not raise on a card that is there.
+_NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
+# Code in these folders is nobody's own.
+_INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
+
+
+class _EndOfStepsError(BaseException):
+    """Ends a script after its last step, past its own ``except Exception``."""
+
+
+class _OtherWayError(BaseException):
+    """Ends a script where it asks for other memory than the run that it is compared with."""
+
+
+class Requests:
+    """What a script asks the allocator for, one block after the other, beside what another run of it asked for.
+
+    Args:
+        gpu: The card.
+        expected: The sizes that another run asked for; None where there is none.
+
+    Attributes:
+        sizes: What was asked for.
+        other_way: The first line that asked for something else than was expected; "" where none did.
+    """
+
+    def __init__(self, gpu: VirtualGPU, expected: Sequence[int] | None = None) -> None:
+        self.sizes: list[int] = []
+        self.other_way = ""
+        self._gpu, self._expected = gpu, expected
+        gpu.memory.on_request = self._note
+
+    def _note(self, num_bytes: int) -> None:
+        number = len(self.sizes)
+        self.sizes.append(num_bytes)
+        if self._expected is not None and self._expected[number : number + 1] != [num_bytes]:
+            self.other_way = self.other_way or _line_of(self._gpu.memory.asker().place) or "the script"
+            raise _OtherWayError
+
+
+class Steps:
+    """Counts a script's steps and ends it after the last one.
+
+    A step is one of an optimizer; where there are several, each counts for itself, and the script ends when all that
+    step at all have done theirs. Where a script has none, a step is a backward pass with what follows.
+
+    Args:
+        most: How many steps there are to be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_done: Counter[int] = Counter()
+        self._num_backwards = 0
+        self._has_optimizer = False
+
+    @property
+    def num_done(self) -> int:
+        """Steps so far: of the optimizer that did most, or else backward passes."""
+        return max(self._num_done.values(), default=self._num_backwards)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count inside the block."""
+        backward, initialise = torch.autograd.backward, Optimizer.__init__
+
+        @wraps(backward)
+        def counting(*args: Any, **kwargs: Any) -> None:
+            if not self._has_optimizer and self._num_backwards == self._most:
+                raise _EndOfStepsError
+            backward(*args, **kwargs)
+            self._num_backwards += 1
+
+        @wraps(initialise)
+        def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self._has_optimizer = True
+            initialise(optimizer, *args, **kwargs)
+
+        handle = register_optimizer_step_post_hook(self._after_step)
+        try:
+            with patched(torch.autograd, "backward", counting), patched(Optimizer, "__init__", noting):
+                yield
+        finally:
+            handle.remove()
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._num_done[id(optimizer)] += 1
+        if min(self._num_done.values()) >= self._most:
+            raise _EndOfStepsError
+
+
+def main() -> None:
+    """Do what the order on the command line says."""
+    order = json.loads(sys.argv[1])
+    folder = Path(order["folder"])
+    mirror = folder / "written"
+    mirror.mkdir()
+    script = order["script"]
+    os.chdir(order["cwd"])
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]  # where workers look for the script
+    sys.argv = [script, *order["arguments"]]
+    sys.path[0] = str(Path(script).resolve().parent)
+    redirection = Redirection(mirror)
+    redirection.install()
+    sys.meta_path.insert(0, AtImport(redirection.to_read))
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")  # noqa: TID251
+    card = find_gpu(order["gpu"], calibrated=order["calibrated"])
+    sizes = Path(order["sizes"])
+    expected = np.load(sizes).tolist() if sizes.is_file() else None
+    options = {"selected_fraction": order["selected_fraction"], "allocator_settings": settings}
+    gpu = VirtualGPU(card, **options)
+    requests = Requests(gpu, expected)
+    gpu.guesses.answers = _ANSWERS[order["answers"]]
+    _begin_alike()
+    steps = Steps(order["steps"])
+    start = time.perf_counter()
+    ended, problem, is_compiled = _run(script, gpu, steps, order["num_ranks"])
+    allocator = gpu.memory.allocator
+    report = {
+        "ended": ended,
+        "num_steps": steps.num_done,
+        "seconds": time.perf_counter() - start,
+        "problem": problem,
+        "out_of_memory": [
+            {"line": _line_of(place), "module": place.module, "phase": place.phase}
+            for place in (asker.place for asker in gpu.memory.shortages)
+            if place is not None
+        ],
+        "is_compiled": is_compiled,
+        "written": redirection.written(),
+        "branches": list(gpu.guesses.branches),
+        "numbers": list(gpu.guesses.numbers),
+        "other_way": requests.other_way,
+        "peaks": (allocator.highest_allocated_bytes, allocator.highest_reserved_bytes),
+        "estimate": _estimate(gpu).as_dict(),
+    }
+    if expected is None:
+        np.save(folder / sizes.name, np.asarray(requests.sizes, dtype=np.int64))
+    (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
+
+
+def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
+    """As of a `VirtualGPU`, whatever peaks the script has reset."""
+    record, allocator = gpu.record(), gpu.memory.allocator
+    peaks = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
+    return MemoryEstimate.of(replace(record, figures=Figures(*peaks, gpu.gpu.context_bytes)))
+
+
+def _line_of(place: Place | None) -> str:
+    return str(place.line or "") if place is not None else ""
+
+
+def _begin_alike() -> None:
+    """Let two runs of a script draw the same numbers, where it does not seed them itself."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the state that scripts draw from
+    torch.manual_seed(0)  # noqa: TID251 - this process is the script's
+
+
+def _run(script: str, gpu: VirtualGPU, steps: Steps, num_ranks: int | None) -> tuple[str, dict[str, str] | None, bool]:
+    """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
+    module = ModuleType("__main__")
+    module.__file__ = str(Path(script).resolve())  # as Python has it
+    sys.modules["__main__"] = module
+    compiled: list[bool] = []
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec")
+        gpu.__enter__()  # and stays: the script's tensors live as long as the process
+        with _noting_compile(compiled), steps.counted(), as_first_rank(num_ranks):
+            exec(code, vars(module))  # the user's own code
+    except _EndOfStepsError:
+        return "after its steps", None, bool(compiled)
+    except _OtherWayError:
+        return "another way", None, bool(compiled)
+    except torch.OutOfMemoryError as error:
+        return "out of memory", _problem(error, "the card is full: see docs/out-of-memory.md."), bool(compiled)
+    except SystemExit as error:
+        if error.code not in {None, 0}:
+            return "error", _problem(error, "the script ended itself: its own output above says why."), bool(compiled)
+    except Exception as error:  # noqa: BLE001 - whatever a script raises is its error
+        traceback.print_exception(error.with_traceback(_own(error)))
+        return "error", _problem(error, _way_out(error)), bool(compiled)
+    return "by itself", None, bool(compiled)
+
+
+@contextmanager
+def _noting_compile(compiled: list[bool]) -> Iterator[None]:
+    compile_ = torch.compile
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        compiled.append(True)
+        return compile_(*args, **kwargs)
+
+    with patched(torch, "compile", noted):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ what went wrong
+
+
+def _problem(error: BaseException, fix: str) -> dict[str, str]:
+    """What went wrong, at the innermost line that is the user's own."""
+    frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
+    line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
+    message = message or f"{type(error).__name__}, which says no more"
+    kind = "simulation" if isinstance(error, _NOT_THE_SCRIPTS) else "script"
+    return {"error": type(error).__name__, "message": message, "line": line, "fix": fix, "of": kind}
+
+
+def _own(error: BaseException) -> TracebackType | None:
+    """The traceback without this file."""
+    rest = error.__traceback__
+    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+        rest = rest.tb_next
+    return rest
+
+
+def _way_out(error: BaseException | None) -> str:
+    """The way out of a script's error, as far as its kind says."""
+    if isinstance(error, MemkitError):
+        return error.fix.replace("selected_fraction=", "--selected-fraction ")
+    if isinstance(error, ModuleNotFoundError):
+        return _way_to_module(str(error.name))
+    if _asks_for_rank(error):
+        return "the script is for torchrun: say memkit dryrun --nproc-per-node N SCRIPT, with torchrun's own N."
+    chain = error
+    while chain is not None:
+        is_of_hub = type(chain).__module__.partition(".")[0] in _NETWORK_PACKAGES
+        if isinstance(chain, _NO_NETWORK) or is_of_hub or "download" in str(chain).lower():
+            return "the script asks the network for data that is not here: run it once without memkit to fetch it."
+        chain = chain.__cause__ or chain.__context__
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"prepare {error.filename or 'the data'} as for training, and start in the folder that training starts in."
+        )
+    return (
+        "see the script's traceback above; where it does not fail on a GPU, the virtual card lacks something: "
+        "docs/dryrun.md says what (kernels of the script's own are one such thing)."
+    )
+
+
+def _asks_for_rank(error: BaseException | None) -> bool:
+    """Whether an error is that torchrun did not start the script."""
+    return isinstance(error, (KeyError, ValueError)) and any(name in str(error) for name in _RANK_VARIABLES)
+
+
+def _way_to_module(name: str) -> str:
+    """The way out where a module is missing: a package, another version of one, or a folder of the project."""
+    top = name.partition(".")[0]
+    if name != top and find_spec(top) is not None:
+        installed = packages_distributions().get(top, [top])[0]
+        return f"{name} is no part of the installed {installed}: install the version that the script was written for."
+    package = _PACKAGES.get(top, top)
+    return (
+        f"install {package} into the Python environment that memkit runs in; if {top} is the project's own, install "
+        "the project, or set PYTHONPATH as for training."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""`estimate_memory_usage`: by formula from a config, or by a dry run from the user's own model and step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from memkit._core.errors import ConfigError, InputTypeError, MemkitError
+from memkit._core.settings import Checker
+from memkit.predict.config import TrainingConfig
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.formula import estimate_by_formula
+from memkit.predict.gpus import GPU, capability_of, find_gpu
+
+if TYPE_CHECKING:  # a config's estimate needs no torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from memkit._simulation.shard import Shard
+    from memkit._simulation.simulation import LossFn, MakeOptimizer
+
+
+_CALL = "estimate_memory_usage(...)"
+
+
+# The signature of a model stands here and below: an overload cannot be told in fewer words.
+@overload
+def estimate_memory_usage(model: TrainingConfig) -> MemoryEstimate: ...
+
+
+@overload
+def estimate_memory_usage(
+    model: nn.Module,
+    sample_batch: Any,
+    loss_fn: LossFn,
+    *,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
+    target: str | GPU = "cpu",
+    accumulation_steps: int = 1,
+    selected_fraction: float | None = None,
+    shard: Shard | None = None,
+) -> MemoryEstimate: ...
+
+
+def estimate_memory_usage(
+    model: TrainingConfig | nn.Module,
+    sample_batch: Any = None,
+    loss_fn: LossFn | None = None,
+    *,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    precision: Literal["bf16-mixed", "fp16-mixed"] | None = None,
+    target: str | GPU = "cpu",
+    accumulation_steps: int = 1,
+    selected_fraction: float | None = None,
+    shard: Shard | None = None,
+) -> MemoryEstimate:
+    """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
+
+    **A config** describes the family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
+    exact, the peak is within 0.5% of the family's step on a virtual card of NVIDIA's Hopper or Blackwell (others take
+    48 MiB less), the allocator's reserve and the driver's context are those of the worst card of the preset's range,
+    without a preset of all. It takes milliseconds and does not import PyTorch. The config says all of it: there are no
+    other arguments.
+
+    **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
+    backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and
+    nothing is left behind: parameters, buffers, gradients, optimizer state and random state are as before, also after
+    an error. While it runs, the model holds fake tensors; do not use it in another thread.
+
+    Args:
+        model: A `TrainingConfig`; or a module, with data, on the meta device (no memory needed), on any device.
+        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples (named ones too), lists,
+            dicts and objects such as `collections.UserDict`.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or a `Loss`, as for
+            `MemoryEfficientTrainingWrapper.train_step`.
+        optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
+            parameters, or the instance in use.
+        precision: None: as the model is. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around `loss_fn`.
+        target: ``"cpu"``: live bytes as the CPU allocator counts them. A card, by its name as for `find_gpu` or as a
+            `GPU`: what its allocator hands out and reserves; model and batch count as lying on it.
+        accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
+        selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
+            to select, 1.0 for the worst case. None: such an operator is an error.
+        shard: Spread over ranks by DDP, FSDP2 or ZeRO: the bytes of the first rank, on the CPU or on one such card.
+            None: one process.
+
+    Returns:
+        Bytes by part at the peak of the second step. For ``target="cpu"`` `reserved_bytes`, `context_bytes` and
+        `total_bytes` are None: a CPU has no such counts.
+
+    Raises:
+        InputTypeError: ``model`` is neither, ``loss_fn`` is missing, or it returned no loss.
+        InputError: A size depends on data; names the line.
+        ConfigError: An option is not one of those above, or stands beside a config.
+        StateError: With ``shard``: the process is in a process group already.
+
+    Memory cost:
+        No tensor of the model or of the step; about 1 kB of host memory for each operator of a step.
+
+    Source:
+        `docs/estimate.md`; held against recorded CPU steps of 65 models in ``tests/predict/test_dryrun.py`` and
+        ``tests/simulation/test_transformers.py``.
+
+    Example:
+        >>> import torch
+        >>> from memkit import estimate_memory_usage, get_preset_config
+        >>> estimate_memory_usage(get_preset_config("medium", 24)).fits("24GiB")
+        True
+        >>> model = torch.nn.Linear(1000, 1000, device="meta")
+        >>> batch = torch.empty(64, 1000)
+        >>> estimate = estimate_memory_usage(model, batch, loss_fn=lambda model, x: model(x).square().mean())
+        >>> estimate.parameters_bytes, estimate.optimizer_bytes, estimate.confidence
+        (4004000, 8008008, 'exact')
+    """
+    if isinstance(model, TrainingConfig):
+        _refuse_beside_a_config(
+            sample_batch=sample_batch is not None,
+            loss_fn=loss_fn is not None,
+            optimizer=optimizer != "adamw",
+            precision=precision is not None,
+            target=target != "cpu",
+            accumulation_steps=accumulation_steps != 1,
+            selected_fraction=selected_fraction is not None,
+            shard=shard is not None,
+        )
+        return estimate_by_formula(model)
+    if sample_batch is None and loss_fn is None:
+        return estimate_by_formula(model)  # type: ignore[arg-type]  # says what is expected
+    from memkit._simulation.simulation import Gpu, Host, TrainingStep, alone
+
+    if loss_fn is None:
+        raise InputTypeError(
+            "estimate_memory_usage(model, sample_batch)",
+            got="no loss_fn",
+            expected="loss_fn(model, sample_batch) that returns the loss",
+            fix="pass for example loss_fn=lambda model, batch: criterion(model(batch[0]), batch[1]).",
+        )
+    gpu = None if target == "cpu" else find_gpu(target)
+    precisions = (None, "bf16-mixed") if gpu is None else (None, "bf16-mixed", "fp16-mixed")
+    if precision not in precisions:
+        raise _refusal("precision", precision, f"one of {precisions} on {gpu.name if gpu else target}")
+    if accumulation_steps != 1:
+        accumulation_steps = Checker(_CALL).whole("accumulation_steps", accumulation_steps, 1)
+    spread = alone
+    if shard is not None:
+        from memkit._simulation.ranks import as_first_rank
+        from memkit._simulation.shard import Shard
+
+        if not isinstance(shard, Shard):
+            raise _refusal("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
+        spread = partial(as_first_rank, shard)
+    if gpu is not None:
+        capability_of(gpu)  # refuses cards whose operators are not known
+    step = TrainingStep(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction)
+    return MemoryEstimate.of(step.record(Host() if gpu is None else Gpu(gpu), spread=spread))
+
+
+def _refusal(name: str, value: object, expected: str) -> MemkitError:
+    return Checker(_CALL).refuse(name, value, expected)
+
+
+def _refuse_beside_a_config(**is_given: bool) -> None:
+    given = [name for name, is_there in is_given.items() if is_there]
+    if given:
+        raise ConfigError(
+            f"estimate_memory_usage(config, {given[0]}=...)",
+            got=f"{', '.join(given)} beside a config",
+            expected="a config alone: it says precision, optimizer and micro-batches itself",
+            fix="change the config with config.replace(...); estimate.fits('RTX 4090') asks for a card.",
+        )

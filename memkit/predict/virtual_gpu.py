@@ -1,0 +1,245 @@
+"""`VirtualGPU`: the user's own code on a card that is not there."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from memkit._core.errors import StateError
+from memkit._core.protocols import Uncopied
+from memkit._machine.files import write_bytes
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.recording import Category
+from memkit._simulation.cuda.allocator import AllocatorSettings
+from memkit._simulation.cuda.tensors import CARD
+from memkit._simulation.leftovers import empty_caches, patched
+from memkit._simulation.simulation import Gpu, Record, Simulation
+from memkit._torch.cuda import rules_of
+from memkit._torch.modules import APPLY, buffers_of, parameters_of
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.gpus import GPU, capability_of, find_gpu
+
+
+class VirtualGPU(Uncopied):
+    """A context in which ``cuda`` is a card that is not there.
+
+    Code inside builds models, moves them with ``.cuda()`` or ``.to("cuda")`` and runs training steps as it would on the
+    card: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the card have sizes but no data;
+    host tensors have data, but for floating point numbers of more than 1 MiB that are filled by PyTorch (the weights of
+    a new model). Memory is handed out by a model of PyTorch's allocator, and where the card would run out,
+    `torch.OutOfMemoryError` is raised at the same line with the same figures. Only what cuDNN's convolutions take
+    inside is not taken: see ``docs/virtual-gpu.md``.
+
+    Where code reads a number from the card (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
+    counts them. Nothing that the block did to PyTorch remains; tensors on the card are useless after it. Modules built
+    outside that were moved inside have their data back afterwards.
+
+    One at a time in a process: it changes what ``cuda`` means for all threads.
+
+    Args:
+        gpu: The name of a card as for `memkit.find_gpu`, or a `GPU`. ``"cuda"`` is the card of this machine.
+        selected_fraction: As for `memkit.estimate_memory_usage`.
+        allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``, or an
+            `AllocatorSettings`.
+        torch: The version of PyTorch whose CUDA build is simulated, such as ``"2.6"``: where attention, cuBLAS's
+            workspaces, RMSNorm and the allocator's options differ, as ``docs/versions.md`` says. The operators
+            themselves are those of the installed version. None: the installed one.
+        cudnn: The version of cuDNN, such as ``"9.1"``. None: that of the wheel of this PyTorch.
+
+    Raises:
+        InputError: No card has this name.
+        InputTypeError: ``gpu`` is neither text nor a `GPU`.
+        ConfigError: What operators take on this card is not known: it is not one of NVIDIA; ``allocator_settings``
+            holds an unknown option; ``selected_fraction`` is no share; or a version is none.
+
+    Attributes:
+        gpu: The card.
+        memory: What its tensors take: the allocator, the current stream.
+        guesses: How often each ``"operator at line"`` was answered without data.
+
+    Memory cost:
+        Host tensors; about 1 kB for each operator.
+
+    Source:
+        `docs/virtual-gpu.md`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> with mk.VirtualGPU("RTX 4090", torch="2.13") as gpu:
+        ...     model = torch.nn.Linear(4096, 4096).cuda()
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     for _ in range(2):
+        ...         loss = model(torch.randn(64, 4096, device="cuda")).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> gpu.peak_bytes // 2**20, gpu.reserved_peak_bytes // 2**20
+        (338, 348)
+    """
+
+    instead = "keep what it says, such as peak_bytes, or save_snapshot(path)."
+
+    def __init__(
+        self,
+        gpu: str | GPU,
+        *,
+        selected_fraction: float | None = None,
+        allocator_settings: AllocatorSettings | str = "",
+        torch: str | None = None,
+        cudnn: str | None = None,
+    ) -> None:
+        self.gpu = find_gpu(gpu)
+        capability_of(self.gpu)
+        rules = rules_of(torch, cudnn)
+        rules.refuse_unknown_options(_options_of(allocator_settings))
+        place = Gpu(
+            self.gpu,
+            capacity_bytes=self.gpu.total_bytes,
+            settings=allocator_settings,
+            rules=rules,
+            has_history=True,
+        )
+        self.memory = place.memory
+        self._simulation = Simulation(place, selected_fraction=selected_fraction)
+        self.guesses = self._simulation.tensors.guesses
+        self._watch = self._simulation.watch()
+        self._stack = ExitStack()
+        self._was_entered = False
+
+    def __enter__(self) -> Self:
+        if self._was_entered:
+            raise StateError(
+                "with VirtualGPU(...)",
+                got="a VirtualGPU that was entered before",
+                expected="one block for each VirtualGPU",
+                fix="make a new VirtualGPU(...).",
+            )
+        self._was_entered = True
+        with ExitStack() as stack:
+            stack.enter_context(self._simulation.running())
+            stack.enter_context(self._watch)
+            stack.enter_context(_noting_modules(self._watch.recorder))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        empty_caches(self._simulation.tensors)
+
+    @property
+    def device(self) -> torch.device:
+        """``cuda:0``, for code that is handed its device."""
+        return CARD
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in tensors on the card and in its libraries' workspaces now."""
+        return self.memory.allocator.allocated_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Their largest number: what ``torch.cuda.max_memory_allocated`` would say."""
+        return self.memory.allocator.peak_allocated_bytes
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """What ``torch.cuda.max_memory_reserved`` would say."""
+        return self.memory.allocator.peak_reserved_bytes
+
+    @property
+    def timeline(self) -> NDArray[np.int64]:
+        """Allocated bytes after each block that was taken or given back, (num_events,)."""
+        return np.asarray(self.memory.timeline, dtype=np.int64)
+
+    def save_snapshot(self, path: str | os.PathLike[str]) -> None:
+        """Write all that the allocator did so far as a CUDA memory snapshot, for viewers of real ones.
+
+        pytorch.org/memory_viz and ``python -m torch.cuda._memory_viz`` open it, and so does `read_memory_events`. Where
+        a real snapshot has a stack, it has the operator, the module and the user's line. It has no times: virtual work
+        takes none. Inside the block, ``torch.cuda.memory._dump_snapshot`` writes the same.
+
+        Args:
+            path: The file; one that exists is replaced as a whole.
+
+        Raises:
+            OSError: The file cannot be written.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> import torch
+            >>> import memkit as mk
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "run.pickle")
+            >>> with mk.VirtualGPU("RTX 4090") as gpu:
+            ...     batch = torch.ones(1_000_000, device="cuda")
+            >>> gpu.save_snapshot(path)
+            >>> mk.report.read_memory_events(path).events[-1].requested_bytes
+            4000000
+        """
+        write_bytes(path, pickle.dumps(self.memory.snapshot(), protocol=4))
+
+    def estimate(self) -> MemoryEstimate:
+        """Return what the card held at the peak, taken apart by category, module and line.
+
+        Returns:
+            As of `memkit.estimate_memory_usage`, of everything so far.
+        """
+        return MemoryEstimate.of(self.record())
+
+    def record(self) -> Record:
+        """Return what was recorded so far: storages, from birth to death, and what the allocator says."""
+        return self._watch.record()
+
+
+def _options_of(settings: AllocatorSettings | str) -> str:
+    """Settings with the names of the options that not all versions know, as far as they are set."""
+    if not isinstance(settings, AllocatorSettings):
+        return str(settings)
+    is_set = {
+        "large_segment_size_mb": settings.large_segment_bytes != AllocatorSettings().large_segment_bytes,
+        "per_process_memory_fraction": settings.memory_fraction != 1,
+    }
+    return ",".join(name for name, is_given in is_set.items() if is_given)
+
+
+@contextmanager
+def _noting_modules(recorder: Recorder) -> Iterator[None]:
+    """Know parameters and buffers from the moment when a module has them on the card, before any step uses them."""
+    apply = getattr(nn.Module, APPLY)
+
+    @wraps(apply)
+    def applied(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        moved: nn.Module = apply(module, *args, **kwargs)
+        note(parameters_of(moved).values(), "parameter")
+        note(buffers_of(moved).values(), "buffer")
+        return moved
+
+    def note(tensors: Iterable[Any], category: Category) -> None:
+        recorder.label([each for each in tensors if each is not None], category)
+
+    def note_parameter(module: nn.Module, name: str, parameter: Any) -> None:  # noqa: ARG001 - torch's own form
+        note([parameter], "parameter")
+
+    def note_buffer(module: nn.Module, name: str, buffer: Any) -> None:  # noqa: ARG001 - torch's own form
+        note([buffer], "buffer")
+
+    with ExitStack() as stack:
+        stack.callback(register_module_parameter_registration_hook(note_parameter).remove)
+        stack.callback(register_module_buffer_registration_hook(note_buffer).remove)
+        stack.enter_context(patched(nn.Module, APPLY, applied))
+        yield

@@ -1,0 +1,272 @@
+"""`advise`: what makes a training step smaller, predicted without data, tried on copies, and told with both figures."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memkit._core.errors import ConfigError, MemkitError
+from memkit._core.units import format_bytes
+from memkit._machine.devices import host_memory
+from memkit._recovery.attempt import Done, OutOfMemory, attempt
+from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, Place, check_model
+from memkit.predict.estimate import warn_of_doubts
+from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
+from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
+from memkit.recipes.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
+from memkit.recipes.advice.step import Change, Observation, Precision, RealHost, Training, observe
+
+_WORTH_TELLING = 0.01  # of the peak
+_WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
+_PAIRED = 3  # of the best single remedies, each with each
+_LONGEST_REASON = 200  # characters
+_SHARE_OF_HOST = 0.8  # of what is available, for a run and what is kept of it
+
+
+def advise(
+    model: nn.Module,
+    sample_batch: Any,
+    loss_fn: LossFn,
+    *,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    precision: Precision = None,
+    target: str | GPU = "cpu",
+    budget: CapacityLike | None = None,
+    changes_model: bool = False,
+    fewer_edges: Callable[[Any], Any] | None = None,
+    selected_fraction: float | None = None,
+) -> AdviceTable:
+    """Say what makes a training step smaller, after trying it: with a predicted and a measured figure for each change.
+
+    The step is run on tensors without data, and its peak taken apart. Each remedy that bears on what is held there is
+    applied, and the changed step run again without data: that is the prediction. Then plain and changed step run for
+    real, on copies in the CPU's memory, recorded by the allocator's events, their operations counted, their gradients
+    compared. What does not agree within 2% is told as failed; what cannot be run here is told as not run.
+
+    Afterwards model, optimizer, batch and random state are as before, also after an error. While it runs, the model
+    holds stand-ins; do not use it in another thread.
+
+    Args:
+        model: The model.
+        sample_batch: The batch of one optimizer step, as for `estimate_memory_usage`.
+        loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or a `Loss`.
+        optimizer: As for `estimate_memory_usage`.
+        precision: What the plain step uses already.
+        target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measured is on
+            the CPU.
+        budget: Bytes, text such as ``"8GiB"``, or a card; None for the target's own memory, on a card.
+        changes_model: Whether to look for a smaller model too, which must be trained anew.
+        fewer_edges: Takes edges away from a batch, for example with `sample_edges`, and returns the new batch.
+        selected_fraction: As for `estimate_memory_usage`.
+
+    Returns:
+        The advice, what saves most for its operations first, failed and not run last.
+
+    Raises:
+        InputTypeError: ``model`` is no module, the loss no tensor, or ``target`` or ``budget`` no card.
+        InputError: A size depends on data; no card has the name ``target``; ``budget`` is no size and no card.
+        ConfigError: An option is not one of those above.
+
+    Warns:
+        MemkitWarning: What the plain step takes may depend on values that were guessed.
+
+    Memory cost: for the real runs, on the host, the step's own peak and five times the parameters.
+
+    Time cost: for each remedy two steps without data and two real ones, which are recorded.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 1))
+        >>> batch = torch.randn(1024, 64), torch.randn(1024, 1)
+        >>> advice = mk.advise(model, batch, lambda model, batch: (model(batch[0]) - batch[1]).square().mean())
+        >>> best = advice[0]
+        >>> best.name, best.status, best.predicted_saved_bytes == best.measured_saved_bytes
+        ('4 micro-batches', 'verified', True)
+    """
+    check_model("advise", model)
+    if precision not in (None, "bf16-mixed"):
+        raise ConfigError(
+            f"advise(..., precision={precision!r})",
+            got=repr(precision),
+            expected="None or 'bf16-mixed'",
+            fix="leave it out if the step uses no autocast.",
+        )
+    training = Training(model, sample_batch, loss_fn, optimizer, precision, selected_fraction)
+    trial = _Trial(training, target, budget)
+    if trial.plain.estimate is not None:
+        warn_of_doubts("advise", trial.plain.estimate)
+    case = Case(training, trial.plain, trial.on_card, changes_model, fewer_edges)
+    told = {remedy: advice for remedy in find_remedies(case) if (advice := trial.judge(remedy)) is not None}
+    told |= trial.best_pair(told)
+    return AdviceTable(
+        target=target.name if isinstance(target, GPU) else target,
+        peak_bytes=trial.plain.peak_bytes,
+        peak_where=trial.peak_where,
+        measured_peak_bytes=trial.real_plain.peak_bytes if trial.real_plain else None,
+        items=tuple(told[remedy] for remedy in sorted(told, key=lambda remedy: trial.rank(remedy, told[remedy]))),
+    )
+
+
+class _Trial:
+    """The plain step of a training, and the judgement of remedies against it.
+
+    Attributes:
+        plain: The plain step on the target, without data.
+        real_plain: The same on the CPU, with data; None where it cannot run here.
+    """
+
+    def __init__(self, training: Training, target: str | GPU, budget: CapacityLike | None) -> None:
+        self._training, self.on_card = training, target != "cpu"
+        self._budget = target if self.on_card and budget is None else budget
+        if self._budget is not None:
+            capacity_bytes(self._budget)  # refuses what is none before any step is run
+        self._make_place: Callable[[], Place] = partial(Gpu, find_gpu(target)) if self.on_card else Host
+        self.plain = observe(training, nothing, self._make_place)
+        # On a card torch's optimizers take all parameters at once; on the CPU they must be told.
+        settings = self.plain.optimizer[1]
+        unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
+        self._as_on_target: Change = takes_foreach if unasked else nothing
+        self._plain_here = observe(training, self._as_on_target, Host) if self.on_card else self.plain
+        self._is_without_data = any(each.is_meta for each in [*training.model.parameters(), *training.model.buffers()])
+        self.real_plain = None if self._obstacle(self._plain_here) else self._observe_here(training, nothing, RealHost)
+
+    @property
+    def peak_where(self) -> str:
+        """Where the plain step has its peak."""
+        return "" if self.plain.estimate is None else self.plain.estimate.peak_where
+
+    def judge(self, remedy: Remedy) -> Advice | None:
+        """Predict and measure what a remedy does; None where it saves nothing worth telling."""
+        advice = Advice(
+            name=remedy.name,
+            change=remedy.code(self._training.precision),
+            effect=remedy.effect,
+            exact=remedy.exact,
+            status="verified",
+        )
+        if remedy.obstacle:
+            return replace(advice, status=f"not run: {remedy.obstacle}")
+        training = self._training if remedy.batch is None else replace(self._training, batch=remedy.batch)
+        try:
+            predicted = observe(training, remedy.change_step, self._make_place)
+            expected = self._observe_here(training, remedy.change_step, Host) if self.on_card else predicted
+        except Exception as error:  # noqa: BLE001 - a remedy may meet anything in the user's code
+            return replace(advice, status=f"not run: {_reason(error)}")
+        if self.plain.peak_bytes - predicted.peak_bytes < _WORTH_TELLING * self.plain.peak_bytes:
+            return None
+        estimate = predicted.estimate
+        advice = replace(
+            advice,
+            predicted_peak_bytes=predicted.peak_bytes,
+            predicted_saved_bytes=self.plain.peak_bytes - predicted.peak_bytes,
+            predicted_flops_ratio=_ratio(predicted, self.plain),
+            expected_peak_bytes=expected.peak_bytes,
+            expected_saved_bytes=self._plain_here.peak_bytes - expected.peak_bytes,
+            expected_flops_ratio=_ratio(expected, self._plain_here),
+            fits=None if self._budget is None or estimate is None else estimate.fits(self._budget),
+        )
+        if obstacle := self._obstacle(expected):
+            return replace(advice, status=f"not run: {obstacle}")
+        outcome = attempt(self._observe_here, training, remedy.change_step, RealHost, others=(Exception,))
+        if isinstance(outcome, Done):
+            return self._compared(advice, remedy, expected, outcome.result)
+        status = "not run" if isinstance(outcome, OutOfMemory) else "failed"
+        return replace(advice, status=f"{status}: {_reason(outcome.error)}")
+
+    def best_pair(self, told: Mapping[Remedy, Advice]) -> dict[Remedy, Advice]:
+        """Judge the two remedies that save most together, if that is more than any one alone."""
+        good = [remedy for remedy, advice in told.items() if advice.is_verified and advice.exact]
+        good.sort(key=lambda remedy: self.rank(remedy, told[remedy]))
+        alone = [told[remedy].predicted_peak_bytes or 0 for remedy in good]
+        best, least = None, _WORTH_A_PAIR * min(alone, default=0)
+        for one, other in itertools.combinations(good[:_PAIRED], 2):
+            pair = one.with_other(other)
+            with suppress(Exception):  # they exclude each other
+                peak_bytes = observe(self._training, pair.change_step, self._make_place).peak_bytes
+                if peak_bytes < least:
+                    best, least = pair, peak_bytes
+        advice = None if best is None else self.judge(best)
+        return {} if best is None or advice is None else {best: advice}
+
+    def rank(self, remedy: Remedy, advice: Advice) -> tuple[bool, bool, bool, float]:
+        """Sort: verified first, then what keeps the numbers, what moves no data, what saves most for its operations."""
+        saved_bytes = advice.predicted_saved_bytes if self.on_card else advice.allocator_saved_bytes
+        worth = (saved_bytes or 0) / (advice.predicted_flops_ratio or 1)
+        return not advice.is_verified, not advice.exact, remedy.moves, -worth
+
+    def _observe_here(self, training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
+        return observe(training, both(self._as_on_target, change), make_place)
+
+    def _obstacle(self, expected: Observation) -> str:
+        """Say why a step cannot run here; empty where it can."""
+        if self._is_without_data:
+            return "the model has no data (meta device)"
+        parameters_bytes = sum(each.nbytes for each in self._training.model.parameters())
+        needed = 5 * parameters_bytes + (expected.estimate.required_bytes if expected.estimate else 0)
+        available = int(_SHARE_OF_HOST * host_memory().available_bytes)
+        return (
+            ""
+            if needed <= available
+            else f"needs {format_bytes(needed)} here, and {format_bytes(available)} may be used"
+        )
+
+    def _compared(self, advice: Advice, remedy: Remedy, expected: Observation, measured: Observation) -> Advice:
+        plain, estimate = self.real_plain, expected.estimate
+        advice = replace(advice, measured_peak_bytes=measured.peak_bytes)
+        if plain is not None:
+            advice = replace(
+                advice,
+                measured_saved_bytes=plain.peak_bytes - measured.peak_bytes,
+                measured_flops_ratio=_ratio(measured, plain),
+                allocator_saved_bytes=(plain.allocator_peak_bytes or 0) - (measured.allocator_peak_bytes or 0),
+            )
+            if remedy.redraws and plain.draws:
+                advice = replace(advice, effect=f"{advice.effect}; random numbers are drawn in another order")
+            elif remedy.compares is not None:
+                ours, theirs = (getattr(each, remedy.compares) for each in (measured, plain))
+                advice = replace(advice, difference=_difference(ours, theirs))
+        dtypes = {each.dtype for each in self._training.model.parameters()}
+        tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
+        if not advice.meets_expectations:
+            return replace(advice, status="failed: measured is more than 2% away from what was expected")
+        highest = (1 + TOLERANCE) * estimate.peak_interval[1] if estimate else 0
+        if (measured.allocator_peak_bytes or 0) > highest:
+            return replace(advice, status="failed: kernels take more inside than was foreseen")
+        if advice.allocator_saved_bytes is not None and advice.allocator_saved_bytes <= 0:
+            return replace(advice, status="failed: with what kernels take inside, nothing is saved on this CPU")
+        if advice.exact and advice.difference is not None and not advice.difference <= tolerance:
+            return replace(advice, status=f"failed: {remedy.compares} differ by {advice.difference:.1e}")
+        return advice
+
+
+def _ratio(changed: Observation, plain: Observation) -> float:
+    return changed.num_flops / plain.num_flops if plain.num_flops else 1.0
+
+
+def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Largest difference over the largest value of the plain step; what is missing is zero."""
+    zero = torch.zeros(())
+    largest = _largest(theirs.values())
+    difference = _largest(ours.get(name, zero) - theirs.get(name, zero) for name in {**ours, **theirs})
+    return difference / largest if largest else difference
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """The largest value: NaN where there is one, which Python's `max` would drop."""
+    values = [float(each.abs().max()) for each in tensors if each.numel()]
+    return float(np.max(values, initial=0.0))
+
+
+def _reason(error: BaseException) -> str:
+    text = error.got if isinstance(error, MemkitError) else f"{type(error).__name__}: {error}"
+    return text.strip().partition("\n")[0][:_LONGEST_REASON]

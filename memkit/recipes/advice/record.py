@@ -1,0 +1,194 @@
+"""What advice is: one change with what was predicted of it and what was measured, and all of them as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, overload
+
+from memkit._core.units import format_bytes
+from memkit._events.reader import EventLog
+from memkit.report.nodes import Cell, Paragraph, Section, Size, Table
+
+TOLERANCE = 0.02  # of what was measured
+_HEADINGS = {
+    "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "what to write"),
+    "zh": ("经验证的建议", "改动", "预测节省", "实测节省", "FLOPs", "状态", "写法"),
+}
+_SUMMARIES = {
+    "en": ("plain step on {target}: peak {peak}, in {where}", ", measured {} on the CPU"),
+    "zh": ("{target} 上未改动的训练步：峰值 {peak}，位于 {where}", "；CPU 实测 {}"),  # noqa: RUF001 - Chinese punctuation
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One change of a training step. A saving is against the plain step, and None is "not known".
+
+    Attributes:
+        name: What it is.
+        change: What to write.
+        effect: What it does to gradients and step, in words.
+        exact: Whether gradients and step stay the same but for rounding.
+        status: ``"verified"``: measured, and within 2% of what was expected. ``"failed: ..."``: measured, and not so.
+            ``"not run: ..."``: not measured, and why.
+        predicted_peak_bytes: Most bytes in live tensors on the target.
+        predicted_saved_bytes: How much less that is.
+        predicted_flops_ratio: Operations over those of the plain step: products, convolutions, attention on a card.
+        expected_peak_bytes: The prediction for the run that was measured; on the CPU the same as predicted.
+        expected_saved_bytes: Likewise.
+        expected_flops_ratio: Likewise.
+        measured_peak_bytes: Most bytes in live tensors in the real run on this machine's CPU.
+        measured_saved_bytes: How much less that is.
+        measured_flops_ratio: Counted in that run.
+        allocator_saved_bytes: The measured saving by the allocator's own events, which count what kernels take inside.
+        difference: Largest difference of the first step's gradients, or of what the first step added to parameters
+            where that is what changes, over the largest of the plain ones.
+        fits: Whether the step is within the budget; None without a budget.
+
+    Example:
+        >>> import memkit as mk
+        >>> each = mk.recipes.Advice(
+        ...     name="bf16", change="precision='bf16-mixed'", effect="rounds", exact=False, status="not run: no time"
+        ... )
+        >>> print(each)
+        bf16: not run: no time
+          rounds
+          > precision='bf16-mixed'
+    """
+
+    name: str
+    change: str
+    effect: str
+    exact: bool
+    status: str
+    predicted_peak_bytes: int | None = None
+    predicted_saved_bytes: int | None = None
+    predicted_flops_ratio: float | None = None
+    expected_peak_bytes: int | None = None
+    expected_saved_bytes: int | None = None
+    expected_flops_ratio: float | None = None
+    measured_peak_bytes: int | None = None
+    measured_saved_bytes: int | None = None
+    measured_flops_ratio: float | None = None
+    allocator_saved_bytes: int | None = None
+    difference: float | None = None
+    fits: bool | None = None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the status says so."""
+        return self.status == "verified"
+
+    @property
+    def meets_expectations(self) -> bool:
+        """Whether all that was measured is within 2% of what was expected."""
+        pairs = (
+            (self.expected_peak_bytes, self.measured_peak_bytes),
+            (self.expected_saved_bytes, self.measured_saved_bytes),
+            (self.expected_flops_ratio, self.measured_flops_ratio),
+        )
+        return all(
+            abs(expected - measured) <= TOLERANCE * abs(measured)
+            for expected, measured in pairs
+            if expected is not None and measured is not None
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.status}"]
+        if self.predicted_saved_bytes is not None and self.predicted_peak_bytes is not None:
+            whole_bytes = self.predicted_saved_bytes + self.predicted_peak_bytes
+            lines.append(f"  predicted: saves {_size(self.predicted_saved_bytes)} of {_size(whole_bytes)}")
+            if _size(self.expected_saved_bytes) != _size(self.predicted_saved_bytes):
+                lines.append(f"  expected here: saves {_size(self.expected_saved_bytes)}")
+        if self.measured_saved_bytes is not None:
+            lines.append(f"  measured: saves {_size(self.measured_saved_bytes)}")
+            if _size(self.allocator_saved_bytes) != _size(self.measured_saved_bytes):
+                lines[-1] += f"; {_size(self.allocator_saved_bytes)} with what kernels take inside"
+        elif self.measured_peak_bytes is not None:
+            lines.append(
+                f"  measured: peak {_size(self.measured_peak_bytes)}, expected {_size(self.expected_peak_bytes)}"
+            )
+        if self.predicted_flops_ratio is not None:
+            measured = "" if self.measured_flops_ratio is None else f", measured {self.measured_flops_ratio:.2f}"
+            lines.append(f"  operations: {self.predicted_flops_ratio:.2f} times{measured}")
+        difference = "" if self.difference is None else f"; measured difference {self.difference:.1e}"
+        budget = {None: "", True: "; within the budget", False: "; above the budget"}[self.fits]
+        return "\n".join(
+            [*lines, f"  {self.effect}{difference}{budget}", *(f"  > {line}" for line in self.change.splitlines())]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceTable(Sequence[Advice]):
+    """Advice about one step, what saves most for its operations first; also a section for `write_report`.
+
+    Attributes:
+        target: Where the step is to run.
+        peak_bytes: Of the plain step on the target, predicted.
+        peak_where: Where that is.
+        measured_peak_bytes: Of the plain step on the CPU; None where it did not fit.
+        items: The advice.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+        >>> table = mk.advise(model, torch.ones(64, 8), lambda model, x: model(x).square().mean())
+        >>> table.peak_bytes == table.measured_peak_bytes
+        True
+    """
+
+    target: str
+    peak_bytes: int
+    peak_where: str
+    measured_peak_bytes: int | None
+    items: tuple[Advice, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> Advice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Advice, ...]: ...
+    def __getitem__(self, index: int | slice) -> Advice | tuple[Advice, ...]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Advice]:
+        return iter(self.items)
+
+    def explain(self) -> str:
+        """Return all of it as text for people."""
+        return "\n".join([self._summary("en"), *map(str, self.items)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all figures by name, ready for JSON; sizes in bytes."""
+        return asdict(self) | {"items": [asdict(each) for each in self.items]}
+
+    def __call__(self, log: EventLog, language: str) -> Section:  # noqa: ARG002 - a section maker's form
+        """Make the section of a report: `write_report(log, path, sections=[advice])`."""
+        title, *columns = _HEADINGS[language]
+        rows: list[tuple[Cell, ...]] = [
+            (
+                each.name,
+                Size.of(each.predicted_saved_bytes),
+                Size.of(each.measured_saved_bytes),
+                None if each.measured_flops_ratio is None else f"{each.measured_flops_ratio:.2f}",
+                each.status,
+                each.change,
+            )
+            for each in self.items
+        ]
+        return Section(title, (Paragraph(self._summary(language)), Table(tuple(columns), tuple(rows))))
+
+    def _summary(self, language: str) -> str:
+        plain, measured = _SUMMARIES[language]
+        text = plain.format(target=self.target, peak=_size(self.peak_bytes), where=self.peak_where)
+        return text if self.measured_peak_bytes is None else text + measured.format(_size(self.measured_peak_bytes))
+
+
+def _size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return "not"
+    return format_bytes(num_bytes) if num_bytes >= 0 else f"-{format_bytes(-num_bytes)}"

@@ -1,0 +1,297 @@
+"""One training step, as it is or changed by a remedy: on tensors without data, or for real on copies.
+
+`observe` is the only way to run one, so that what was predicted and what was measured went through the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim import Optimizer
+from torch.utils.flop_counter import flop_registry
+
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.recording import Recording
+from memkit._recorder.workspace import WorkspaceMarks
+from memkit._simulation.guesses import Guesses
+from memkit._simulation.leftovers import Patches
+from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
+from memkit._simulation.tensors import StandIns, StorageCopies
+from memkit._torch.dispatch import TorchDispatchMode
+from memkit.predict.estimate import MemoryEstimate
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+Precision: TypeAlias = Literal["bf16-mixed"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What the user trains; the fields are the arguments of `memkit.advise`."""
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn
+    optimizer: str | MakeOptimizer | Optimizer
+    precision: Precision
+    selected_fraction: float | None
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that is about to run. A remedy changes the fields, and enters what must be left again into the stack.
+
+    Attributes:
+        model: Holds stand-ins; whatever is done to it is undone afterwards.
+        make_optimizer: Called with the parameters when all remedies are in place.
+        settings: Of the wrapper that runs the step; without any it is a plain loop's.
+        has_data: Whether tensors have values.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss_fn: LossFn
+    make_optimizer: MakeOptimizer
+    precision: Precision
+    device_type: str
+    has_data: bool
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self, optimizer: Optimizer, stack: ExitStack) -> Callable[[], object]:
+        """Return what runs the whole step once."""
+        if not self.settings:
+            return lambda: self._run_plainly(optimizer)
+        settings: dict[str, Any] = {"precision": self.precision} | self.settings
+        # The probe is for the first batch: no part of a warm step.
+        trainer = MemoryEfficientTrainingWrapper(self.model, optimizer, probe=False, **settings)
+        stack.callback(trainer.close)
+        return lambda: trainer.train_step(self.batch, self.loss_fn)
+
+    def _run_plainly(self, optimizer: Optimizer) -> None:
+        loss, _outputs = loss_of(self.model, self.batch, self.loss_fn, self.device_type, self.precision)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How a module was called: what goes into `Trace`.
+
+    Attributes:
+        shapes: Of the tensors that it was given.
+        out_shape: Of what it returned; None where that is not one tensor.
+        num_calls: How often in one step.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    out_shape: tuple[int, ...] | None
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one step took.
+
+    Attributes:
+        peak_bytes: Most bytes in live tensors in the warm step.
+        allocator_peak_bytes: With data: the same with what kernels took inside, by the CPU allocator's own events.
+        num_flops: Of the first step, by torch's counter: products, convolutions, and attention on a card.
+        recording: Of the warm step.
+        calls: By module name.
+        optimizer: Its class, and the settings of its first group.
+        estimate: Without data: the peak taken apart.
+        gradients: With data: by parameter name, of the first step.
+        updates: With data: by parameter name, what the first step added.
+        draws: With data: whether the step drew random numbers.
+    """
+
+    peak_bytes: int
+    allocator_peak_bytes: int | None
+    num_flops: int
+    recording: Recording
+    calls: Mapping[str, Call]
+    optimizer: tuple[type[Optimizer], Mapping[str, Any]]
+    estimate: MemoryEstimate | None
+    gradients: Mapping[str, Tensor]
+    updates: Mapping[str, Tensor]
+    draws: bool
+
+
+Change: TypeAlias = Callable[[Step, ExitStack], None]
+
+
+def observe(training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
+    """Run two steps with a change applied, and record the second; the user's objects are as before afterwards.
+
+    Args:
+        training: What is trained.
+        change: What a remedy does to the step.
+        make_place: Where it runs: `Host` and `Gpu` without data, `RealHost` with data.
+    """
+    simulation = Simulation(make_place(), selected_fraction=training.selected_fraction)
+    values = training.model, training.optimizer, training.loss_fn, training.batch
+    return simulate("advise", simulation, values, partial(_observe, training, change, simulation))
+
+
+def _observe(
+    training: Training, change: Change, simulation: Simulation, model: nn.Module, optimizer: Any, *others: Any
+) -> Observation:
+    loss_fn, batch = others
+    has_data, device_type = isinstance(simulation.place, RealHost), simulation.place.device_type
+    first = simulation.first_watch()
+    with ExitStack() as stack:
+        step = Step(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)
+        seen = _Seen(model, has_data=has_data)  # before names change
+        change(step, stack)
+        made = step.make_optimizer(step.model.parameters())
+        run = step.begin(made, stack)
+        with first:
+            first.hold(model, step.batch)
+            with Operations() as operations, seen.watching(made):
+                run()
+        second = simulation.watch()
+        with second:
+            second.hold(model, step.batch)
+            run()
+    recording = second.live_recording()
+    estimate = None if has_data else MemoryEstimate.of(second.record())
+    return Observation(
+        peak_bytes=recording.peak_bytes() if estimate is None else estimate.peak_bytes,
+        allocator_peak_bytes=second.record().recording.peak_bytes() if has_data else None,
+        num_flops=operations.num_flops,
+        recording=recording,
+        calls=seen.calls,
+        optimizer=(type(made), {name: value for name, value in made.param_groups[0].items() if name != "params"}),
+        estimate=estimate,
+        gradients=seen.gradients,
+        updates=seen.updates,
+        draws=seen.draws,
+    )
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
+    """Counts floating point operations by torch's formulas.
+
+    torch's own `FlopCounterMode` follows modules too, which fails where a backward runs inside of another (chunks).
+
+    Attributes:
+        num_flops: Up to now.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.num_flops += int(formula(*args, **kwargs, out_val=out))
+        return out
+
+
+class RealTensors:
+    """Copies with data, in the CPU's memory, that stand in for the user's tensors: operators run as they are."""
+
+    def __init__(self) -> None:
+        self.guesses = Guesses()  # nothing is guessed
+
+    @contextmanager
+    def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Exchange the tensors within the block."""
+        copies, made = StorageCopies(), dict[int, tuple[Tensor, Tensor]]()
+
+        def copied(tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                copy = copies.view(tensor.detach(), "cpu")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copy = nn.Parameter(copy) if is_parameter else copy
+                made[id(tensor)] = tensor, copy.requires_grad_(tensor.requires_grad)
+            return made[id(tensor)][1]
+
+        with StandIns(copied).put(*values) as replaced:
+            yield replaced
+
+    def survivors(self) -> list[Tensor]:
+        """Nobody is looked for: they have data."""
+        return []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """It is no mode."""
+
+
+class RealHost:
+    """The CPU, with data: recorded by its allocator's own events, with what kernels take and give back inside."""
+
+    device_type, has_past = "cpu", False
+
+    def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - as all places
+        """Copies."""
+        return RealTensors()
+
+    def make_recorder(self) -> Recorder:
+        """What sees inside of kernels."""
+        return Recorder(marks=WorkspaceMarks())
+
+    def on_stage(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
+        """Everything is there."""
+        return nullcontext(())
+
+    def figures(self) -> None:
+        """The CPU's allocator keeps no books."""
+
+
+class _Seen:
+    """What is read off the first step."""
+
+    def __init__(self, model: nn.Module, *, has_data: bool) -> None:
+        self.calls: dict[str, Call] = {}
+        self.gradients: dict[str, Tensor] = {}
+        self.updates: dict[str, Tensor] = {}
+        self.draws = False
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = dict(model.named_parameters()) if has_data else {}
+
+    @contextmanager
+    def watching(self, optimizer: Optimizer) -> Iterator[None]:
+        """Watch one step."""
+        before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        random_state = torch.get_rng_state() if self._parameters else None
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_hook(self._note_call).remove)
+            stack.callback(optimizer.register_step_pre_hook(self._note_gradients).remove)
+            yield
+        if random_state is not None:
+            self.draws = not torch.equal(random_state, torch.get_rng_state())
+        self.updates = {name: p.detach() - before[name] for name, p in self._parameters.items()}
+
+    def _note_gradients(self, *_: object) -> None:
+        self.gradients = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
+    def _note_call(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = self._names.get(module)
+        if name is None:
+            return
+        shapes = tuple(tuple(each.shape) for each in inputs if isinstance(each, Tensor))
+        out_shape = tuple(output.shape) if isinstance(output, Tensor) else None
+        earlier = self.calls[name].num_calls if name in self.calls else 0
+        self.calls[name] = Call(shapes, out_shape, earlier + 1)

@@ -1,0 +1,124 @@
+"""Parts of a model that a remedy works on: which one holds the peak, and another in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit._core.errors import InputError, InputTypeError
+from memkit.chunk.halo import find_reach
+from memkit.recipes.advice.step import Call, Observation, Step
+from memkit.train.split_check import scan_modules
+
+_LEAST_ROWS = 256  # fewer are better cut as micro-batches
+_NUM_CHUNKS = 16
+_NUM_TILES = 4  # along the longest dimension
+_MOST_TRIED = 3  # looking for the reach of a large module takes seconds
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_WIDTHS = (nn.Linear, nn.LayerNorm)
+
+
+def held_by_modules(seen: Observation) -> dict[str, int]:
+    """Bytes at the peak that the calls of each module made, with all modules below it."""
+    held = dict.fromkeys(seen.calls, 0)
+    for storage in seen.recording.top(seen.recording.num_storages):
+        if storage.category in ("activation", "temporary"):
+            for name in held:
+                if name == "" or storage.module == name or storage.module.startswith(f"{name}."):
+                    held[name] += storage.nbytes
+    return held
+
+
+def chunkable(model: nn.Module, seen: Observation) -> tuple[str, int] | None:
+    """Find the module of many rows that holds most at the peak: its name, and rows of a chunk."""
+    for name, call in _by_size(seen):
+        num_rows = {shape[0] if shape else 0 for shape in (*call.shapes, call.out_shape or ())}
+        has_rows = bool(name) and len(num_rows) == 1 and min(num_rows) >= _LEAST_ROWS
+        if has_rows and not scan_modules(model.get_submodule(name)):
+            return name, -(-min(num_rows) // _NUM_CHUNKS)
+    return None
+
+
+def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None:
+    """Find the convolutional module that holds most at the peak: its name, the dimension to cut, and a tile's size."""
+    tried = 0
+    for name, call in _by_size(seen):
+        module = model.get_submodule(name)
+        shape = call.shapes[0] if call.shapes else ()
+        is_one = len(call.shapes) == 1 and len(shape) >= 3 and len(call.out_shape or ()) == len(shape)
+        if not is_one or not any(isinstance(each, _CONVOLUTIONS) for each in module.modules()):
+            continue
+        dim = max(range(2 - len(shape), 0), key=lambda each: shape[each])
+        size = -(-shape[dim] // _NUM_TILES)
+        x = torch.empty((), dtype=next(module.parameters()).dtype).expand(shape)
+        with suppress(InputError, InputTypeError):  # it looks at everything, or mixes what lies far apart
+            reach = find_reach(module, x, [dim])[dim]  # kept for the module: the runs without data need it
+            if size + reach.before + reach.after < shape[dim]:
+                return name, dim, size
+        tried += 1
+        if tried == _MOST_TRIED:
+            return None
+    return None
+
+
+def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
+    """Modules that are called once in a step, those that hold most first, of equal ones the outer."""
+    held = held_by_modules(seen)
+    for name in sorted(held, key=lambda each: (-held[each], each.count(".") + bool(each))):
+        if held[name] and seen.calls[name].num_calls == 1:
+            yield name, seen.calls[name]
+
+
+class _Instead(nn.Module):
+    """Stands in a module's place, and hands its calls on to something else that runs it."""
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self._run = module, run
+
+    def forward(self, *args: Any) -> Any:
+        return self._run(*args)
+
+
+def replace_submodule(step: Step, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
+    """Let another function answer the calls of a module; of the model itself where the name is empty."""
+    module = step.model.get_submodule(name)
+    instead = _Instead(module, make_run(module))
+    if name:
+        parent, _, key = name.rpartition(".")
+        setattr(step.model.get_submodule(parent), key, instead)
+    else:
+        step.model = instead
+
+
+def find_mlps(model: nn.Module) -> dict[str, nn.Sequential]:
+    """List the sequences of linear layers with something elementwise between them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Sequential)
+        and sum(isinstance(layer, nn.Linear) for layer in module) > 1
+        and all(isinstance(layer, _WIDTHS) or not list(layer.parameters()) for layer in module)
+    }
+
+
+def halve_widths(mlp: nn.Sequential) -> None:
+    """Give a sequence of linear layers new ones with half as many hidden units."""
+    last = [key for key, layer in mlp.named_children() if isinstance(layer, nn.Linear)][-1]
+    width: int | None = None  # that the next layer is given, where it is another one than before
+    for key, layer in list(mlp.named_children()):
+        if isinstance(layer, nn.Linear):
+            before = layer.in_features if width is None else width
+            width = None if key == last else max(1, layer.out_features // 2)
+            after = layer.out_features if width is None else width
+            setattr(mlp, key, nn.Linear(before, after, layer.bias is not None, **_form(layer.weight)))
+        elif isinstance(layer, nn.LayerNorm) and width is not None:
+            setattr(mlp, key, nn.LayerNorm(width, layer.eps, layer.elementwise_affine, **_form(layer.weight)))
+
+
+def _form(weight: Tensor) -> dict[str, Any]:
+    return {"device": weight.device, "dtype": weight.dtype}

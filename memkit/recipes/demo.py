@@ -1,0 +1,170 @@
+"""The demo: one training that dies inside a real memory limit, and finishes inside the same limit through memkit.
+
+Three runs of `demo_worker`, each in a process of its own. This process only reads what they write: no torch here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from memkit._core.units import MIB
+
+NUM_STEPS = 10
+LIMIT_BYTES = 100 * MIB  # a third of what the full batch takes
+TOLERANCE = 1e-5  # float32 sums in another order differ by about 1e-7
+_PACKAGE = Path(__file__).parents[1]
+# glibc keeps freed blocks below its growing threshold in the heap, where they count as used. Fixed, each tensor of
+# 16 KiB or more is given back to the kernel when it is freed, so that the kernel's count is that of live tensors.
+_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "16384"}
+
+Name = Literal["plain_limited", "memkit", "plain_unlimited"]
+_RUNS: tuple[tuple[Name, str, int], ...] = (
+    ("plain_limited", "plain", LIMIT_BYTES),
+    ("memkit", "memkit", LIMIT_BYTES),
+    ("plain_unlimited", "plain", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run came to.
+
+    Attributes:
+        losses: Loss of each step that was done.
+        sizes: Rows of each micro-batch, per step.
+        num_ooms: Out-of-memory errors that were survived.
+        error: What ended the run early; None when it came to its end.
+        is_out_of_memory: Whether that was an out-of-memory error.
+        peak_bytes: Highest bytes in live tensors; None where the process died without a word.
+        seconds: Time of the steps; None likewise.
+        versions: Of what ran it: ``device``, ``python``, ``torch``.
+    """
+
+    losses: tuple[float, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    num_ooms: int
+    error: str | None
+    is_out_of_memory: bool
+    peak_bytes: int | None
+    seconds: float | None
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The three runs.
+
+    Attributes:
+        plain_limited: Full batch, inside the limit.
+        memkit: Through memkit, inside the limit.
+        plain_unlimited: Full batch without a limit: what is right.
+    """
+
+    plain_limited: Run
+    memkit: Run
+    plain_unlimited: Run
+
+    @property
+    def max_loss_difference(self) -> float | None:
+        """Largest relative difference of a step's loss between memkit and the full batch; None if a run stopped."""
+        if self.memkit.error or self.plain_unlimited.error:
+            return None
+        pairs = zip(self.memkit.losses, self.plain_unlimited.losses, strict=True)
+        return max(abs(loss - right) / abs(right) for loss, right in pairs)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the demo showed what it is to show."""
+        difference = self.max_loss_difference
+        return self.plain_limited.is_out_of_memory and difference is not None and difference <= TOLERANCE
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types: sizes in bytes, times in seconds."""
+        runs: dict[Name, Run] = {name: getattr(self, name) for name, *_ in _RUNS}
+        return {
+            "plain_oom": self.plain_limited.is_out_of_memory,
+            "plain_error": self.plain_limited.error,
+            "memkit_completed": self.memkit.error is None,
+            "memkit_error": self.memkit.error,
+            "steps": NUM_STEPS,
+            "losses": {"full_batch": self.plain_unlimited.losses, "memkit": self.memkit.losses},
+            "max_loss_difference": self.max_loss_difference,
+            "limit_bytes": LIMIT_BYTES,
+            "peaks": {name: run.peak_bytes for name, run in runs.items()},
+            "times": {name: run.seconds for name, run in runs.items()},
+            "micro_batch_sizes": self.memkit.sizes,
+            "num_ooms": self.memkit.num_ooms,
+            **self.plain_unlimited.versions,
+        }
+
+
+def run_demo(on_step: Callable[[Name, int], None]) -> DemoResult:
+    """Do the three runs, one after the other; about 30 seconds.
+
+    Args:
+        on_step: Called with the run and the number of its steps that are done, first with 0.
+    """
+    runs: dict[Name, Run] = {}
+    for name, kind, limit_bytes in _RUNS:
+        worker = ("-m", "memkit.recipes.demo_worker", kind, str(NUM_STEPS), str(limit_bytes))
+        runs[name] = run_worker(worker, partial(on_step, name))
+    return DemoResult(**runs)
+
+
+def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> Run:
+    """Run one worker to its end, whatever that is.
+
+    Args:
+        arguments: Of the Python interpreter.
+        on_step: Called with the number of steps that are done, first with 0.
+    """
+    steps: list[dict[str, Any]] = []
+    end: dict[str, Any] = {}
+    on_step(0)
+    with (
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
+            env=os.environ | _ENVIRONMENT,  # noqa: TID251 - handed on as it is
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        ) as process,
+    ):
+        for line in process.stdout or ():
+            record = json.loads(line)
+            if "loss" in record:
+                steps.append(record)
+                on_step(len(steps))
+            else:
+                end = record
+        code = process.wait()
+        stderr.seek(0)
+        last_words = stderr.read().strip().rpartition("\n")[2]
+    return Run(
+        losses=tuple(step["loss"] for step in steps),
+        sizes=tuple(tuple(step["sizes"]) for step in steps),
+        num_ooms=sum(step["num_ooms"] for step in steps),
+        error=end.get("error", None if code == 0 else _cause_of_death(code, last_words)),
+        is_out_of_memory=end.get("is_out_of_memory", False),
+        peak_bytes=end.get("peak_bytes"),
+        seconds=end.get("seconds"),
+        versions={key: end[key] for key in ("device", "python", "torch") if key in end},
+    )
+
+
+def _cause_of_death(code: int, last_words: str) -> str:
+    if code < 0:
+        return f"killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"exit code {code}: {last_words}"

@@ -1,0 +1,328 @@
+"""DensityInvariantTrainer: one training step on several densities of the same points, tied by a consistency loss."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.protocols import Closing, Uncopied
+from memkit._gradients.loss import Loss
+from memkit._recovery.snapshot import StateWatch
+from memkit._torch import pytree
+from memkit._torch.autocast import without_gradients
+from memkit.memory.manager import MemoryManager
+from memkit.points.cells import Lengths
+from memkit.points.nested import single_within
+from memkit.points.sample import GridSample, Scenario
+from memkit.points.sampler import GridAwareSampler
+from memkit.recipes.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
+from memkit.train.contrastive import run_again_in_backward
+from memkit.train.models import device_of, unwrap_model
+from memkit.train.split_check import CheckAttempt, scan_modules
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+Mode = Literal["joint", "cached", "stopgrad"]
+LossFn = Callable[[Any, Any], Tensor | Loss]
+Distance = Callable[[Any, Any], Tensor]
+
+_CALL = "DensityInvariantTrainer.train_step(scene)"
+
+
+def _kl(student: Tensor, teacher: Tensor) -> Tensor:
+    return F.kl_div(student.log_softmax(-1), teacher.log_softmax(-1), reduction="batchmean", log_target=True)
+
+
+_CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
+
+
+class DensityInvariantTrainer(Uncopied, Closing):
+    """Trains on several densities of each scene at once, so that predictions do not depend on how dense a scan is.
+
+    Each step thins out the scene by the cells of a grid: ``"half"`` keeps a random share of each cell, ``"single"`` one
+    point of each cell, chosen among those of ``"half"``; ``"dense"`` is the scene itself. All scenarios run through the
+    model, and their losses are
+
+    ``mean over scenarios of loss_fn(output, targets) + weight * mean over the sparser ones of
+    consistency(their output, output of the densest at the same points)``
+
+    In an out-of-memory the wrapper runs fewer scenes at a time. One scene that does not fit needs ``mode="cached"``.
+
+    Args:
+        trainer_or_model: A `MemoryEfficientTrainingWrapper`, with its precision, clipping, schedule and recovery; or a
+            module, with ``optimizer``. The model is called with a `PointBatch` and returns a tensor with one row per
+            point, (M, ...), or a pytree of them. Clouds must not see each other: it has to respect ``offsets``. A
+            wrapper has no ``split_fn``: what it splits is the list of scenes.
+        sampler: Draws the scenarios. Its `state_dict` makes a resumed training draw what the old one would have.
+        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim, or a `Loss`. A cloud without a
+            label adds nothing to the task loss: where all its integer targets are -100, or the `Loss` has a count of 0.
+        consistency: ``"mse"``; ``"kl"`` for logits in the last dimension, (M, C), in nats per point; or a function
+            ``(sparse_output, dense_output)`` of the same points that returns a 0-dim mean.
+        weight: Of the consistency loss.
+        scenarios: Two or three of ``"dense"``, ``"half"``, ``"single"``.
+        mode: ``"joint"``: one batched forward of all scenarios, the exact gradient of all. ``"cached"``: the same
+            gradient, one scenario at a time, whose activations are computed once more in the backward (GradCache).
+            ``"stopgrad"``: the densest scenario is a teacher, which runs without gradient and without a task loss.
+        optimizer: For a plain module.
+        grid_size: Side of a cell in the unit of the coordinates, see `GridIndex.from_coords`.
+        memory: Measures the phases. None makes one for the model's device.
+
+    Raises:
+        ConfigError: A setting is wrong, or two do not go together.
+
+    Memory cost: ``"joint"`` the activations of all scenarios; ``"cached"`` those of the largest, and all outputs;
+    ``"stopgrad"`` those of the sparser ones. Time cost: ``"cached"`` one more forward. (``docs/density.md``.)
+
+    Source: the scenarios are those of density-invariant training in CompressedSceneSplat; the cached gradient is
+    Gao et al. 2021 (GradCache).
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> net = torch.nn.Linear(3, 2)
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = net
+        ...     def forward(self, batch):
+        ...         return self.net(batch.features)
+        >>> model = Model()
+        >>> trainer = mk.DensityInvariantTrainer(
+        ...     model, mk.GridAwareSampler(seed=0), torch.nn.functional.cross_entropy, grid_size=0.25,
+        ...     optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> coords = torch.rand(1000, 3, generator=torch.Generator().manual_seed(0))
+        >>> result = trainer.train_step(mk.recipes.PointScene(coords, coords, targets=(coords[:, 2] > 0.5).long()))
+        >>> result.num_points["dense"], result.num_points["single"], list(result.consistency)
+        (1000, 64, ['half', 'single'])
+    """
+
+    instead = "make another one around a trainer of its own; what is to be saved is the trainer's state_dict()."
+
+    def __init__(
+        self,
+        trainer_or_model: MemoryEfficientTrainingWrapper | nn.Module,
+        sampler: GridAwareSampler,
+        loss_fn: LossFn,
+        consistency: Literal["mse", "kl"] | Distance = "mse",
+        weight: float = 0.1,
+        scenarios: Iterable[Scenario] = ("dense", "half", "single"),
+        mode: Mode = "joint",
+        *,
+        optimizer: Optimizer | None = None,
+        grid_size: Lengths = 0.05,
+        memory: MemoryManager | None = None,
+    ) -> None:
+        self._scenarios = _by_density(list(scenarios))
+        if mode not in get_args(Mode):
+            _refuse("mode", mode, ", ".join(map(repr, get_args(Mode))))
+        if not callable(consistency) and consistency not in _CONSISTENCIES:
+            _refuse("consistency", consistency, ", ".join(map(repr, _CONSISTENCIES)) + " or a function")
+        if not weight >= 0:
+            _refuse("weight", weight, "0 or more")
+        self._mode: Mode = mode
+        self._sampler, self._grid_size, self._weight = sampler, grid_size, weight
+        self._loss_fn = loss_fn
+        self._compare = consistency if callable(consistency) else _CONSISTENCIES[consistency]
+        self._cleanup = contextlib.ExitStack()  # of what is made here
+        if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
+            if optimizer is not None:
+                _refuse("optimizer", type(optimizer).__name__, "none beside a wrapper, which has its own")
+            self._trainer = trainer_or_model
+        else:
+            if optimizer is None:
+                _refuse("optimizer", None, "the optimiser of a plain module")
+            self._trainer = self._cleanup.enter_context(MemoryEfficientTrainingWrapper(trainer_or_model, optimizer))
+        self._model = self._trainer.model
+        self._device = device_of(self._model)
+        self._memory = memory or self._cleanup.enter_context(MemoryManager(self._device))
+        self._watch = StateWatch(self._model)
+
+    def train_step(self, scenes: PointScene | Sequence[PointScene]) -> DensityStep:
+        """Run one optimiser step on one scene or several; each scene weighs the same.
+
+        Args:
+            scenes: Where there are several, the wrapper's ``accumulation_steps`` and its recovery split them.
+
+        Raises:
+            InputError: A scene has no points, its tensors are not equally long, or the model or a loss returns
+                something else than it should.
+            ConfigError: ``mode="cached"`` and a BatchNorm in training mode, which would see each scenario alone.
+            MemkitOutOfMemoryError: One scene does not fit.
+        """
+        scenes = [scenes] if isinstance(scenes, PointScene) else list(scenes)
+        self._check(scenes)
+        clock = Clock(self._memory)
+        losses: dict[int, SceneLosses] = {}
+        with clock.phase("step"):
+            with clock.phase("sampling"):
+                clouds = [cloud for number, scene in enumerate(scenes) for cloud in self._draw(number, scene)]
+            for attempt in self._trainer.microbatches(torch.arange(len(scenes))):
+                with attempt as numbers:
+                    chosen = [each for each in clouds if each.number in set(numbers.tolist())]
+                    if isinstance(
+                        attempt, CheckAttempt
+                    ):  # of the split: neither its losses nor its time are the step's
+                        self._run(chosen, Clock(self._memory))
+                    else:
+                        losses |= self._run(chosen, clock)
+            with clock.phase("optimizer"):
+                stepped = self._trainer.step()
+        whole, mean = clock.figures.pop("step"), mean_losses(list(losses.values()))
+        return DensityStep(
+            loss=torch.stack([each.total(self._weight) for each in losses.values()]).mean(),
+            task={name: torch.tensor(math.nan) if loss is None else loss for name, loss in mean.task.items()},
+            consistency=mean.consistency,
+            num_points={each: sum(c.num_points for c in clouds if c.scenario == each) for each in self._scenarios},
+            stepped=stepped,
+            seconds=whole.seconds,
+            phases=clock.figures,
+        )
+
+    def close(self) -> None:
+        """Close the wrapper and the manager that were made here; what was given stays open."""
+        self._cleanup.close()
+
+    def _draw(self, number: int, scene: PointScene) -> Iterator[Cloud]:
+        """Draw the scenarios of a scene, each within the one before."""
+        index = self._sampler.index(scene.coords, self._grid_size, key=scene.key)
+        rows: Tensor | None = None
+        half: GridSample | None = None
+        for scenario in self._scenarios:
+            if scenario == "half":
+                half = self._sampler.sample_half_density(index)
+                rows = half.indices
+            elif scenario == "single" and half is not None:
+                rows = single_within(self._sampler, index, half)
+            elif scenario == "single":
+                rows = self._sampler.sample_single_per_grid(index).indices
+            yield Cloud(number, scene, scenario, rows)
+
+    def _run(self, clouds: list[Cloud], clock: Clock) -> dict[int, SceneLosses]:
+        """Run forward and backward for the clouds of some scenes; return the losses of each scene."""
+        with clock.phase("data"):
+            groups = self._groups(clouds)
+            batches = [self._gather(group) for group in groups]
+            targets = [each.take(each.scene.targets, self._device) for each in clouds]
+        losses = {each.number: SceneLosses({}, {}) for each in clouds}
+        with self._trainer.autocast():
+            with clock.phase("forward"):
+                outputs: dict[tuple[int, Scenario], Any] = {}
+                for group, batch in zip(groups, batches, strict=True):
+                    outputs |= zip([each.place for each in group], self._forward(group, batch), strict=True)
+                for cloud, target in zip(clouds, targets, strict=True):
+                    if not self._is_teacher(cloud):
+                        losses[cloud.number].task[cloud.scenario] = self._task(cloud, outputs[cloud.place], target)
+            with clock.phase("consistency"):
+                densest = {each.number: each for each in clouds if self._is_densest(each)}
+                for cloud in clouds:
+                    if not self._is_densest(cloud):
+                        denser = densest[cloud.number]
+                        same_points = _take(outputs[denser.place], cloud.within(denser).to(self._device))
+                        loss = self._compare(outputs[cloud.place], same_points)
+                        losses[cloud.number].consistency[cloud.scenario] = _scalar(loss, "consistency")
+                total = torch.stack([each.total(self._weight) for each in losses.values()]).mean()
+        with clock.phase("backward"):
+            self._trainer.backward(total)
+        return {number: each.detached() for number, each in losses.items()}
+
+    def _task(self, cloud: Cloud, output: Any, target: Tensor) -> Tensor | None:
+        """The task loss of a cloud; None where none of its points has a label."""
+        loss = self._loss_fn(output, target)
+        if isinstance(loss, Loss):
+            return loss.average() if bool(loss.weight) else None
+        return None if cloud.is_unlabeled() else _scalar(loss, "loss_fn")
+
+    def _is_densest(self, cloud: Cloud) -> bool:
+        return cloud.scenario == self._scenarios[0]
+
+    def _is_teacher(self, cloud: Cloud) -> bool:
+        return self._mode == "stopgrad" and self._is_densest(cloud)
+
+    def _groups(self, clouds: list[Cloud]) -> list[list[Cloud]]:
+        """Clouds that run through the model together."""
+        if self._mode == "joint":
+            return [clouds]
+        if self._mode == "cached":
+            return [[each] for each in clouds]
+        return [[each for each in clouds if self._is_densest(each) == is_densest] for is_densest in (True, False)]
+
+    def _gather(self, clouds: list[Cloud]) -> PointBatch:
+        return PointBatch(
+            torch.cat([each.take(each.scene.coords, self._device) for each in clouds]),
+            torch.cat([each.take(each.scene.features, self._device) for each in clouds]),
+            torch.tensor([each.num_points for each in clouds]).cumsum(0).to(self._device, non_blocking=True),
+        )
+
+    def _forward(self, clouds: list[Cloud], batch: PointBatch) -> Iterator[Any]:
+        """Run the model; yield each cloud's part of the output, as views that live as long as the step."""
+        if self._mode == "cached":
+            output = run_again_in_backward(self._model, batch, self._watch)
+        else:
+            with without_gradients(are_off=self._is_teacher(clouds[0])):
+                output = self._model(batch)
+        leaves, structure = pytree.tree_flatten(output)
+        _check_rows(leaves, len(batch.coords))
+        sizes = [each.num_points for each in clouds]
+        for parts in zip(*(leaf.split(sizes) for leaf in leaves), strict=True):
+            yield pytree.tree_unflatten(parts, structure)
+
+    def _check(self, scenes: list[PointScene]) -> None:
+        lengths = [(len(each.coords), len(each.features), len(each.targets)) for each in scenes]
+        wrong = [each for each in lengths if len(set(each)) > 1 or not each[0]]
+        if wrong or not scenes:
+            is_uneven = bool(wrong) and len(set(wrong[0])) > 1
+            raise InputError(
+                _CALL,
+                got="{} coords, {} features and {} targets".format(*wrong[0]) if wrong else "no scene",
+                expected="one row of each for each point, and at least one point",
+                fix="give each point its row in all three." if is_uneven else "leave out empty scenes.",
+            )
+        if self._mode == "cached" and (names := scan_modules(unwrap_model(self._model))):
+            raise ConfigError(
+                "DensityInvariantTrainer(mode='cached')",
+                got=f"{', '.join(names[:5])} in training mode, which would see the statistics of each scenario alone",
+                expected="a model that treats the clouds of a batch one by one",
+                fix="use LayerNorm, freeze the statistics with .eval(), or take mode='joint'.",
+            )
+
+
+def _by_density(scenarios: list[Scenario]) -> list[Scenario]:
+    ordered = [each for each in get_args(Scenario) if each in scenarios]
+    if len(ordered) != len(scenarios) or len(ordered) < 2:
+        _refuse("scenarios", scenarios, f"two or three of {', '.join(map(repr, get_args(Scenario)))}")
+    return ordered
+
+
+def _refuse(name: str, value: object, expected: str) -> NoReturn:
+    raise ConfigError(
+        f"DensityInvariantTrainer({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
+    )
+
+
+def _take(output: Any, rows: Tensor) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.index_select(0, rows), output)
+
+
+def _scalar(loss: object, name: str) -> Tensor:
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise InputError(_CALL, got=f"{got} from {name}", expected="a 0-dim tensor", fix="return the mean over the points.")
+
+
+def _check_rows(leaves: list[Any], num_points: int) -> None:
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != num_points:
+            got = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+            raise InputError(
+                _CALL,
+                got=f"{got} from the model for {num_points} points",
+                expected="tensors with one row for each point of the batch",
+                fix="return predictions or features of points only.",
+            )

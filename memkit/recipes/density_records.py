@@ -1,0 +1,210 @@
+"""What the density-invariant trainer takes and gives: scenes, the batch that a model sees, and figures of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from memkit.memory.manager import MemoryManager
+from memkit.memory.phases import larger, peak_by_record
+from memkit.points.sample import Scenario
+
+_IGNORED = -100  # torch's ignore_index
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PointScene:
+    """The points of one scene, and what is to be learned about them. The tensors may lie on the host.
+
+    Attributes:
+        coords: (N, A), positions.
+        features: (N, F), what the model sees of each point.
+        targets: (N, ...), what ``loss_fn`` compares with.
+        key: The scene's name, so that its grid is found once: see `GridAwareSampler.index`.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> coords = torch.rand(100, 3)
+        >>> scene = mk.recipes.PointScene(coords, features=coords, targets=torch.zeros(100), key="room-1")
+        >>> len(scene.coords)
+        100
+    """
+
+    coords: Tensor
+    features: Tensor
+    targets: Tensor
+    key: Hashable | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PointBatch:
+    """What the model is called with: the points of one cloud or several, one after another.
+
+    Attributes:
+        coords: (M, A), positions.
+        features: (M, F).
+        offsets: (B,) int64, where the points of each cloud end; the last is M.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> coords = torch.rand(100, 3)
+        >>> batch = mk.recipes.PointBatch(coords, features=coords, offsets=torch.tensor([60, 100]))
+        >>> [len(cloud) for cloud in batch.coords.tensor_split(batch.offsets[:-1])]
+        [60, 40]
+    """
+
+    coords: Tensor
+    features: Tensor
+    offsets: Tensor
+
+
+class PhaseFigures(NamedTuple):
+    """What one phase of a step took.
+
+    Attributes:
+        seconds: By the host's clock; an accelerator may still work when a phase is over.
+        peak_bytes: Largest allocated bytes in it; None where `MemoryManager` does not know them.
+    """
+
+    seconds: float
+    peak_bytes: int | None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class DensityStep:
+    """What a step did. Its tensors are 0-dim, detached, and keep nothing else alive.
+
+    Attributes:
+        loss: What was minimised: mean task loss + weight * mean consistency loss.
+        task: The task loss of each scenario that was trained on, mean over the scenes with a label in it; NaN where
+            there is none, which `loss` leaves out.
+        consistency: The distance of each sparser scenario to the densest, mean over the scenes.
+        num_points: Points of each scenario, of all scenes.
+        stepped: Whether the optimiser really stepped.
+        seconds: The whole step, by the host's clock.
+        phases: ``"sampling"``, ``"data"`` (gathering points, moving them to the device), ``"forward"`` (with the task
+            losses), ``"consistency"``, ``"backward"``, ``"optimizer"``.
+    """
+
+    loss: Tensor
+    task: dict[Scenario, Tensor]
+    consistency: dict[Scenario, Tensor]
+    num_points: dict[Scenario, int]
+    stepped: bool
+    seconds: float
+    phases: dict[str, PhaseFigures]
+
+    def line(self) -> str:
+        """Return one line for people: the seconds, and each phase's share of them."""
+        shares = (f"{name} {figures.seconds / self.seconds:.1%}" for name, figures in self.phases.items())
+        return f"{self.seconds:.3f} s: {', '.join(shares)}"
+
+
+class Cloud(NamedTuple):
+    """One scenario of one scene.
+
+    Attributes:
+        number: The scene's place in the step.
+        scene: The scene.
+        scenario: The scenario.
+        rows: (K,) int64, the points that it keeps, ascending; None where it keeps all.
+    """
+
+    number: int
+    scene: PointScene
+    scenario: Scenario
+    rows: Tensor | None
+
+    @property
+    def place(self) -> tuple[int, Scenario]:
+        """Which scenario of which scene it is."""
+        return self.number, self.scenario
+
+    @property
+    def num_points(self) -> int:
+        """Points that it keeps."""
+        return len(self.scene.coords if self.rows is None else self.rows)
+
+    def take(self, values: Tensor, device: torch.device) -> Tensor:
+        """Take its rows of one of the scene's tensors to the device."""
+        chosen = values if self.rows is None else values.index_select(0, self.rows.to(values.device))
+        return chosen.to(device, non_blocking=True)
+
+    def is_unlabeled(self) -> bool:
+        """Whether none of its points has a label: all its classes are torch's ``ignore_index``."""
+        targets = self.scene.targets
+        if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
+            return False
+        chosen = targets if self.rows is None else targets.index_select(0, self.rows.to(targets.device))
+        return bool((chosen == _IGNORED).all())
+
+    def within(self, denser: Cloud) -> Tensor:
+        """Rows of these points in a denser cloud of the scene."""
+        rows = cast("Tensor", self.rows)  # only the densest cloud may have all
+        return rows if denser.rows is None else torch.searchsorted(denser.rows, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SceneLosses:
+    """The losses of one scene.
+
+    Attributes:
+        task: The task loss of each scenario that is trained on; None where no point has a label.
+        consistency: The distance of each sparser scenario to the densest.
+    """
+
+    task: dict[Scenario, Tensor | None]
+    consistency: dict[Scenario, Tensor]
+
+    def total(self, weight: float) -> Tensor:
+        """What is minimised."""
+        distance = weight * torch.stack(list(self.consistency.values())).mean()
+        tasks = [loss for loss in self.task.values() if loss is not None]
+        return torch.stack(tasks).mean() + distance if tasks else distance
+
+    def detached(self) -> SceneLosses:
+        """Return copies without a graph: a loss may be a view of something large."""
+        task = {name: None if loss is None else loss.detach().clone() for name, loss in self.task.items()}
+        return SceneLosses(task, {name: loss.detach().clone() for name, loss in self.consistency.items()})
+
+
+def mean_losses(scenes: Sequence[SceneLosses]) -> SceneLosses:
+    """The mean of each loss over the scenes that have it."""
+
+    def mean(losses: list[Tensor]) -> Tensor | None:
+        return torch.stack(losses).mean() if losses else None
+
+    tasks = {name: mean([loss for each in scenes if (loss := each.task[name]) is not None]) for name in scenes[0].task}
+    distances = {
+        name: torch.stack([each.consistency[name] for each in scenes]).mean() for name in scenes[0].consistency
+    }
+    return SceneLosses(tasks, distances)
+
+
+class Clock:
+    """Figures of one step's phases; a phase that comes several times adds up."""
+
+    def __init__(self, memory: MemoryManager) -> None:
+        self._memory = memory
+        self.figures: dict[str, PhaseFigures] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A context that measures its block."""
+        phase = self._memory.phase(name)
+        try:
+            with phase:
+                yield
+        finally:
+            seconds, peak_bytes = self.figures.get(name, PhaseFigures(0.0, None))
+            peak = phase.peak or peak_by_record(phase.first.peak_bytes, phase.last.peak_bytes)
+            seconds += (phase.end_ns - phase.start_ns) / 1e9
+            self.figures[name] = PhaseFigures(seconds, larger(peak_bytes, peak.known))

@@ -1,0 +1,397 @@
+"""create_enhanced_train_loop: validation, early stopping, memory care and resume for a loop that nobody changes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, final
+
+from torch import nn
+
+from memkit._core.errors import ConfigError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.units import parse_bytes
+from memkit._machine import random_state
+from memkit._recovery.sizes import SizeMemory
+from memkit._torch.autocast import without_gradients
+from memkit.memory.manager import MemoryManager
+from memkit.recipes.foreign import Counters, FunctionLoop, diffusion_losses, images_and_condition, stateful_parts
+from memkit.recipes.loop import EndedBy, LoopResult, MemoryEfficientTrainLoop, StateStore
+from memkit.recipes.order import repeat_epoch
+from memkit.recipes.reducers import Reducer
+from memkit.recipes.stopping import StopSignal
+from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, validate
+from memkit.train.evaluation import Evaluation
+from memkit.train.models import device_of, eval_mode
+
+_LOGGER = logging.getLogger("memkit")
+_CALL = "create_enhanced_train_loop(...)"
+_OWN_NAMES = ("enhanced", "counters", "early_stopping", "metric")  # in a state, beside the loop's parts
+
+
+class _Ended(BaseException):
+    """Leaves a foreign loop between two steps; no ``except Exception`` in it holds it up."""
+
+
+@final
+class EnhancedTrainLoop:
+    """A training loop with more after each step; see `create_enhanced_train_loop`, which makes it.
+
+    Attributes:
+        num_steps: Steps of this loop, resumed ones included.
+        figures: The figures of the last validation; None before there is one.
+        memory: The `MemoryManager` that watches the device.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        run: Callable[[], Any],
+        *,
+        validate_now: Callable[[], dict[str, Any] | None] | None,
+        look: Callable[[], None] | None,
+        val_interval: int,
+        memory: MemoryManager,
+        monitor: ValidationMonitor | None,
+        state: StateStore | None,
+        objects: Mapping[str, Any],
+        stop: StopSignal,
+    ) -> None:
+        self._base, self._run = base, run
+        self._validate_now, self._look, self._interval = validate_now, look, val_interval
+        self._monitor, self._state = monitor, state
+        self._counters = Counters(base)
+        self._objects = {**objects, "enhanced": self, "counters": self._counters}
+        if monitor is not None:
+            self._objects["early_stopping"] = monitor
+        self._stop = stop
+        self._saved_at = self._validated_at = 0  # steps
+        self._draws = random_state.capture()  # every validation draws the same noise: its figures can be compared
+        self.memory = memory
+        self.num_steps = 0
+        self.figures: dict[str, Any] | None = None
+
+    def run_loop(self) -> EndedBy:
+        """Run the loop, from where its state was saved; afterwards it is as unmodified as before.
+
+        Returns:
+            Why it ended: ``"epochs"`` (by itself), ``"early stopping"`` or ``"SIGTERM"``.
+
+        Raises:
+            InputTypeError: Before the first step: ``val_dataloader`` gives batches that a diffusion cannot validate on.
+        """
+        if self._state is not None:
+            self._state.restore(**self._objects)
+        if self._look is not None:
+            self._look()
+        ended_by, is_early = self._must_end(), False
+        if ended_by is None:
+            result = None
+            with self._stop, self._hooked(), contextlib.suppress(_Ended):
+                result = self._run()
+            # Our own loop takes the signals itself while it runs.
+            ended_by = result.ended_by if isinstance(result, LoopResult) else self._must_end()
+            is_early = ended_by is not None
+        self._save_once()
+        if is_early and callable(getattr(self._base, "save", None)):
+            self._base.save()  # as it would have at its own end
+        return ended_by or "epochs"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of steps, and the random state of the validations."""
+        return {"num_steps": self.num_steps, "draws": self._draws.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`."""
+        self.num_steps = self._saved_at = state["num_steps"]
+        self._draws = random_state.RandomState.from_state_dict(state["draws"])
+
+    @contextlib.contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Put the hook on this one object, not on its class."""
+        run_step = self._base.run_step
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            self._counters.note_begin()
+            result = run_step(*args, **kwargs)
+            self._counters.note_end()
+            self._after_step()
+            return result
+
+        before = vars(self._base).get("run_step")
+        self._base.run_step = hooked
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._base.run_step
+            else:
+                self._base.run_step = before
+
+    def _after_step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps % self._interval == 0:
+            try:
+                self._validate()
+            finally:  # what fails must not cost the training its state
+                self._save_once()
+        if self._must_end() is not None:
+            raise _Ended
+
+    def _validate(self) -> None:
+        if self._validate_now is None:
+            return
+        with self.memory.phase("validation"), random_state.preserved():
+            random_state.restore(self._draws)
+            figures = self._validate_now()
+        if figures is not None:
+            metric: Any = None if self._monitor is None else metric_of(figures, self._monitor)
+            self._validated_at = self.num_steps
+            _LOGGER.info("step %d, validation: %s", self.num_steps, figures)
+            if self._monitor is not None:
+                self._monitor.update(metric)
+        self.figures = figures
+        if self.memory.available_bytes() == 0:
+            given_back = self.memory.release()
+            _LOGGER.warning(
+                "step %d: more than memory_fraction is in use, %d bytes given back; %s",
+                self.num_steps,
+                given_back,
+                self.memory.line(),
+            )
+
+    def _must_end(self) -> EndedBy | None:
+        if self._stop.is_set():
+            return "SIGTERM"
+        return "early stopping" if self._monitor is not None and self._monitor.should_stop else None
+
+    def _save_once(self) -> None:
+        if self._state is None or self._saved_at == self.num_steps:
+            return
+        metric = {}
+        if self._monitor and self.figures and self._validated_at == self.num_steps:
+            metric = {"metric": metric_of(self.figures, self._monitor)}
+        self._state.save(self.num_steps, **metric, **self._objects)
+        self._saved_at = self.num_steps
+
+
+def create_enhanced_train_loop(
+    base_train_loop: Any,
+    val_dataloader: Iterable[Any] | None = None,
+    enable_validation: bool = True,  # noqa: FBT001, FBT002 - the call form that users have
+    val_interval: int = 1000,
+    memory_fraction: float | str = 0.9,
+    *,
+    val_fn: ValidationFn | None = None,
+    reducers: Mapping[str, Reducer] | None = None,
+    num_val_batches: int | None = None,
+    monitor: ValidationMonitor | None = None,
+    state: StateStore | None = None,
+    objects: Mapping[str, Any] | None = None,
+    model: nn.Module | None = None,
+    data: Iterable[Any] | None = None,
+    num_epochs: int = 1,
+) -> EnhancedTrainLoop:
+    """Add validation, early stopping, memory care and resume to a training loop, without changing its code.
+
+    While `run_loop` runs, the object's own ``run_step`` is followed by memkit's part; afterwards it is as it was. The
+    loop ends early between two steps, and its own ``save()`` is called then, if it has one.
+
+    Args:
+        base_train_loop: An object with ``run_step`` and ``run_loop``, such as the ``TrainLoop`` of improved-diffusion,
+            guided-diffusion and consistency_models; a `MemoryEfficientTrainLoop`; or a function ``step(batch)``.
+        val_dataloader: Batches to validate on.
+        enable_validation: False: none, whatever else is given.
+        val_interval: Steps between two validations, and between two saves.
+        memory_fraction: Share of the device that the process is meant to stay within, or a size such as ``"20GiB"``.
+            After a validation that found more in use, what nobody uses is given back, with a warning in the log. It is
+            no limit.
+        val_fn: ``val_fn(model, batch)`` returns figures by name, one row for each row of the batch. None: a diffusion
+            loop's own losses, with the same noise each time; the ``loss_fn`` of a `MemoryEfficientTrainLoop`.
+        reducers: As for `MemoryEfficientTrainLoop`; None: those that such a loop has.
+        num_val_batches: How many batches a validation takes; for a ``val_dataloader`` that never ends.
+        monitor: Early stopping.
+        state: A `TrainingStateManager`. Saved are the loop's ``model``, ``opt``, averages, master weights, counters,
+            and its ``data`` where that has a ``state_dict``; a generator as data begins anew. With a monitor, a state
+            that was validated has its figure as the metric.
+        objects: More to save, by names that the loop's parts do not have, each with ``state_dict`` and
+            ``load_state_dict``; for a step function at least the optimiser.
+        model: Of a step function; others have ``model``.
+        data: Batches for a step function.
+        num_epochs: Passes over the data, for a step function and a `MemoryEfficientTrainLoop`.
+
+    Returns:
+        A loop with ``run_loop()``.
+
+    Raises:
+        InputTypeError: An object that has no ``run_step``, or none that can be set on it.
+        ConfigError: Something is missing, or does not go together.
+
+    Memory cost: none beyond the loop's; a validation that runs out of memory is cut, as in
+    `MemoryEfficientTrainingWrapper.evaluation`.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(batch):
+        ...     optimizer.zero_grad()
+        ...     model(batch).square().mean().backward()
+        ...     optimizer.step()
+        >>> batches = [torch.randn(8, 3) for _ in range(10)]
+        >>> loop = mk.create_enhanced_train_loop(
+        ...     step, batches, val_interval=5, model=model, data=batches,
+        ...     val_fn=lambda model, batch: {"loss": model(batch).square()})
+        >>> loop.run_loop(), loop.num_steps, sorted(loop.figures)
+        ('epochs', 10, ['loss'])
+    """
+    check = Checker(_CALL)
+    check.whole("val_interval", val_interval, 1)
+    if isinstance(memory_fraction, str):
+        budget: int | float = parse_bytes(memory_fraction, name="memory_fraction")
+    else:  # a number is a share, 1 too
+        budget = check.number("memory_fraction", memory_fraction, 0, 1)
+    if not budget:
+        raise check.refuse("memory_fraction", memory_fraction, "a share or a size above zero")
+    base, run = _as_loop(base_train_loop, data, num_epochs)
+    is_own = isinstance(base, MemoryEfficientTrainLoop)
+    model = base.trainer.model if is_own else model or getattr(base, "model", None)
+    if not isinstance(model, nn.Module):
+        _refuse("no model", "a loop with a module as `model`, or model=...", "pass model=...")
+    stop = StopSignal()
+    validate_now = look = None
+    if enable_validation and val_dataloader is not None:
+        _check_batches(val_dataloader, num_val_batches)
+        if is_own:
+            validate_now = _own_validation(base, val_dataloader, num_val_batches, val_fn, reducers)
+        else:
+            fn = val_fn or diffusion_losses(base)
+            if fn is None:
+                _refuse("a loop that says nothing of its losses", "val_fn=... to validate with", "pass val_fn=...")
+            batches = _Batches(val_dataloader, num_val_batches)
+            validate_now = _validation(model, batches, fn, reducers, stop)
+            if val_fn is None:
+                look = functools.partial(batches.look, functools.partial(images_and_condition, model))
+    elif monitor is not None:
+        _refuse("a monitor without a validation", "val_dataloader and enable_validation", "pass val_dataloader=...")
+    if isinstance(base, FunctionLoop) and state is not None and not objects:
+        _refuse("state for a step function alone", "what it changes beside the model", "pass objects={'opt': ...}")
+    parts = base.objects() if is_own else stateful_parts(base) | {"model": model}
+    objects = dict(objects or {})
+    _check_saving(monitor, state, parts, objects)
+    return EnhancedTrainLoop(
+        base,
+        run,
+        validate_now=validate_now,
+        look=look,
+        val_interval=val_interval,
+        memory=MemoryManager(device_of(model), budget),
+        monitor=monitor,
+        state=state,
+        objects=parts | objects,
+        stop=stop,
+    )
+
+
+def _as_loop(base: Any, data: Iterable[Any] | None, num_epochs: int) -> tuple[Any, Callable[[], Any]]:
+    """Return an object with a per-step method that can be hooked, and what runs it."""
+    if isinstance(base, MemoryEfficientTrainLoop):
+        return base, lambda: base.run(num_epochs)
+    if callable(getattr(base, "run_step", None)) and callable(getattr(base, "run_loop", None)):
+        try:
+            vars(base)
+        except TypeError:  # __slots__: nothing can be put on the object alone
+            _refuse_base(base, "an object whose run_step can be set on it alone")
+        return base, base.run_loop
+    if not callable(base) or isinstance(base, nn.Module | type):
+        _refuse_base(base, "run_step and run_loop, a MemoryEfficientTrainLoop, or a step function")
+    if data is None:
+        _refuse("a step function without data", "the batches to run it on", "pass data=...")
+    function_loop = FunctionLoop(base, data, num_epochs)
+    return function_loop, function_loop.run_loop
+
+
+def _check_saving(
+    monitor: ValidationMonitor | None, state: StateStore | None, parts: Mapping[str, Any], objects: Mapping[str, Any]
+) -> None:
+    for name, each in objects.items():
+        if name in _OWN_NAMES or parts.get(name, each) is not each:
+            _refuse(f"objects={{{name!r}: ...}}", "names that the loop does not use itself", f"rename {name!r}.")
+    use_mode = getattr(state, "use_mode", None)
+    if monitor is not None and use_mode is not None:
+        use_mode(monitor.mode)
+
+
+def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
+    if num_batches is not None:
+        Checker(_CALL).whole("num_val_batches", num_batches, 1)
+    elif isinstance(loader, Iterator):
+        _refuse(
+            "an iterator as val_dataloader",
+            "batches that can be iterated for every validation",
+            "pass a DataLoader or a list, or num_val_batches=... to take the next ones each time.",
+        )
+
+
+class _Batches:
+    """The batches of each validation: the loader's first ones, or an iterator's next ones."""
+
+    def __init__(self, loader: Iterable[Any], num_batches: int | None) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        repeat_epoch(self._loader)
+        return itertools.islice(self._loader, self._num_batches)
+
+    def look(self, check: Callable[[Any], Any]) -> None:
+        """Look at a batch now, not at the first validation, hours later; an iterator gives it again."""
+        with random_state.preserved():
+            batches = iter(self._loader)
+            for first in itertools.islice(batches, 1):
+                check(first)
+                if isinstance(self._loader, Iterator):
+                    self._loader = itertools.chain([first], batches)
+
+
+def _validation(
+    model: nn.Module,
+    batches: Iterable[Any],
+    fn: ValidationFn,
+    reducers: Mapping[str, Reducer] | None,
+    stop: StopSignal,
+) -> Callable[[], dict[str, Any] | None]:
+    sizes, device = SizeMemory(), device_of(model)
+
+    def run() -> dict[str, Any] | None:
+        evaluate = Evaluation(model, sizes, can_split=True)
+        with eval_mode(model), without_gradients():
+            return validate(evaluate, batches, fn, device=device, reducers=reducers, should_stop=stop.is_set)
+
+    return run
+
+
+def _own_validation(
+    loop: MemoryEfficientTrainLoop,
+    loader: Iterable[Any],
+    num_batches: int | None,
+    fn: ValidationFn | None,
+    reducers: Mapping[str, Reducer] | None,
+) -> Callable[[], dict[str, Any] | None]:
+    batches = _Batches(loader, num_batches)
+    return lambda: loop.validate(batches, fn, reducers)
+
+
+def _refuse(got: str, expected: str, fix: str) -> NoReturn:
+    raise ConfigError(_CALL, got=got, expected=expected, fix=fix)
+
+
+def _refuse_base(base: object, expected: str) -> NoReturn:
+    raise InputTypeError(
+        "create_enhanced_train_loop(base_train_loop=...)",
+        got=f"a {type(base).__name__} without a per-step hook",
+        expected=expected,
+        fix="pass the function that runs one step, with model=... and data=...",
+    )

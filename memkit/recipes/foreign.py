@@ -1,0 +1,205 @@
+"""Training loops that memkit did not write: what they count and keep beside the model, and how they validate."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memkit._core.errors import FileFormatError, InputTypeError
+from memkit.recipes.position import Position
+from memkit.train.models import unwrap_model
+
+_VERSION = 1
+# The names that improved-diffusion, guided-diffusion and consistency_models give to what changes while they train.
+_NUMBERS = ("step", "global_step", "lg_loss_scale")
+_TENSORS = ("master_params", "ema_params", "target_model_master_params")
+_STATEFUL = (
+    "model",
+    "opt",
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "residual_connection_net",
+    "target_model",
+    "data",
+    "position",
+)
+
+
+class FunctionLoop:
+    """A loop around a step function, in the form of the others.
+
+    Args:
+        step: ``step(batch)``.
+        data: Batches; iterated once an epoch.
+        num_epochs: How often.
+
+    Attributes:
+        position: The place in the data.
+    """
+
+    def __init__(self, step: Callable[[Any], Any], data: Iterable[Any], num_epochs: int) -> None:
+        self._step, self._num_epochs = step, num_epochs
+        self.position = Position(data)
+
+    def run_step(self, batch: Any) -> Any:
+        """Run one step."""
+        result = self._step(batch)
+        self.position.num_batches += 1
+        return result
+
+    def run_loop(self) -> None:
+        """Run all epochs that are left."""
+        while self.position.epoch < self._num_epochs:
+            for batch in self.position.batches():
+                self.run_step(batch)
+            self.position.end_epoch()
+
+
+class Counters:
+    """The numbers and tensors of a foreign loop that change while it trains, as one object with a state.
+
+    Some loops count a step in ``run_step``, others after it. A state is taken right after ``run_step``, and has to hold
+    the number that the loop begins the next one with; `note_begin` and `note_end` find out which it is.
+
+    Args:
+        loop: The loop.
+    """
+
+    def __init__(self, loop: object) -> None:
+        self._loop = loop
+        self._at_begin = self._at_end = getattr(loop, "step", None)
+        self._is_open = False
+        self._counts_outside: bool | None = None  # not known before the first step
+
+    def note_begin(self) -> None:
+        """Call right before ``run_step``."""
+        self._at_begin = getattr(self._loop, "step", None)
+        if self._is_open:
+            self._counts_outside = self._at_begin != self._at_end
+
+    def note_end(self) -> None:
+        """Call right after ``run_step``."""
+        self._at_end = getattr(self._loop, "step", None)
+        if self._counts_outside is None:
+            self._counts_outside = self._at_end == self._at_begin
+        self._is_open = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers and tensors."""
+        numbers = {
+            f"{owner}{name}": getattr(each, name)
+            for owner, each in self._owners()
+            for name in _NUMBERS
+            if name in vars(each)
+        }
+        if self._counts_outside and "step" in numbers and numbers["step"] == self._at_end:
+            numbers["step"] += 1  # as the loop is about to do
+        return {"version": _VERSION, "numbers": numbers, "tensors": self._tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the numbers back, and the values into the tensors that are there.
+
+        Raises:
+            FileFormatError: Another version, or the state of a loop with other tensors.
+        """
+        tensors = self._tensors()
+        found = (state.get("version"), [tuple(each.shape) for each in state.get("tensors", ())])
+        if found != (_VERSION, [tuple(each.shape) for each in tensors]):
+            raise FileFormatError(
+                "create_enhanced_train_loop(state=...)",
+                got=f"version {found[0]!r}, {_describe(found[1])} beside the model",
+                expected=f"version {_VERSION}, {_describe([tuple(each.shape) for each in tensors])}",
+                fix="make the loop as it was when the state was saved.",
+            )
+        owners = dict(self._owners())
+        for name, value in state["numbers"].items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(owners[f"{owner}." if owner else ""], attribute, value)
+        with torch.no_grad():
+            for tensor, value in zip(tensors, state["tensors"], strict=True):
+                tensor.copy_(value)
+        self._is_open = False
+
+    def _owners(self) -> list[tuple[str, Any]]:
+        inner = getattr(self._loop, "mp_trainer", None)
+        return [("", self._loop)] + ([("mp_trainer.", inner)] if inner is not None else [])
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the tensors beside the models: averages, and master weights where they are not the model's own."""
+        models = [each for each in vars(self._loop).values() if isinstance(each, nn.Module)]
+        seen = {id(parameter) for model in models for parameter in model.parameters()}
+        found: list[Tensor] = []
+        todo = [getattr(each, name, None) for _, each in self._owners() for name in _TENSORS]
+        while todo:
+            each = todo.pop(0)
+            if isinstance(each, list | tuple):
+                todo = [*each, *todo]
+            elif isinstance(each, Tensor) and id(each) not in seen:
+                seen.add(id(each))
+                found.append(each)
+        return found
+
+
+def _describe(shapes: list[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} tensors" + (f" of shapes {', '.join(map(str, shapes[:5]))}" if shapes else "")
+
+
+def stateful_parts(loop: object) -> dict[str, Any]:
+    """Return the parts of a loop that have a state, by the names that the loop gives them."""
+    parts = {name: getattr(loop, name, None) for name in _STATEFUL}
+    return {
+        name: part for name, part in parts.items() if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+    }
+
+
+def diffusion_losses(loop: Any) -> Callable[[nn.Module, Any], dict[str, Tensor]] | None:
+    """Return the validation of a diffusion loop, by its own losses and weights; None where it is no such loop."""
+    if not (hasattr(loop, "diffusion") and hasattr(loop, "schedule_sampler")):
+        return None
+
+    def losses_of(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        images, condition = images_and_condition(model, batch)
+        times, weights = loop.schedule_sampler.sample(images.shape[0], images.device)
+        losses = loop.diffusion.training_losses(model, images, times, model_kwargs=condition)["loss"]
+        return {"loss": losses * weights}
+
+    return losses_of
+
+
+def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
+    """Take a diffusion loop's batch apart: images, and what its model is given besides, by name.
+
+    A condition that is a tensor goes to the one argument that the model's forward has beside images and times.
+
+    Raises:
+        InputTypeError: The batch is no such pair, or the condition may be one of several arguments.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        images, condition = batch
+        names = _condition_names(model)
+        if condition is None or isinstance(condition, Mapping):
+            return images, condition or {}
+        if isinstance(condition, Tensor) and len(names) == 1:
+            return images, {names[0]: condition}
+        got = f"a condition that is a {type(condition).__name__}, for a model that takes {', '.join(names) or 'none'}"
+    else:
+        got = f"a batch that is a {type(batch).__name__}" + (
+            f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        )
+    raise InputTypeError(
+        "create_enhanced_train_loop(val_dataloader=...)",
+        got=got,
+        expected="batches (images, condition), with a mapping from arguments of the model to tensors",
+        fix="let the loader give (images, {'y': labels}), or pass val_fn=..., which takes any batch.",
+    )
+
+
+def _condition_names(model: nn.Module) -> list[str]:
+    """The arguments of a diffusion's model beside images and times."""
+    arguments = list(inspect.signature(unwrap_model(model).forward).parameters.values())[2:]
+    return [each.name for each in arguments if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]

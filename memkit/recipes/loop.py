@@ -1,0 +1,379 @@
+"""The training loop that is written again and again: batches, steps, validation, saves, and a line now and then."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterable, Mapping, Sized
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, final
+
+from memkit._core.errors import ConfigError, InputError, warn_user
+from memkit._core.settings import Checker
+from memkit.recipes.position import Position
+from memkit.recipes.reducers import Reducer
+from memkit.recipes.stopping import StopSignal
+from memkit.recipes.timeline import Timeline, memory_figures, memory_line
+from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
+from memkit.train.drive import LossFn
+from memkit.train.loader import to_device
+from memkit.train.models import device_of
+from memkit.train.settings import StepResult
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+_LOGGER = logging.getLogger("memkit")
+_END = object()
+_CALL = "MemoryEfficientTrainLoop"
+EndedBy = Literal["epochs", "early stopping", "SIGTERM"]
+
+
+class StateStore(Protocol):
+    """Keeps the state of objects, such as `memkit.TrainingStateManager`."""
+
+    def save(self, step: int, /, **objects: Any) -> None:
+        """Save the state of all objects, and the random state; ``metric`` is the monitor's figure of that very step."""
+
+    def restore(self, **objects: Any) -> int | None:
+        """Put the newest state back; None where there is none."""
+
+
+class Writer(Protocol):
+    """Takes figures, such as `torch.utils.tensorboard.SummaryWriter`."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Take one figure of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopResult:
+    """How a run ended.
+
+    Attributes:
+        ended_by: ``"epochs"``, ``"early stopping"`` or ``"SIGTERM"``.
+        num_epochs: Epochs that are done, earlier runs that were resumed included.
+        num_steps: Steps, likewise; a step that mixed precision skipped counts.
+        num_skipped: Steps of this run that the loss scaler skipped.
+        validation: The figures of the last validation of this run; None where there was none.
+
+    Example:
+        >>> import memkit as mk
+        >>> result = mk.recipes.LoopResult("SIGTERM", num_epochs=3, num_steps=120, num_skipped=0, validation=None)
+        >>> "asked to stop" if result.ended_by == "SIGTERM" else "done"
+        'asked to stop'
+    """
+
+    ended_by: EndedBy
+    num_epochs: int
+    num_steps: int
+    num_skipped: int
+    validation: dict[str, Any] | None
+
+
+@final
+class MemoryEfficientTrainLoop:
+    """Trains with `MemoryEfficientTrainingWrapper`: each batch of the loader is one step, however small its parts.
+
+    A SIGTERM ends the run after the step that is under way, with a save. A run with ``state`` goes on where the last
+    one ended, in the middle of an epoch too, bit by bit as if it had not ended. The validation does not change the
+    training: it restores modes and random state.
+
+    Memory cost: none beyond the step's; a validation keeps figures, not outputs. Time cost: ``docs/loops.md``.
+
+    Args:
+        trainer: The step. Its scheduler is stepped after real optimiser steps only.
+        train_loader: The batches of an epoch. The last, smaller one weighs what it holds.
+        loss_fn: ``loss_fn(model, micro_batch)``, as for `MemoryEfficientTrainingWrapper.train_step`.
+        val_loader: Batches to validate on.
+        val_fn: ``val_fn(model, batch)`` returns a mapping of figures, one row for each row of the batch:
+            ``{"loss": losses, "accuracy": (scores, targets)}``. None: the mean of ``loss_fn`` as ``"loss"``.
+        reducers: What makes a figure of those rows, by name; `Mean` where none is given.
+        validate_every: Steps; None validates at the end of each epoch.
+        monitor: Early stopping, by its ``metric``.
+        state: A `TrainingStateManager`, or what has its ``save`` and ``restore``. Model, optimisers, wrapper,
+            scheduler, average, monitor, and the place in the data are saved.
+        save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. A state of a step that
+            was validated has the monitor's figure as its metric; where both fall due the validation comes first, and
+            one that fails costs no state.
+        report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of
+            the logger ``"memkit"``, and the same figures for ``writer``. Only a report waits for the device.
+        writer: A TensorBoard ``SummaryWriter``, or what has its ``add_scalar``.
+        progress: Show a bar where tqdm is installed; without it there are the lines.
+
+    Attributes:
+        num_steps: Steps so far.
+
+    Raises:
+        ConfigError: A setting is wrong, or two do not go together.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> model = torch.nn.Linear(3, 1)
+        >>> trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> loader = DataLoader(TensorDataset(torch.randn(50, 3), torch.zeros(50, 1)), batch_size=16, shuffle=True)
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+        >>> loop = mk.MemoryEfficientTrainLoop(trainer, loader, loss_fn, val_loader=loader, progress=False)
+        >>> result = loop.run(num_epochs=10)
+        >>> result.num_steps, result.ended_by, result.validation["loss"] < 0.01
+        (40, 'epochs', True)
+    """
+
+    def __init__(
+        self,
+        trainer: MemoryEfficientTrainingWrapper,
+        train_loader: Iterable[Any],
+        loss_fn: LossFn,
+        *,
+        val_loader: Iterable[Any] | None = None,
+        val_fn: ValidationFn | None = None,
+        reducers: Mapping[str, Reducer] | None = None,
+        validate_every: int | None = None,
+        monitor: ValidationMonitor | None = None,
+        state: StateStore | None = None,
+        save_every: int | None = None,
+        report_every: int = 100,
+        writer: Writer | None = None,
+        progress: bool = True,
+    ) -> None:
+        every = {"validate_every": validate_every, "save_every": save_every, "report_every": report_every}
+        for name, steps in every.items():
+            if steps is not None:
+                Checker(_CALL).whole(name, steps, 1)
+        if val_loader is None and (val_fn or reducers or validate_every or monitor):
+            raise ConfigError(
+                f"{_CALL}(...)",
+                got="val_fn, reducers, validate_every or monitor without val_loader",
+                expected="something to validate on",
+                fix="pass val_loader=...",
+            )
+        ranks = trainer._sum.ranks  # noqa: SLF001 - of the same room
+        num_ranks = 1 if ranks is None else ranks.num_ranks
+        if monitor is not None and num_ranks > 1:
+            warn_user(
+                f"{_CALL}(monitor=...) on {num_ranks} ranks: each judges by its own validation, so one may stop, or "
+                "keep another state as the best, while the others go on and wait for it. Validate on the same batches "
+                "on every rank, or let a reducer add up over the ranks."
+            )
+        use_mode = getattr(state, "use_mode", None)
+        if monitor is not None and use_mode is not None:
+            use_mode(monitor.mode)
+        self.trainer = trainer
+        self.num_steps = 0
+        self._device = device_of(trainer.model)
+        self._parts = _parts(trainer)
+        self._loss_fn, self._val_fn = loss_fn, val_fn or rows_of_loss(loss_fn)
+        self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
+        self._monitor = monitor
+        self._state, self._save_every = state, save_every
+        self._report_every, self._writer, self._progress = report_every, writer, progress
+        self._loader = train_loader
+        self._position = Position(train_loader)
+        self._timeline = Timeline()
+        self._stop = StopSignal()
+        self._saved_at = self._validated_at = 0  # steps
+        self._num_skipped = 0
+        self._figures: dict[str, Any] | None = None
+        self._last: StepResult | None = None
+
+    def run(self, num_epochs: int = 1) -> LoopResult:
+        """Train until so many epochs are done, those of the run that is resumed included.
+
+        Raises:
+            MemkitOutOfMemoryError: Not even one row fits.
+            InputError: An epoch had no batch.
+        """
+        self._num_skipped, self._figures = 0, None
+        if self._state is not None:
+            self._state.restore(**self.objects())
+        self._timeline.restart()
+        with self._stop, self._make_bar(num_epochs) as bar:
+            while self._position.epoch < num_epochs and not self._must_end():
+                self._run_epoch(bar)
+        self._save_once()
+        self._last = None
+        return LoopResult(
+            ended_by=self._must_end() or "epochs",
+            num_epochs=self._position.epoch,
+            num_steps=self.num_steps,
+            num_skipped=self._num_skipped,
+            validation=self._figures,
+        )
+
+    def run_step(self, batch: Any) -> StepResult:
+        """Train on one batch, which may lie on the host."""
+        with self._timeline.phase("transfer"):
+            batch = to_device(batch, self._device)
+        with self._timeline.phase("step"):
+            self._last = result = self.trainer.train_step(batch, self._loss_fn)
+        self.num_steps += 1
+        self._position.num_batches += 1
+        self._timeline.num_steps += 1
+        self._num_skipped += not result.stepped
+        if callable(note_step := getattr(self.trainer.memory, "step", None)):  # a MemoryManager's
+            note_step()
+        return result
+
+    def validate(
+        self, loader: Iterable[Any], fn: ValidationFn | None = None, reducers: Mapping[str, Reducer] | None = None
+    ) -> dict[str, Any] | None:
+        """Return the figures of a validation now; None where a SIGTERM came in between."""
+        with self._timeline.phase("validation"), self.trainer.evaluation() as evaluate:
+            return validate(
+                evaluate,
+                loader,
+                fn or self._val_fn,
+                device=self._device,
+                reducers=self._reducers if reducers is None else reducers,
+                should_stop=self._stop.is_set,
+            )
+
+    def objects(self) -> dict[str, Any]:
+        """Return all that a resumed run needs, by name, each with ``state_dict`` and ``load_state_dict``."""
+        return {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, and when the last validation was; plain types and tensors."""
+        return {
+            "num_steps": self.num_steps,
+            "validated_at": self._validated_at,
+            "position": self._position.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`.
+
+        Raises:
+            FileFormatError: Another version.
+        """
+        self._position.load_state_dict(state["position"])
+        self.num_steps = self._saved_at = state["num_steps"]
+        self._validated_at = state["validated_at"]
+
+    # ----------------------------------------------------------------------------------------------- inside
+
+    def _run_epoch(self, bar: Any) -> None:
+        batches = self._position.batches()
+        self._validate_if_due(at_end=False)  # where the last run was stopped before it
+        while True:
+            if self._must_end():
+                return
+            with self._timeline.phase("data"):
+                batch = next(batches, _END)
+            if batch is _END:
+                break
+            self.run_step(batch)
+            self._report_if_due(bar)
+            self._validate_if_due(at_end=False)
+            self._save_if_due(at_end=False)
+        if self.trainer.flush():  # under DDP other ranks had more batches: their steps are to be validated and saved
+            self._validated_at = self._saved_at = -1
+        elif self._position.num_batches == 0:
+            self._save_once()
+            raise InputError(
+                f"{_CALL}.run(): epoch {self._position.epoch + 1}",
+                got="no batch",
+                expected="a train_loader that can be iterated once for every epoch",
+                fix="pass a DataLoader or a list: an iterator is used up after one epoch; drop_last=True drops a batch "
+                "that is not full.",
+            )
+        self._validate_if_due(at_end=True)
+        if self._stop.is_set():
+            return  # before the validation was done: the resumed run does it
+        self._position.end_epoch()
+        self._save_if_due(at_end=True)
+
+    def _must_end(self) -> EndedBy | None:
+        if self._stop.is_set():
+            return "SIGTERM"
+        return "early stopping" if self._monitor and self._monitor.should_stop else None
+
+    def _validate_if_due(self, *, at_end: bool) -> None:
+        is_time = self.num_steps % self._validate_every == 0 if self._validate_every else at_end
+        if self._val_loader is None or not is_time or self._validated_at == self.num_steps:
+            return
+        try:
+            figures = self.validate(self._val_loader)
+            metric: Any = metric_of(figures, self._monitor) if self._monitor and figures is not None else None
+        except BaseException:
+            self._save_if_due(at_end=at_end)  # what fails must not cost the training its state
+            raise
+        if figures is None:
+            return
+        self._figures, self._validated_at = figures, self.num_steps
+        if self._monitor:
+            self._monitor.update(metric)
+            if self._saved_at == self.num_steps:  # without this metric: the state is saved anew where it is due
+                self._saved_at = -1
+        _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
+        self._write("validation", figures)
+
+    def _save_if_due(self, *, at_end: bool) -> None:
+        if self.num_steps % self._save_every == 0 if self._save_every else at_end:
+            self._save_once()
+
+    def _save_once(self) -> None:
+        if self._state is None or self._saved_at == self.num_steps:
+            return
+        metric = {}
+        if self._monitor and self._figures and self._validated_at == self.num_steps:
+            metric = {"metric": metric_of(self._figures, self._monitor)}
+        with self._timeline.phase("save"):
+            self._state.save(self.num_steps, **metric, **self.objects())
+        self._saved_at = self.num_steps
+
+    def _report_if_due(self, bar: Any) -> None:
+        if bar is not None:
+            bar.update()
+        if self.num_steps % self._report_every or self._last is None:
+            return
+        if bar is None and self._writer is None and not _LOGGER.isEnabledFor(logging.INFO):
+            self._timeline.restart()
+            return
+        figures = {"loss": self._last.loss.item(), "lr": self._parts["optimizer"].param_groups[0]["lr"]}
+        memory, seconds = memory_figures(self._device), self._timeline.seconds
+        _LOGGER.info(
+            "epoch %d, step %d: %s; %s; %s",
+            self._position.epoch + 1,
+            self.num_steps,
+            _text(figures),
+            self._timeline.line(),
+            memory_line(memory),
+        )
+        if bar is not None:
+            bar.set_postfix_str(_text(figures))
+        self._write("train", figures)
+        self._write("memory", memory)
+        self._write("seconds_per_step", {name: value / self._timeline.num_steps for name, value in seconds.items()})
+        self._timeline.restart()
+
+    def _write(self, group: str, figures: Mapping[str, Any]) -> None:
+        if self._writer is not None:
+            for name, value in figures.items():
+                if isinstance(value, int | float):  # a confusion matrix is not a curve
+                    self._writer.add_scalar(f"{group}/{name}", value, self.num_steps)
+
+    def _make_bar(self, num_epochs: int) -> AbstractContextManager[Any]:
+        try:
+            tqdm = importlib.import_module("tqdm") if self._progress else None
+        except ModuleNotFoundError:
+            tqdm = None
+        if tqdm is None:
+            return nullcontext()
+        total = num_epochs * len(self._loader) if isinstance(self._loader, Sized) else None
+        bar: AbstractContextManager[Any] = tqdm.tqdm(total=total, initial=self.num_steps, unit="step", disable=None)
+        return bar
+
+
+def _parts(trainer: MemoryEfficientTrainingWrapper) -> dict[str, Any]:
+    """Return the parts of a wrapper that have a state of their own; the first optimiser is ``"optimizer"``."""
+    optimizers = trainer._optimizers  # noqa: SLF001 - of the same room
+    names = ["optimizer", *(f"optimizer{number}" for number in range(2, len(optimizers) + 1))]
+    parts = {"model": trainer.model, "trainer": trainer, **dict(zip(names, optimizers, strict=True))}
+    own = {"scheduler": trainer._scheduler, "average": trainer._average}  # noqa: SLF001 - likewise
+    return parts | {name: part for name, part in own.items() if part is not None}
+
+
+def _text(figures: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in figures.items() if isinstance(value, int | float))

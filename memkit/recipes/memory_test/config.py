@@ -1,0 +1,109 @@
+"""What the edge-count analysis of a neural operator sweeps over: one frozen value, with the source's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from memkit.predict.scaling.points import Mode
+from memkit.predict.settings import Settings
+
+
+def _frozen(value: Any) -> Any:
+    """Turn lists into tuples, at any depth: a configuration file, and most people, write ``[64, 64]``."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+_Size = Annotated[int, Field(ge=1)]
+_Sizes = Annotated[tuple[_Size, ...], BeforeValidator(_frozen), Field(min_length=1)]
+
+
+class MemoryTestConfig(Settings):
+    """Settings of `memkit.recipes.run_memory_test`, the edge-count memory analysis of a neural operator.
+
+    There are two analyses. The full one takes encoder, decoder and whole model through ``num_test_points`` edge counts.
+    The core one takes the MLP of the edges alone through every combination of MLP, coordinate and feature dimension.
+
+    Raises:
+        ConfigError: A field is unknown, has the wrong type, or is out of range.
+
+    Example:
+        >>> import memkit as mk
+        >>> config = mk.MemoryTestConfig(max_edges=80_000, num_test_points=5)
+        >>> config.num_edges
+        (5000, 10000, 20000, 40000, 80000)
+        >>> config.modes
+        ('train', 'inference')
+    """
+
+    device: str = Field(default="cuda:0", pattern=r"^(cpu|cuda|xpu|mps)(:\d+)?$")
+    """what a measured run runs on: 'cpu', 'cuda', 'xpu' or 'mps', with or without an index such as 'cuda:0'"""
+    num_physical_nodes: int = Field(default=5_000, ge=1)
+    """nodes of the physical domain, 1 or more"""
+    num_latent_tokens: int = Field(default=4_096, ge=1)
+    """tokens of the latent domain, 1 or more"""
+    min_edges: int = Field(default=5_000, ge=1)
+    """the smallest edge count of the full analysis, 1 or more"""
+    max_edges: int = Field(default=500_000, ge=1)
+    """the largest edge count of the full analysis, not below min_edges"""
+    num_test_points: int = Field(default=12, ge=2)
+    """edge counts of the full analysis, 2 or more, each larger than the one before by the same factor"""
+    test_encoder: bool = True
+    """True takes the encoder, physical nodes to latent tokens, into the full analysis"""
+    test_decoder: bool = True
+    """True takes the decoder, latent tokens to physical nodes, into the full analysis"""
+    test_full_model: bool = False
+    """True takes the whole model into the full analysis: encoder, processor of the tokens, decoder"""
+    test_training_mode: bool = True
+    """True tests training steps: forward, backward, optimizer"""
+    test_inference_mode: bool = True
+    """True tests forward passes without gradients"""
+    source: Literal["fake", "measured"] = "fake"
+    """'fake' predicts from tensors without data; 'measured' runs each point in a process of its own on the device"""
+    mlp: _Sizes = (128, 128, 128)
+    """hidden widths of the edges' MLP in the full analysis, at least one"""
+    coord_dim: int = Field(default=3, ge=1)
+    """coordinates of a node in the full analysis, 1 or more"""
+    feature_dim: int = Field(default=64, ge=1)
+    """features of a node in the full analysis, 1 or more"""
+    core_mlps: Annotated[tuple[_Sizes, ...], BeforeValidator(_frozen), Field(min_length=1)] = (
+        (64, 64),
+        (128, 128, 128),
+        (256, 256, 256),
+    )
+    """hidden widths of each MLP of the core analysis, at least one MLP"""
+    core_num_edges: _Sizes = (5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000)
+    """edge counts of the core analysis, at least one"""
+    core_coord_dims: _Sizes = (2, 3)
+    """coordinates of a node in the core analysis, at least one number"""
+    core_feature_dims: _Sizes = (32, 64, 128)
+    """features of a node in the core analysis, at least one number"""
+
+    @field_validator("max_edges")
+    @classmethod
+    def _is_not_below_min_edges(cls, max_edges: int, info: ValidationInfo) -> int:
+        if max_edges < info.data.get("min_edges", 1):
+            raise ValueError(f"max_edges must not be below min_edges, which is {info.data['min_edges']}")
+        return max_edges
+
+    @property
+    def num_edges(self) -> tuple[int, ...]:
+        """The edge counts of the full analysis, from `min_edges` to `max_edges`, in equal ratios."""
+        ratio = self.max_edges / self.min_edges
+        last = self.num_test_points - 1
+        return _rising(round(self.min_edges * ratio ** (point / last)) for point in range(self.num_test_points))
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """``"train"`` and ``"inference"``, as far as they are switched on."""
+        switches: tuple[tuple[Mode, bool], ...] = (
+            ("train", self.test_training_mode),
+            ("inference", self.test_inference_mode),
+        )
+        return tuple(mode for mode, is_on in switches if is_on)
+
+
+def _rising(sizes: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(sizes)))

@@ -1,0 +1,126 @@
+"""One curve of a sweep, its points and its law, and the figures that the edge-count analysis derives from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from memkit._core.errors import InputError
+from memkit._core.units import GIB
+from memkit.predict.gpus import GPU, CapacityLike, all_gpus, find_gpu
+from memkit.predict.scaling.law import Law
+from memkit.predict.scaling.points import Mode
+from memkit.predict.scaling.result import ScalingResult
+from memkit.recipes.memory_test.reference import EdgeCase
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """One step over its sizes, in each mode.
+
+    Attributes:
+        name: What runs.
+        case: The part of the reference operator; None for a step of the user's own.
+        result: Points, predicted or measured, and the law of each mode.
+    """
+
+    name: str
+    case: EdgeCase | None
+    result: ScalingResult
+
+    @property
+    def modes(self) -> tuple[Mode, ...]:
+        """The modes that have points."""
+        return tuple(dict.fromkeys(point.mode for point in self.result.points))
+
+    def ratios(self) -> dict[int, float]:
+        """Training peak over inference peak by size, of the points that have both."""
+        both = self.result.peaks("train").keys() & self.result.peaks("inference").keys()
+        return {size: self.result.ratio(size) or 0.0 for size in sorted(both)}
+
+    def predicted_bytes(self, mode: Mode, size: int) -> int | None:
+        """The law's peak; None where there is no law, or it does not reach."""
+        return self._ask(mode, lambda law: law.predict(size))
+
+    def growth_bytes(self, mode: Mode, size: int) -> int | None:
+        """What as many edges again would add, by the law: what the edges take, without the constant part."""
+        return self._ask(mode, lambda law: law.predict(2 * size) - law.predict(size))
+
+    def largest(self, mode: Mode, budget: CapacityLike) -> int | None:
+        """The largest size whose predicted peak fits; None where no law says so, or where every size does."""
+        return self._ask(mode, lambda law: law.max_n(budget))
+
+    def _ask(self, mode: Mode, question: Callable[[Law], _Answer]) -> _Answer | None:
+        if mode not in self.result.law:
+            return None
+        try:
+            return question(self.result.law[mode])
+        except InputError:  # beyond the law's reach
+            return None
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """One row for each point, sizes in bytes; None is not known."""
+        case, ratios = self.case, self.ratios()
+        for point in self.result.points:
+            theory = None if case is None else case.edge_bytes(point.size)
+            actual = self.growth_bytes(point.mode, point.size)
+            ratio = ratios.get(point.size)
+            yield {
+                "curve": self.name,
+                "part": None if case is None else case.part,
+                "mlp": None if case is None else "x".join(map(str, case.mlp)),
+                "coord_dim": None if case is None else case.coord_dim,
+                "feature_dim": None if case is None else case.feature_dim,
+                "mode": point.mode,
+                "size": point.size,
+                "status": point.status,
+                "source": point.source,
+                "peak_bytes": point.peak_bytes,
+                "predicted_bytes": self.predicted_bytes(point.mode, point.size),
+                "requested_bytes": point.requested_bytes,
+                "train_inference_ratio": None if ratio is None else round(ratio, 4),
+                "theoretical_edge_bytes": theory,
+                "actual_edge_bytes": actual,
+                "actual_over_theoretical": None if actual is None or not theory else round(actual / theory, 4),
+                "seconds": None if point.seconds is None else round(point.seconds, 4),
+                "peak_where": point.peak_where,
+            }
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """A card that a sweep is compared with.
+
+    Attributes:
+        name: What it stands for.
+        card: The card.
+        advised: The edge count that the source gives; None where it gives none.
+    """
+
+    name: str
+    card: GPU
+    advised: int | None
+
+
+def capacities(gpus: Sequence[str] = ()) -> tuple[Capacity, ...]:
+    """The cards that are named; where none is, of each of the source's three classes NVIDIA's card that holds least.
+
+    Raises:
+        InputError: A name is not that of one card.
+    """
+    if gpus:
+        return tuple(Capacity("", find_gpu(name), None) for name in gpus)
+    cards = [gpu for gpu in all_gpus() if gpu.vendor == "NVIDIA"]
+    classes = (("4-8 GB", 4, 8, 100_000), ("12-16 GB", 12, 16, 500_000), ("24 GB and more", 24, math.inf, 1_000_000))
+    return tuple(
+        Capacity(name, min(_within(cards, low, high), key=lambda gpu: gpu.usable_bytes), advised)
+        for name, low, high, advised in classes
+    )
+
+
+def _within(cards: Sequence[GPU], low: float, high: float) -> list[GPU]:
+    return [gpu for gpu in cards if low <= gpu.box_bytes / GIB <= high]

@@ -1,0 +1,182 @@
+"""The edge-count memory analysis as one call: every curve of it, predicted or measured."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Literal, SupportsIndex, TypeAlias
+
+from memkit._core.errors import ConfigError, InputTypeError, MemkitWarning
+from memkit._core.units import parse_bytes
+from memkit._machine.devices import resolve_device
+from memkit.predict.scaling.measured import measure_scaling
+from memkit.predict.scaling.points import ScalingPoint
+from memkit.predict.scaling.profile import profile_scaling
+from memkit.predict.scaling.traces import BuildStep
+from memkit.recipes.memory_test.config import MemoryTestConfig
+from memkit.recipes.memory_test.curves import Curve, capacities
+from memkit.recipes.memory_test.outputs import MemoryTestResult
+from memkit.recipes.memory_test.plots import Analysis
+from memkit.recipes.memory_test.reference import EdgeCase, core_cases, full_cases
+
+Known: TypeAlias = Mapping[str, Iterable[ScalingPoint]]
+OnPoint: TypeAlias = Callable[[str, ScalingPoint], None]
+
+
+def run_memory_test(
+    config: MemoryTestConfig | None = None,
+    analysis: Literal["full", "core"] = "full",
+    *,
+    gpus: Sequence[str] = (),
+    memory_limit: SupportsIndex | str | None = None,
+    known: Known | None = None,
+    on_point: OnPoint = lambda *_: None,
+) -> MemoryTestResult:
+    """Say how the memory of a neural operator grows with the edges of its graph.
+
+    Args:
+        config: What to sweep over, and whether to predict or to measure; None for the defaults.
+        analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edges' MLP alone, in all its settings.
+        gpus: Names of cards to compare with; none: one of each class that the source speaks of.
+        memory_limit: Measured runs alone: as for `measure_scaling`.
+        known: Measured points of an interrupted run, by the name of their curve: these are not measured again.
+        on_point: Called with the curve's name and each point as it is there.
+
+    Returns:
+        Curves with points and laws; `MemoryTestResult.write` makes the files, `MemoryTestResult.explain` the text.
+
+    Raises:
+        ConfigError: Nothing is switched on, ``analysis`` is another word, or there is a ``memory_limit`` where the
+            config asks for a prediction.
+        InputError: A name in ``gpus`` is not that of one card, or ``memory_limit`` is no size.
+        InputTypeError: ``config`` is no `MemoryTestConfig`.
+
+    Warns:
+        MemkitWarning: A measured run was asked for on a device that is not here; the figures are predicted.
+
+    Memory cost:
+        Predicted: no tensor memory. Measured: that of the step, in a process of its own.
+
+    Source:
+        The memory test of the GAOT-3D project, whose names and files this keeps; `docs/profile.md`.
+
+    Example:
+        >>> import memkit as mk
+        >>> config = mk.MemoryTestConfig(test_decoder=False, num_test_points=2)
+        >>> result = mk.recipes.run_memory_test(config)
+        >>> encoder = result.curves[0]
+        >>> encoder.name, encoder.result.law["train"].tier, encoder.result.peaks("train")[500_000] > 2**30
+        ('encoder', 'structural', True)
+    """
+    config = MemoryTestConfig() if config is None else config
+    if not isinstance(config, MemoryTestConfig):
+        raise InputTypeError(
+            f"run_memory_test({config!r})",
+            got=f"a {type(config).__name__}",
+            expected="a MemoryTestConfig, or None for its defaults",
+            fix="pass run_memory_test(analysis='core') for the other analysis.",
+        )
+    makers = {"full": full_cases, "core": core_cases}
+    cases = makers[analysis](config) if analysis in makers else ()
+    if not cases or not config.modes:
+        raise ConfigError(
+            f"run_memory_test(config, {analysis!r})",
+            got="a config that switches everything off" if analysis in makers else repr(analysis),
+            expected="'full' or 'core', with a part and a mode that are switched on",
+            fix="set for example test_encoder=True and test_training_mode=True.",
+        )
+    sizes = config.num_edges if analysis == "full" else config.core_num_edges
+    steps = [(_name(case), case, case.build_step) for case in cases]
+    return _swept(analysis, steps, sizes, config, gpus, memory_limit, known, on_point)
+
+
+# The options are those of run_memory_test, in full: both are called with keywords by a command and by users.
+def run_own_step(
+    name: str,
+    build_step: BuildStep,
+    sizes: Sequence[int],
+    config: MemoryTestConfig,
+    *,
+    gpus: Sequence[str] = (),
+    memory_limit: SupportsIndex | str | None = None,
+    known: Known | None = None,
+    on_point: OnPoint = lambda *_: None,
+) -> MemoryTestResult:
+    """Take a step of the user's own through the same: `profile_scaling` or `measure_scaling`, as the config says.
+
+    Args:
+        name: What to call it.
+        build_step: As for `profile_scaling`; for a measured run as for `measure_scaling`.
+        sizes: Sizes.
+        config: Source, device and modes; its edges and parts are not used.
+        gpus: As for `run_memory_test`, and likewise the others.
+        memory_limit: Likewise.
+        known: Likewise.
+        on_point: Likewise.
+    """
+    return _swept("script", [(name, None, build_step)], sizes, config, gpus, memory_limit, known, on_point)
+
+
+def _swept(
+    analysis: Analysis,
+    steps: Sequence[tuple[str, EdgeCase | None, BuildStep]],
+    sizes: Sequence[int],
+    config: MemoryTestConfig,
+    gpus: Sequence[str],
+    memory_limit: SupportsIndex | str | None,
+    known: Known | None,
+    on_point: OnPoint,
+) -> MemoryTestResult:
+    if memory_limit is not None:
+        parse_bytes(memory_limit, name="memory_limit")
+        if config.source == "fake":
+            raise ConfigError(
+                f"a memory test with memory_limit={memory_limit!r}",
+                got="a config with source='fake': no process runs that could be limited",
+                expected="a limit for measured runs alone",
+                fix="leave the limit out, or set source='measured'.",
+            )
+    cards, device, curves = capacities(gpus), _device_of(config), []
+    for name, case, build_step in steps:
+        if device is None:
+            result = profile_scaling(build_step, sizes, config.modes)
+            for point in result.points:
+                on_point(name, point)
+        else:
+            result = measure_scaling(
+                build_step,
+                sizes,
+                config.modes,
+                device=device,
+                memory_limit=memory_limit,
+                known=(known or {}).get(name, ()),
+                on_point=partial(on_point, name),
+            )
+        curves.append(Curve(name, case, result))
+    return MemoryTestResult(analysis, device, tuple(curves), cards)
+
+
+def _device_of(config: MemoryTestConfig) -> str | None:
+    """Where to measure; None where the config wants a prediction, or this machine cannot do otherwise.
+
+    Warns:
+        MemkitWarning: It cannot.
+    """
+    if config.source == "fake":
+        return None
+    try:
+        return str(resolve_device(config.device))
+    except ConfigError:
+        warnings.warn(
+            f"this machine has no {config.device}: all points are predicted. Way out: device='cpu' measures here.",
+            MemkitWarning,
+            stacklevel=4,
+        )
+        return None
+
+
+def _name(case: EdgeCase) -> str:
+    if case.part != "edge MLP":
+        return case.part
+    return f"{'x'.join(map(str, case.mlp))}, {case.coord_dim} coordinates, {case.feature_dim} features"

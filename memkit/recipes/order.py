@@ -1,0 +1,284 @@
+"""The order of an epoch that can be stopped and gone on with: batches from seed and epoch, and how many are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from memkit._core.epochs import EpochOrder, refuse_to_go_on
+from memkit._core.errors import ConfigError, InputTypeError, warn_user
+from memkit._core.protocols import ResumableOrder
+from memkit._core.settings import Checker
+
+
+@final
+class ResumableBatchSampler(EpochOrder):
+    """Shuffled batches for ``DataLoader(dataset, batch_sampler=...)`` whose order is a function of seed and epoch.
+
+    Nothing is drawn from torch's random state, so a stopped epoch goes on where it stood without reading anything that
+    is done: what is left is a slice of a permutation. Wrap the loader in `ResumableLoader` for that.
+
+    Each sample is in one batch of the epoch. Several ranks share every batch's worth of samples: rank r takes the r-th
+    part of each, and the last, smaller one is shared evenly.
+
+    Args:
+        num_samples: Samples of the dataset, its ``len``.
+        batch_size: Samples per batch and rank.
+        seed: In [0, 2^63).
+        shuffle: Else the samples come in their own order.
+        drop_last: Leave out what does not fill a batch on every rank; other samples in each epoch.
+        num_replicas: Ranks that share the epoch. To be given where torch.distributed has several.
+        rank: Which of them this is.
+
+    Attributes:
+        seed: The seed.
+        epoch: The epoch, see `set_epoch`.
+
+    Raises:
+        ConfigError: A setting out of its range, or no ``num_replicas`` where there are several ranks; or the last
+            samples are fewer than the ranks.
+
+    Memory cost: 8 bytes per sample while an epoch runs. Time cost: one sort at the beginning of an epoch.
+
+    Example:
+        >>> import memkit as mk
+        >>> batches = mk.recipes.ResumableBatchSampler(10, 4, seed=0)
+        >>> whole = list(batches)
+        >>> [len(batch) for batch in whole]
+        [4, 4, 2]
+        >>> batches.load_state_dict(batches.state_dict(num_done=2))
+        >>> list(batches) == whole[2:]
+        True
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(seed=seed, num_replicas=num_replicas, rank=rank)
+        num_ranks = self._num_replicas
+        check = Checker("ResumableBatchSampler(...)")
+        check.whole("num_samples", num_samples)
+        check.whole("batch_size", batch_size, 1)
+        num_left = num_samples % (batch_size * num_ranks)
+        if not drop_last and 0 < num_left < num_ranks:
+            raise ConfigError(
+                f"ResumableBatchSampler({num_samples}, {batch_size}, num_replicas={num_ranks})",
+                got=f"{num_left} samples for the last batches of {num_ranks} ranks",
+                expected="at least one for each rank",
+                fix="set drop_last=True, or another batch_size.",
+            )
+        order = f"{'shuffled' if shuffle else 'in order'}{', without the last' if drop_last else ''}"
+        self._settings = f"{num_samples} samples, batches of {batch_size} {order}, {num_ranks} ranks"
+        self._num_samples, self._shuffle = num_samples, shuffle
+        self._rows = batch_size * num_ranks
+        self._num_batches = num_samples // self._rows + (num_left > 0 and not drop_last)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks; ``drop_last`` leaves some of them out."""
+        return self._num_samples
+
+    def __len__(self) -> int:
+        """Batches of an epoch, the same on each rank."""
+        return self._num_batches
+
+    def _batches_from(self, start: int) -> Iterator[list[int]]:
+        order = self._permute()
+        for number in range(start, self._num_batches):
+            rows = order[number * self._rows : (number + 1) * self._rows]
+            yield np.array_split(rows, self._num_replicas)[self._rank].tolist()
+
+    def _made_of(self) -> str:
+        return self._settings
+
+    def _is_drawn(self) -> bool:
+        return self._shuffle
+
+    def _permute(self) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(self._num_samples)
+        # The raw bits of a bit generator are the same in every NumPy; what its distributions draw need not be.
+        bits = np.random.Philox(key=np.array([self.seed, self.epoch], dtype=np.uint64))
+        return bits.random_raw(self._num_samples).argsort(kind="stable")
+
+
+_NAMES = ("dataset", "sampler", "batch_sampler", "loader", "dataloader")
+
+
+def tell_epoch(loader: Any, epoch: int) -> None:
+    """Tell a loader, and everything in it that draws by the epoch, which one comes next.
+
+    Samplers and data sets are found at any depth: a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
+    `DistributedSampler`, a wrapper of one's own. What holds another is told after it, and so has the last word.
+
+    Args:
+        loader: A loader, or a list or mapping of loaders.
+        epoch: 0 or more.
+    """
+    if isinstance(loader, ResumableLoader):  # first, as it must see that its order has another epoch
+        loader.set_epoch(epoch)
+    for each in _drawing_parts(loader, set()):
+        each.set_epoch(epoch)
+
+
+def check_samples(loader: Any) -> None:
+    """See that a loader's batches are of all samples of its data set, and of no others.
+
+    Raises:
+        ConfigError: There are fewer samples than the batches name.
+    """
+    order, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
+    if not isinstance(order, EpochOrder) or not isinstance(dataset, Sized) or order.num_samples == len(dataset):
+        return
+    name, num_left = type(order).__name__, len(dataset) - order.num_samples
+    if num_left < 0:
+        raise ConfigError(
+            f"DataLoader(dataset, batch_sampler={name}(...))",
+            got=f"batches of {order.num_samples} samples, and a data set of {len(dataset)}",
+            expected="as many",
+            fix=f"make the {name} for len(dataset) samples.",
+        )
+    warn_user(
+        f"{name}: the last {num_left} of the data set's {len(dataset)} samples are in no batch. Make it for "
+        "len(dataset) samples; where they are meant to be left out, give the loader a torch.utils.data.Subset."
+    )
+
+
+def repeat_epoch(loader: Any) -> None:
+    """Say that a pass over the same batches is meant, as that of a validation is."""
+    for each in _drawing_parts(loader, set()):
+        if isinstance(each, EpochOrder):
+            each.set_epoch(each.epoch)
+
+
+def _drawing_parts(node: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield what has a ``set_epoch`` in a loader, the innermost first."""
+    if id(node) in seen:  # some data sets name themselves
+        return
+    seen.add(id(node))
+    for part in _parts(node):
+        yield from _drawing_parts(part, seen)
+    if _is_part(node) and callable(getattr(node, "set_epoch", None)):
+        yield node
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    attributes = {"loader": node} if isinstance(node, Mapping | list | tuple) else getattr(node, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, Mapping | list | tuple):
+            elements = value.values() if isinstance(value, Mapping) else value
+            if _is_part(next(iter(elements), None)):  # else a million samples
+                yield from filter(_is_part, elements)
+        elif name in _NAMES or _is_part(value):
+            yield value
+
+
+def _is_part(value: Any) -> bool:
+    is_known = isinstance(value, DataLoader | Dataset | Sampler) or callable(getattr(value, "set_epoch", None))
+    return is_known and not isinstance(value, type)
+
+
+@final
+class ResumableLoader:
+    """A DataLoader that knows how many of its batches the loop has taken, whatever its workers have fetched.
+
+    Data sets that draw by the epoch, such as `VoxelDataset`, also in a `Subset` or `ConcatDataset`, are told it when
+    another epoch than the last is chosen.
+
+    Save after the training step of a batch: the batch that the loop holds counts as done.
+
+    Args:
+        loader: A DataLoader with ``batch_sampler=`` a `ResumableBatchSampler` or `BudgetBatchSampler`. Give it a
+            ``generator=torch.Generator()`` of its own: otherwise each epoch, and each resumed one, draws its workers'
+            seed from the random state that the model's dropout uses.
+
+    Attributes:
+        loader: The DataLoader.
+
+    Raises:
+        InputTypeError: The loader has no such batch sampler.
+        ConfigError: Its batches are of more samples than its data set has; of fewer is warned of.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> from torch.utils.data import DataLoader
+        >>> batches = mk.recipes.ResumableBatchSampler(10, 4, seed=0)
+        >>> loader = DataLoader(range(10), batch_sampler=batches, generator=torch.Generator())
+        >>> loader = mk.recipes.ResumableLoader(loader)
+        >>> for batch in loader:
+        ...     break
+        >>> state = loader.state_dict()
+        >>> state["num_done"]
+        1
+        >>> loader.load_state_dict(state)
+        >>> len(list(loader))  # the rest of the epoch
+        2
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        order: Any = loader.batch_sampler
+        if not isinstance(order, ResumableOrder):
+            raise InputTypeError(
+                "ResumableLoader(loader)",
+                got=f"a loader whose batch_sampler is {type(order).__name__}",
+                expected="a batch sampler whose order follows from seed and epoch",
+                fix="make it with DataLoader(dataset, batch_sampler=ResumableBatchSampler(len(dataset), 32)).",
+            )
+        check_samples(loader)
+        self.loader = loader
+        self._order: ResumableOrder = order
+        self._start = self._num_done = self._num_loads = 0
+        self._told = 0  # the epoch that the data sets are at; where no other is chosen, they keep what they have
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._order.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; the epoch that a state was loaded into goes on where it stood."""
+        if epoch != self._order.epoch:
+            self._start = self._num_done = 0
+        self._order.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the loader's batches of the epoch; after `load_state_dict` once those that are left."""
+        if self._order.epoch != self._told:
+            self._told = self._order.epoch
+            tell_epoch(self.loader, self._told)
+        self._num_done, self._start, num_loads = self._start, 0, self._num_loads
+        for batch in self.loader:
+            if num_loads != self._num_loads:
+                refuse_to_go_on("ResumableLoader")
+            self._num_done += 1
+            yield batch
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch."""
+        return len(self.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch, and how many of its batches the loop has taken."""
+        return self._order.state_dict(num_done=self._num_done)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue in the middle of an epoch; a loop that is running is refused its next batch.
+
+        Raises:
+            FileFormatError: The state is of other settings.
+        """
+        self._order.load_state_dict(state)
+        self._start = self._num_done = state["num_done"]
+        self._num_loads += 1

@@ -1,0 +1,335 @@
+"""`plan_training` and `prepare`: the planning room searches, on steps of the train room's own wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.optim import Optimizer
+
+from memkit._core.errors import ConfigError
+from memkit._core.protocols import Scheduler
+from memkit._core.units import format_bytes
+from memkit._machine import random_state
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.workspace import WorkspaceMarks
+from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, check_model, optimizer_maker
+from memkit.predict.estimate import warn_of_doubts
+from memkit.predict.gpus import GPU, CapacityLike
+from memkit.predict.plan.plan import TrainingPlan
+from memkit.predict.plan.search import fastest, search
+from memkit.predict.plan.speeds import card_speeds, host_speeds
+from memkit.predict.plan.trial import Arrangement, Rehearsal, TrainStep, Trial
+from memkit.recipes.planned_checks import (
+    PrecisionName,
+    allowed_counts,
+    check_measurable,
+    check_precisions,
+    find_place,
+    rows_to_plan,
+    shown,
+)
+from memkit.train.checkpointing import choose_blocks
+from memkit.train.models import unwrap_model
+from memkit.train.split import count_rows, take_rows
+from memkit.train.treatments import KEPT_OPERATORS
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+_NUM_FINALISTS = 5
+_NUM_TIMED = 5
+_SLACK = 1.5  # how far predicted times may be off where candidates are timed
+
+RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
+
+
+def plan_training(
+    model: nn.Module,
+    sample_batch: Any,
+    loss_fn: LossFn,
+    optimizer: str | MakeOptimizer | Optimizer = "adamw",
+    *,
+    budget: CapacityLike,
+    target: str | GPU | None = None,
+    precisions: Sequence[PrecisionName | None] = (None,),
+    micro_batch_size: int | None = None,
+    measure: bool = False,
+    selected_fraction: float | None = None,
+) -> TrainingPlan:
+    """Find the fastest way to take a training step inside a budget of memory, with the gradient of the whole batch.
+
+    The batch is cut into micro-batches, and blocks of the model are recomputed in backward (all of their operators, or
+    the cheap ones only) or wait elsewhere; what saves the most bytes per second goes first. Each candidate is a dry run
+    of the very step that `MemoryEfficientTrainingWrapper` would take, on tensors without data: nothing is returned that
+    was not run so and found to fit. Its time is the sum over the operators of that run.
+
+    Args:
+        model: The model, with data, or on the meta device (no memory needed).
+        sample_batch: All rows of one optimizer step: tensors with the rows in dimension 0, in any nesting.
+        loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
+        optimizer: As for `estimate_memory_usage`.
+        budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``.
+        target: Where a budget in bytes is meant: a card, or ``"cpu"``, where live bytes are counted. None: where the
+            model is.
+        precisions: What may be chosen. None is the model's own; bf16 changes numbers, so it is taken only if listed.
+        micro_batch_size: Rows of a micro-batch, where you have chosen; ``notes`` say so where parts have another
+            gradient. ``micro_batch_size=len(batch)`` plans the blocks alone. None: the plan chooses.
+        measure: Whether to run real steps, on a copy of the model, of the up to five candidates that are expected to be
+            the fastest, and to take the one that took the least processor time; and one of each that fits but for what
+            kernels may take inside, to see what they take. Only on the CPU.
+        selected_fraction: As for `estimate_memory_usage`.
+
+    Returns:
+        The plan, with all candidates.
+
+    Raises:
+        ConfigError: Nothing fits: the message says what comes nearest and what holds it. Or an argument is wrong.
+        InputError: The batch has no rows to split, no card has this name, or a size depends on data.
+        InputTypeError: ``model`` is no module, or ``budget`` or ``target`` neither a size nor a card.
+
+    Warns:
+        MemkitWarning: What the planned step takes may depend on values that were guessed.
+
+    Memory cost:
+        No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
+        small model with data is also copied to check that its batch may be split (`docs/split-check.md`).
+
+    Source:
+        ``docs/plan.md``; held against exhaustive searches in ``benchmarks/cases/planner.py``.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> with torch.device("meta"):
+        ...     layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True)
+        ...     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        >>> batch = torch.empty(64, 1024, 1024, device="meta")
+        >>> plan = mk.plan_training(model, batch, lambda m, x: m(x).square().mean(), budget="RTX 3060 12GB")
+        >>> plan.estimate.fits("RTX 3060 12GB"), plan.accumulation_steps > 1
+        (True, True)
+    """
+    check_model("plan_training", model)
+    check_precisions(precisions)
+    gpu, budget_bytes = find_place(model, budget, target)
+    if measure:
+        check_measurable(model, gpu)
+    num_rows = rows_to_plan(sample_batch)
+    counts, notes, is_exact = allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
+    speeds = host_speeds() if gpu is None else card_speeds(gpu)
+    rehearsal = Rehearsal(
+        model=model,
+        batch=sample_batch,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        selected_fraction=selected_fraction,
+        make_place=Host if gpu is None else partial(Gpu, gpu),
+        arrange=partial(_wrapped, most_steps=2),
+        speeds=speeds,
+        blocks=_blocks(model),
+        kept_operators=KEPT_OPERATORS,
+        num_rows=num_rows,
+    )
+    trials = search(rehearsal.run, num_rows, counts, precisions, budget_bytes, slack=_SLACK if measure else 1.0)
+    run_for_real = partial(_on_a_copy, model, sample_batch, loss_fn, optimizer)
+    if measure:
+        trials = [_settled(each, budget_bytes, run_for_real) for each in trials]
+    finalists = fastest(trials, budget_bytes)[:_NUM_FINALISTS]
+    if not finalists:
+        _refuse(budget, budget_bytes, min(trials, key=lambda each: each.required_bytes), notes)
+    measured = {each.arrangement: _time_step(run_for_real, each.arrangement) for each in (finalists if measure else ())}
+    best = min(finalists, key=lambda each: measured.get(each.arrangement, each.seconds))
+    warn_of_doubts("plan_training", best.estimate)
+    return TrainingPlan.of(
+        best,
+        trials,
+        budget_bytes=budget_bytes,
+        measured=measured,
+        speeds=speeds.about,
+        notes=notes,
+        is_split_exact=is_exact,
+    )
+
+
+class PreparedTrainer(MemoryEfficientTrainingWrapper):
+    """The wrapper that `prepare` returns.
+
+    Attributes:
+        plan: What it follows.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = mk.prepare(model, optimizer, torch.ones(8, 64), lambda m, x: m(x).sum(), budget="1GiB")
+        >>> trainer.plan.accumulation_steps, trainer.plan.checkpoint
+        (1, None)
+    """
+
+    plan: TrainingPlan
+
+
+# The options of a plan are those of plan_training, in full: help() and completion show them here too.
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample_batch: Any,
+    loss_fn: LossFn,
+    *,
+    budget: CapacityLike,
+    target: str | GPU | None = None,
+    precisions: Sequence[PrecisionName | None] = (None,),
+    micro_batch_size: int | None = None,
+    measure: bool = False,
+    selected_fraction: float | None = None,
+    max_grad_norm: float | None = None,
+    scheduler: Scheduler | None = None,
+) -> PreparedTrainer:
+    """Plan a training step, and return the wrapper that takes it.
+
+    Args:
+        model: As for `plan_training`, with data.
+        optimizer: Its optimiser.
+        sample_batch: As for `plan_training`; nothing of it is kept.
+        loss_fn: As for `plan_training`.
+        budget: As for `plan_training`.
+        target: As for `plan_training`.
+        precisions: As for `plan_training`.
+        micro_batch_size: As for `plan_training`.
+        measure: As for `plan_training`.
+        selected_fraction: As for `plan_training`.
+        max_grad_norm: As for `MemoryEfficientTrainingWrapper`.
+        scheduler: As for `MemoryEfficientTrainingWrapper`.
+
+    Returns:
+        A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes than the sample's are cut
+        into as many micro-batches.
+
+    Raises:
+        ConfigError: As for `plan_training`.
+        InputError: As for `plan_training`.
+        InputTypeError: As for `plan_training`.
+
+    Example:
+        >>> import torch
+        >>> import memkit as mk
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in "123"))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> batch, loss_fn = torch.ones(512, 64), lambda model, x: model(x).square().mean()
+        >>> trainer = mk.prepare(model, optimizer, batch, loss_fn, budget="1MiB")
+        >>> trainer.train_step(batch, loss_fn).num_microbatches == trainer.plan.accumulation_steps
+        True
+    """
+    plan = plan_training(
+        model,
+        sample_batch,
+        loss_fn,
+        optimizer,
+        budget=budget,
+        target=target,
+        precisions=precisions,
+        micro_batch_size=micro_batch_size,
+        measure=measure,
+        selected_fraction=selected_fraction,
+    )
+    trainer = PreparedTrainer(
+        model,
+        optimizer,
+        max_grad_norm=max_grad_norm,
+        scheduler=scheduler,
+        **plan.wrapper_settings(),
+    )
+    trainer.plan = plan
+    return trainer
+
+
+@contextlib.contextmanager
+def _wrapped(
+    model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
+) -> Iterator[TrainStep]:
+    """The wrapper's own step, with no more micro-batches than that."""
+    num_steps = min(most_steps, arrangement.accumulation_steps)
+    with MemoryEfficientTrainingWrapper(
+        model,
+        optimizer,
+        precision=arrangement.precision,  # type: ignore[arg-type]  # checked by the wrapper
+        accumulation_steps=num_steps,
+        checkpoint=dict(arrangement.treatments) or None,
+        probe=False,
+    ) as trainer:
+
+        def train_step(batch: Any, loss_fn: LossFn) -> int:
+            rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
+            result = trainer.train_step(take_rows(batch, 0, rows), loss_fn)
+            return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may lie in what it was summed from
+
+        yield train_step
+
+
+@contextlib.contextmanager
+def _on_a_copy(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    optimizer: str | MakeOptimizer | Optimizer,
+    arrangement: Arrangement,
+) -> Iterator[Callable[[], int]]:
+    """The real step of the whole batch, taken once already."""
+    if isinstance(optimizer, Optimizer):
+        twin, twins_optimizer = copy.deepcopy((model, optimizer))
+    else:
+        twin = copy.deepcopy(model)
+        twins_optimizer = optimizer_maker(optimizer)(twin.parameters())
+    with random_state.preserved(), _wrapped(twin, twins_optimizer, arrangement, most_steps=sys.maxsize) as train_step:
+        train_step(batch, loss_fn)
+        yield lambda: train_step(batch, loss_fn)
+
+
+def _time_step(run_for_real: RunForReal, arrangement: Arrangement) -> float:
+    """Processor time of a real step, the shortest of five."""
+    seconds = []
+    with run_for_real(arrangement) as step:
+        for _ in range(_NUM_TIMED):
+            start = time.process_time()
+            step()
+            seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial:
+    """Where it depends on what kernels take inside whether a trial fits: put what they took in place of the bound."""
+    least_bytes = trial.required_bytes - (trial.estimate.workspace_bytes or 0)
+    if not least_bytes <= budget_bytes < trial.required_bytes:
+        return trial
+    recorder = Recorder(marks=WorkspaceMarks())
+    with run_for_real(trial.arrangement) as step, recorder:
+        step()
+    unseen_bytes = trial.required_bytes - trial.estimate.required_bytes
+    return replace(trial, required_bytes=recorder.recording().peak_bytes() + unseen_bytes)
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    try:
+        return choose_blocks(unwrap_model(model), "auto")
+    except ConfigError:  # no block of several layers
+        return {}
+
+
+def _refuse(budget: CapacityLike, budget_bytes: int, nearest: Trial, notes: Sequence[str]) -> NoReturn:
+    holders = "; ".join(f"{format_bytes(each.nbytes)} {each}" for each in nearest.estimate.holders[:3])
+    arrangement = nearest.arrangement
+    treated = f", {len(arrangement.treatments)} blocks treated" if arrangement.treatments else ""
+    raise ConfigError(
+        f"plan_training(..., budget={shown(budget)})",
+        got=f"{format_bytes(nearest.required_bytes)} at the least, with micro-batches of "
+        f"{arrangement.micro_batch_size} rows{treated}; its largest holders are {holders}",
+        expected=f"a plan that takes {format_bytes(budget_bytes)} at most",
+        fix=" ".join([f"take a budget of {nearest.required_bytes} bytes or more, or a smaller model.", *notes]),
+    )

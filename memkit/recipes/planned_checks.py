@@ -1,0 +1,114 @@
+"""What `plan_training` is asked, checked: precisions, the place that a budget names, and how a batch may be cut."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.settings import Checker
+from memkit._core.units import parse_bytes
+from memkit._simulation.simulation import LossFn
+from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
+from memkit.predict.plan.search import micro_batch_counts
+from memkit.train.models import device_of, unwrap_model
+from memkit.train.split import count_rows
+from memkit.train.split_check import check_split, scan_modules
+
+PrecisionName = Literal["bf16-mixed", "fp16-mixed"]
+
+
+def check_precisions(precisions: Any) -> None:
+    """Refuse what is no list of precisions."""
+    check, known = Checker("plan_training(...)"), (None, *get_args(PrecisionName))
+    if not check.items("precisions", precisions) or any(each not in known for each in precisions):
+        raise check.refuse("precisions", precisions, f"a list of one or more of {known}")
+
+
+def find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
+    """Which card, None for the CPU, and how many bytes of it."""
+    try:
+        num_bytes = parse_bytes(budget, name="budget")  # type: ignore[arg-type]  # of a card it says that it is no size
+    except (InputError, InputTypeError):
+        if not isinstance(budget, (str, GPU)):
+            raise
+        capacity_bytes(budget)  # refuses what is neither a size nor a card, with a word on both
+        gpu = find_gpu(budget)
+        if target is not None:
+            raise ConfigError(
+                f"plan_training(..., budget={shown(budget)}, target={shown(target)})",
+                got="two devices",
+                expected="a budget in bytes where there is a target",
+                fix="leave target out, or write the budget as a size such as '20GiB'.",
+            ) from None
+        return gpu, gpu.total_bytes
+    where = target or device_of(model).type
+    return (None if where in ("cpu", "meta") else find_gpu(where)), num_bytes
+
+
+def check_measurable(model: nn.Module, gpu: GPU | None) -> None:
+    """Refuse steps that cannot be run here."""
+    if gpu is not None or device_of(model).type != "cpu":
+        raise ConfigError(
+            "plan_training(..., measure=True)",
+            got=f"a model on {device_of(model)}" + (f" and a budget on {gpu.name}" if gpu else ""),
+            expected="a model with data on the CPU, and a budget there: steps are run",
+            fix="leave measure out: the plan then goes by the device's speeds.",
+        )
+
+
+def rows_to_plan(batch: Any) -> int:
+    """Rows of a batch, one or more."""
+    try:
+        num_rows, got = count_rows(batch), "a batch without rows"
+    except InputError as error:
+        num_rows, got = 0, error.got
+    if not num_rows:
+        raise InputError(
+            "plan_training(model, sample_batch)",
+            got=got,
+            expected="tensors that all have the rows of one optimizer step in dimension 0",
+            fix="cut a packed batch yourself: MemoryEfficientTrainingWrapper(..., split_fn=...), and "
+            "estimate_memory_usage(...) says what a part of it takes.",
+        )
+    return num_rows
+
+
+def allowed_counts(
+    model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
+) -> tuple[list[int], list[str], bool | None]:
+    """Numbers of micro-batches to look at, what is to be said of them, and whether parts have the whole's gradient."""
+    if micro_batch_size is None:
+        counts = micro_batch_counts(num_rows)
+    else:
+        check = Checker(f"plan_training(...) of a batch of {num_rows} rows")
+        counts = [-(-num_rows // check.whole("micro_batch_size", micro_batch_size, 1, num_rows))]
+    if counts == [1]:
+        return counts, [], None
+    is_exact, reason = _judge_split(model, batch, loss_fn)
+    if is_exact is None:
+        return counts, [f"Not checked that the batch may be split: {reason}."], None
+    if is_exact:
+        return counts, [], True
+    if micro_batch_size is None:
+        return [1], [f"The batch is kept whole: {reason}"], False
+    return counts, [f"Cut into {micro_batch_size} rows as asked, though {reason}"], False
+
+
+def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | None, str]:
+    """Whether parts have the gradient of the whole, None where that is not known; and why, or why not."""
+    if device_of(model).type == "meta":
+        norms = scan_modules(model)
+        if norms:
+            return False, f"{', '.join(norms)} normalise over its rows."
+        return None, "the model has no data"
+    verdict = check_split(unwrap_model(model), batch, loss_fn)
+    if verdict.exact is False or verdict.modules:
+        return False, f"parts have another gradient. {verdict.advice}"
+    return verdict.exact, verdict.reason
+
+
+def shown(place: object) -> str:
+    """A budget or a target as the user may have written it."""
+    return place.name if isinstance(place, GPU) else repr(place)

@@ -1,0 +1,111 @@
+"""Where a loop stands in its data, so that a resumed one goes on with the very next batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from memkit._core.epochs import refuse_to_go_on
+from memkit._core.errors import FileFormatError
+from memkit._core.protocols import ResumableOrder
+from memkit._machine import random_state
+from memkit.recipes.order import ResumableLoader, check_samples, tell_epoch
+
+_VERSION = 2
+
+
+class Position:
+    """Epoch, and batches of it that are done.
+
+    A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) goes on at once. Any
+    other loader is replayed: the random state of the epoch's start is put back, the loader begins the same epoch, its
+    first batches are passed over, and the random state of now is put back. Samplers and data sets that have a
+    ``set_epoch`` are told the epoch, at any depth.
+
+    Args:
+        loader: The batches of an epoch; a `ResumableLoader` is taken for the DataLoader in it.
+
+    Attributes:
+        epoch: Epochs that are done.
+        num_batches: Batches of the current epoch that are done.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader.loader if isinstance(loader, ResumableLoader) else loader
+        check_samples(self._loader)
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
+        self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
+        self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
+        self.epoch = self.num_batches = self._num_loads = 0
+
+    def batches(self) -> Iterator[Any]:
+        """Return the rest of the epoch; a state that is loaded meanwhile ends it with a `StateError`."""
+        return self._give(self._begin())
+
+    def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
+        num_loads = self._num_loads
+        for batch in batches:
+            if num_loads != self._num_loads:
+                refuse_to_go_on("MemoryEfficientTrainLoop")
+            yield batch
+        if num_loads != self._num_loads:  # else the end of this epoch would count for the state's
+            refuse_to_go_on("MemoryEfficientTrainLoop")
+
+    def _begin(self) -> Iterator[Any]:
+        tell_epoch(self._loader, self.epoch)
+        if self.num_batches == 0 or self._start is None:
+            self._start = {
+                "random": random_state.capture().state_dict(),
+                "generator": self._generator.get_state() if self._generator else None,
+            }
+            return iter(self._loader)
+        now = random_state.capture()
+        random_state.restore(random_state.RandomState.from_state_dict(self._start["random"]))
+        if self._generator and self._start["generator"] is not None:
+            self._generator.set_state(self._start["generator"])
+        batches = iter(self._loader)
+        if self._order is None:
+            for _ in itertools.islice(batches, self.num_batches):
+                pass
+        random_state.restore(now)
+        return batches
+
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch, self.num_batches, self._start = self.epoch + 1, 0, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain types and tensors."""
+        generator = self._generator.get_state() if self._generator and not self.num_batches else None
+        return {
+            "version": _VERSION,
+            "generator": generator,  # between two epochs: with it the next one begins
+            "epoch": self.epoch,
+            "num_batches": self.num_batches,
+            "start": self._start,
+            "order": self._order.state_dict(num_done=self.num_batches) if self._order else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; `batches` then goes on from there.
+
+        Raises:
+            FileFormatError: Another version.
+        """
+        if state.get("version") != _VERSION:
+            raise FileFormatError(
+                "loop.load_state_dict(state)",
+                got=f"version {state.get('version')!r}",
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
+        self._num_loads += 1
+        self.epoch, self.num_batches, self._start = state["epoch"], state["num_batches"], state["start"]
+        if self._order and state["order"] is not None and self.num_batches:
+            self._order.load_state_dict(state["order"])
+        if self._generator and state["generator"] is not None:
+            self._generator.set_state(state["generator"])

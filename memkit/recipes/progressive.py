@@ -1,0 +1,252 @@
+"""Training in stages of growing resolution: each stage checked before the first step, micro-batches planned anew."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from memkit._core.errors import ConfigError, FileFormatError, InputError
+from memkit._core.settings import Checker
+from memkit._torch.modules import BatchNorm
+from memkit.recipes.order import tell_epoch
+from memkit.train.loader import to_device
+from memkit.train.models import device_of
+from memkit.train.split import count_rows, join_rows, take_rows
+
+_LOGGER = logging.getLogger("memkit")
+_VERSION = 1
+_BATCH_NORMS = (BatchNorm,)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of `ProgressiveTrainer`.
+
+    Attributes:
+        resolution: What ``resize`` is given: a side in pixels or voxels.
+        batch_size: Rows of a step.
+        epochs: Passes over the data.
+
+    Raises:
+        ConfigError: A number below 1.
+
+    Example:
+        >>> import memkit as mk
+        >>> mk.recipes.Stage(resolution=32, batch_size=16, epochs=5)
+        Stage(resolution=32, batch_size=16, epochs=5)
+    """
+
+    resolution: int
+    batch_size: int
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            Checker(f"Stage({name}={getattr(self, name)!r})").whole(name, getattr(self, name), 1)
+
+
+@final
+class ProgressiveTrainer:
+    """Trains at growing resolutions; weights, optimiser state and schedule go on from stage to stage.
+
+    Memory grows with the resolution, so a run of hours can fail in its last stage. Here the micro-batch of each stage
+    is planned, and each stage is checked for fit, before the first step.
+
+    Memory cost: one batch more than the step's, while rows are put together to a stage's batch size.
+
+    Args:
+        step_fn: ``step_fn(batch, micro_batch_size)`` trains one step on a resized batch on the model's device, such as
+            ``lambda batch, rows: trainer.train_step(batch, loss_fn)``: a wrapper finds the rows that fit by itself.
+        stages: In order.
+        resize: ``resize(batch, resolution)`` returns the batch at another resolution. It runs on the host's batch, or
+            where the loader left it.
+        plan: ``plan(stage)`` returns the rows of a micro-batch that fit; None: the stage's batch size.
+        fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None checks nothing.
+        model: Whose batch statistics are estimated anew at the start of each stage but the first (they depend on the
+            resolution), and whose device the batches go to. It is called with the batch, or its first element. A
+            BatchNorm in evaluation mode, beside others in training mode, is frozen, and stays as it is.
+        bn_batches: Batches for that; 0 estimates nothing.
+
+    Raises:
+        ConfigError: No stages.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> model = torch.nn.Conv2d(1, 1, 3)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        >>> trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
+        >>> def step(batch, rows):
+        ...     trainer.train_step(batch, lambda model, micro: model(micro).square().mean())
+        >>> progressive = mk.ProgressiveTrainer(
+        ...     step, [mk.recipes.Stage(8, batch_size=8), mk.recipes.Stage(16, batch_size=4)],
+        ...     resize=lambda batch, side: torch.nn.functional.interpolate(batch, side))
+        >>> progressive.run([torch.randn(5, 1, 32, 32) for _ in range(4)])
+        8
+        >>> trainer.num_steps  # 20 rows: 3 steps of 8, 5 of 4
+        8
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[Any, int], Any],
+        stages: Sequence[Stage],
+        *,
+        resize: Callable[[Any, int], Any],
+        plan: Callable[[Stage], int] | None = None,
+        fits: Callable[[Stage, int], bool] | None = None,
+        model: nn.Module | None = None,
+        bn_batches: int = 16,
+    ) -> None:
+        if not stages:
+            raise ConfigError("ProgressiveTrainer(stages=[])", got="no stage", expected="one or more", fix="add one.")
+        self._step_fn, self._resize, self._plan, self._fits = step_fn, resize, plan, fits
+        self._stages = tuple(stages)
+        self._model, self._bn_batches = model, Checker("ProgressiveTrainer(...)").whole("bn_batches", bn_batches)
+        self._device = None if model is None else device_of(model)
+        self._done = (0, 0)  # stages, and epochs of the next one
+
+    def run(self, loader: Iterable[Any]) -> int:
+        """Run all stages, or those that are left after `load_state_dict`.
+
+        Args:
+            loader: Batches of any size, with the rows in dimension 0; iterated once an epoch. Samplers and data sets
+                that have a ``set_epoch`` are told the epoch, which is counted on from stage to stage.
+
+        Returns:
+            The steps of this run.
+
+        Raises:
+            ConfigError: A stage will not fit; nothing was trained yet.
+            InputError: The loader gave no batch.
+        """
+        sizes = [self._checked_size(stage, number) for number, stage in enumerate(self._stages)]
+        num_steps = 0
+        first_stage, first_epoch = self._done
+        for number, (stage, size) in enumerate(zip(self._stages, sizes, strict=True)):
+            if number < first_stage:
+                continue
+            begun = first_epoch if number == first_stage else 0
+            _LOGGER.info("stage %d: %s, %d rows at a time", number, stage, size)
+            num_earlier = sum(each.epochs for each in self._stages[:number])
+            if number and not begun:
+                tell_epoch(loader, num_earlier)
+                self._estimate_batch_norm(loader, stage)
+            for epoch in range(begun, stage.epochs):
+                tell_epoch(loader, num_earlier + epoch)
+                num_before = num_steps
+                for batch in self._batches(loader, stage):
+                    self._step_fn(batch, size)
+                    num_steps += 1
+                if num_steps == num_before:
+                    raise InputError(
+                        f"ProgressiveTrainer.run(loader): stage {number}, epoch {epoch}",
+                        got="no batch",
+                        expected="a loader that can be iterated once for every epoch",
+                        fix="pass a DataLoader or a list, not an iterator.",
+                    )
+                self._done = (number, epoch + 1) if epoch + 1 < stage.epochs else (number + 1, 0)
+        return num_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stages and epochs that are done."""
+        return {"version": _VERSION, "done": list(self._done)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`; `run` goes on after the last epoch that was done.
+
+        Raises:
+            FileFormatError: Another version.
+        """
+        if state.get("version") != _VERSION:
+            raise FileFormatError(
+                "ProgressiveTrainer.load_state_dict(state)",
+                got=f"version {state.get('version')!r}",
+                expected=f"version {_VERSION}",
+                fix="load the state with the memkit that saved it.",
+            )
+        stage, epoch = state["done"]
+        self._done = (stage, epoch)
+
+    def _checked_size(self, stage: Stage, number: int) -> int:
+        size = stage.batch_size if self._plan is None else self._plan(stage)
+        call = f"ProgressiveTrainer.run(loader): stage {number}, {stage}"
+        if not 1 <= size <= stage.batch_size:
+            raise ConfigError(
+                call,
+                got=f"a plan of {size} rows at a time",
+                expected=f"1 to {stage.batch_size} rows",
+                fix="lower the resolution of this stage, or look at plan.",
+            )
+        if self._fits is not None and not self._fits(stage, size):
+            raise ConfigError(
+                call,
+                got=f"{size} rows at a time that do not fit",
+                expected="room for every stage; nothing was trained yet",
+                fix="lower this stage's resolution or its micro-batch, or set checkpoint='auto' on the wrapper.",
+            )
+        return size
+
+    def _batches(self, loader: Iterable[Any], stage: Stage) -> Iterator[Any]:
+        for batch in _regroup(loader, stage.batch_size):
+            resized = self._resize(batch, stage.resolution)
+            yield resized if self._device is None else to_device(resized, self._device)
+
+    def _estimate_batch_norm(self, loader: Iterable[Any], stage: Stage) -> None:
+        if self._model is not None and self._bn_batches:
+            estimate_batch_norm(itertools.islice(self._batches(loader, stage), self._bn_batches), self._model)
+
+
+@torch.no_grad()
+def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
+    """Estimate the running statistics of a model's BatchNorms anew, as the mean over some batches.
+
+    Torch's own `update_bn` puts the whole model into training mode, and leaves it there: norms that somebody has frozen
+    would be estimated too, and trained from then on.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    norms = [each for each, training in modes if isinstance(each, _BATCH_NORMS) and (training or not model.training)]
+    norms = [each for each in norms if each.running_mean is not None]
+    if not norms:
+        return
+    before = [{name: buffer.clone() for name, buffer in each.named_buffers(recurse=False)} for each in norms]
+    momenta = [each.momentum for each in norms]
+    if not model.training:  # as a whole, such as after a validation
+        model.train()
+    has_batch = False
+    try:
+        for each in norms:
+            each.reset_running_stats()
+            each.momentum = None  # the mean over all batches, each with the same weight
+        for batch in batches:
+            has_batch = True
+            model(batch[0] if isinstance(batch, list | tuple) else batch)
+    finally:
+        for each, momentum, buffers in zip(norms, momenta, before, strict=True):
+            each.momentum = momentum
+            for name, buffer in buffers.items() if not has_batch else ():
+                each.get_buffer(name).copy_(buffer)
+        for module, training in modes:
+            module.training = training
+
+
+def _regroup(loader: Iterable[Any], batch_size: int) -> Iterator[Any]:
+    """Yield the same rows in batches of another size; the last one holds what is left."""
+    waiting: list[Any] = []
+    num_waiting = 0
+    for batch in loader:
+        start, num_rows = 0, count_rows(batch)
+        while num_rows - start >= batch_size - num_waiting:
+            stop = start + batch_size - num_waiting
+            yield join_rows([*waiting, take_rows(batch, start, stop, num_rows=num_rows)])
+            waiting, num_waiting, start = [], 0, stop
+        if start < num_rows:
+            waiting.append(take_rows(batch, start, num_rows, num_rows=num_rows))
+            num_waiting += num_rows - start
+    if waiting:
+        yield join_rows(waiting)

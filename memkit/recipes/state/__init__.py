@@ -1,0 +1,1 @@
+"""State to resume: saved whole, read without running anything, put back bitwise."""

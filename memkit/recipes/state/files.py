@@ -1,0 +1,348 @@
+"""States on a disk: a folder each, which is there as a whole or not at all, with a checksum of every file.
+
+A state is written into a folder of a hidden name. Its files are flushed to the disk, the manifest (size and SHA-256 of
+each file) comes last, and one rename shows the folder under its name. Whatever stops the process, a folder with a
+state's name is complete. Who writes holds a lock on the directory, which the kernel frees when the process dies: so
+hidden folders that a writer finds are left over from dead ones, and it removes them.
+
+Somebody else's files may lie beside the states and in them, and states may come from elsewhere. Only files that a
+writer makes are removed, only folders that hold nothing else, and no link is followed there. Only regular files are
+read: a pipe in one's place would keep the reader waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import shutil
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, final
+
+if sys.platform != "win32":
+    import fcntl
+
+from memkit._core.errors import MemkitWarning, StateError
+from memkit._machine.files import write_text
+from memkit.recipes.state.manifest import MANIFEST, OWN_FILE, Entry, parse_manifest, write_manifest
+
+_LARGEST_MANIFEST_BYTES = 2**26  # of some 300,000 files
+_NAME = re.compile(r"(\d{8,12})-step-(\d{1,18})", re.ASCII)
+_DRAFT = ".memkit-new"
+_HIDDEN = re.compile(rf"({re.escape(_DRAFT)}|\.memkit-{_NAME.pattern})(-[0-9a-f]{{8}})?", re.ASCII)
+_CHUNK_BYTES = 4 * 2**20
+_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """A state's folder.
+
+    Attributes:
+        path: The folder.
+        serial: Its number: states are numbered in the order in which they were saved.
+        step: The training step that it was saved at.
+    """
+
+    path: Path
+    serial: int
+    step: int
+
+    def read_manifest(self) -> dict[str, Any]:
+        """Return the manifest: ``step``, ``metric``, ``mode``, ``num_ranks``, ``is_sharded``, ``files``.
+
+        Raises:
+            ValueError: It is not what was written.
+            OSError: It cannot be read.
+        """
+        content = parse_manifest(read_file(self.path / MANIFEST, num_bytes=_LARGEST_MANIFEST_BYTES).decode())
+        if content["step"] != self.step:
+            raise ValueError(f"{MANIFEST} is of step {content['step']}: the folder was renamed")
+        return content
+
+    def check_files(self, files: Mapping[str, Entry]) -> None:
+        """Read files and compare them with their entries in the manifest.
+
+        Raises:
+            ValueError: A file is not what was written.
+            OSError: A file is missing or cannot be read.
+        """
+        for name, entry in files.items():
+            path = self.path / name
+            if path.stat().st_size != entry["bytes"] or describe_file(path) != entry:
+                raise ValueError(f"{name} does not match its checksum")
+
+
+def list_states(directory: Path) -> list[SavedState]:
+    """Return the states in a directory, the newest first; none where there is no directory."""
+    states = [
+        SavedState(path, int(match[1]), int(match[2])) for path, match in _named_as_states(directory) if path.is_dir()
+    ]
+    return sorted(states, key=lambda state: state.serial, reverse=True)
+
+
+def list_strays(directory: Path) -> list[Path]:
+    """Return what has a state's name and is none: something else than a folder."""
+    return sorted(path for path, _ in _named_as_states(directory) if not path.is_dir())
+
+
+def _named_as_states(directory: Path) -> list[tuple[Path, re.Match[str]]]:
+    try:
+        paths = list(directory.iterdir())
+    except FileNotFoundError:
+        return []
+    return [(path, match) for path in paths if (match := _NAME.fullmatch(path.name))]
+
+
+@contextlib.contextmanager
+def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
+    """Hold a lock on a directory: alone to write, with other readers to read. Waits for who holds it.
+
+    The lock is on the directory itself, so that it can be taken where nothing may be written. A file system without
+    locks (and Windows) goes without: then at most one process may use the directory.
+
+    Yields:
+        A function that flushes the directory's own entries to the disk.
+    """
+    if sys.platform == "win32":  # cannot open a directory
+        yield lambda: None
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        _lock(descriptor, directory, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield lambda: os.fsync(descriptor)
+    finally:
+        with contextlib.suppress(OSError):
+            # A child that was forked in the meantime holds the lock too: closing alone would not free it.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, directory: Path, kind: int) -> None:
+    """Take a lock; say so where that takes long, since a process that is stopped keeps its lock."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = f"TrainingStateManager has waited {_PATIENCE_S:.0f} s for another process that uses {directory}"
+        reminder = threading.Timer(_PATIENCE_S, warnings.warn, (text, MemkitWarning))
+        reminder.daemon = True
+        reminder.start()
+        try:
+            fcntl.flock(descriptor, kind)
+        finally:
+            reminder.cancel()
+    except OSError as error:
+        text = f"TrainingStateManager cannot lock {directory} ({error.strerror}): let one process at a time use it"
+        warnings.warn(text, MemkitWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def drafting(directory: Path) -> Iterator[Draft]:
+    """Write a state in the block, alone in the directory; without `Draft.commit` nothing of it stays.
+
+    Args:
+        directory: Where the states are; made if it is not there.
+
+    Raises:
+        OSError: The directory cannot be written to.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory, alone=True) as flush:
+        for stale in directory.iterdir():
+            if _HIDDEN.fullmatch(stale.name):
+                _remove_folder(stale)
+        draft = Draft(directory, flush)
+        try:
+            yield draft
+        finally:
+            shutil.rmtree(draft.path, ignore_errors=True)
+
+
+@final
+class Draft:
+    """A state that is being written.
+
+    Args:
+        directory: Where the states are.
+        flush: Flushes the directory, see `locked`.
+
+    Attributes:
+        path: The hidden folder, for the state's files.
+    """
+
+    def __init__(self, directory: Path, flush: Callable[[], None]) -> None:
+        self._directory, self._flush = directory, flush
+        self.path = _free_path(directory / _DRAFT)
+        self.path.mkdir()
+
+    def commit(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> None:
+        """Show the state to everybody: from here on it survives whatever comes.
+
+        Args:
+            step: The training step.
+            files: What `write_file` returned, by name.
+            notes: More plain values for the manifest.
+        """
+        text = write_manifest({"step": step, "files": dict(files), **notes})
+        write_text(self.path / MANIFEST, text)  # flushes the folder's entries too
+        # Whatever has a state's name takes its number: a rename onto it would fail, or replace an empty folder.
+        serial = max((int(match[1]) for _, match in _named_as_states(self._directory)), default=0) + 1
+        name = f"{serial:08d}-step-{step}"
+        if not _NAME.fullmatch(name):
+            raise StateError(
+                f"TrainingStateManager.save({step})",
+                got=f"{serial - 1} as the number of a state in {self._directory}",
+                expected="numbers of at most 12 digits, as save gives them",
+                fix="move that one away.",
+            )
+        self.path.rename(self._directory / name)
+        self._flush()
+
+
+def remove_states(states: Iterable[SavedState]) -> None:
+    """Remove states: each is hidden first, so that it is never seen in part. One that cannot be removed stays."""
+    for state in states:
+        if not _is_own_folder(state.path):
+            _warn_of_what_stays(state.path, "something in it was not written by memkit")
+            continue
+        if not any(state.path.iterdir()):  # nor is an empty folder one that was written here
+            continue
+        hidden = _free_path(state.path.with_name(f".memkit-{state.path.name}"))
+        try:
+            state.path.rename(hidden)
+        except OSError as error:
+            _warn_of_what_stays(state.path, str(error))
+        else:
+            _remove_folder(hidden)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a folder that holds only what a writer makes; leave anything else as it is."""
+    if not _is_own_folder(path):
+        return
+    try:
+        for entry in list(path.iterdir()):
+            entry.unlink()
+        path.rmdir()
+    except OSError as error:
+        _warn_of_what_stays(path, str(error))
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Say whether a path is a folder, no link to one, in which there are only regular files that a writer makes."""
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            return False
+        with os.scandir(path) as entries:
+            return all(OWN_FILE.fullmatch(each.name) and each.is_file(follow_symlinks=False) for each in entries)
+    except OSError:
+        return False
+
+
+def _warn_of_what_stays(path: Path, reason: str) -> None:
+    text = f"TrainingStateManager does not remove {path}, which it no longer needs: {reason}"
+    warnings.warn(text, MemkitWarning, stacklevel=2)
+
+
+def _free_path(path: Path) -> Path:
+    """Return a path where nothing is: this one, or one that begins like it."""
+    while os.path.lexists(path):
+        path = path.with_name(f"{path.name[:64]}-{os.urandom(4).hex()}")
+    return path
+
+
+def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> Entry:
+    """Write a file and flush it to the disk.
+
+    Args:
+        path: The new file.
+        write: Writes into the file that it is given, from beginning to end.
+
+    Returns:
+        The file's entry in the manifest. The checksum is of what was handed over, not of what the disk gives back.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with path.open("xb") as file:
+        hashed = _HashedFile(file)
+        try:
+            write(hashed)  # type: ignore[arg-type] # it only writes
+        except Exception:
+            if hashed.failure is not None:  # torch.save says only that the file is too short
+                raise hashed.failure from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return hashed.entry()
+
+
+def describe_file(path: Path, *, flush: bool = False) -> Entry:
+    """Read a file and return its entry in the manifest; ``flush`` first brings it to the disk."""
+    with path.open("r+b") if flush else opened(path) as file:
+        if flush:
+            os.fsync(file.fileno())
+        digest, num_bytes = hashlib.sha256(), 0
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            num_bytes += len(chunk)
+    return {"bytes": num_bytes, "sha256": digest.hexdigest()}
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a regular file for reading.
+
+    Raises:
+        ValueError: It is a pipe, a device, or the like.
+        OSError: It cannot be opened.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # each system has one of the two
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        yield file
+
+
+def read_file(path: Path, start: int = 0, num_bytes: int = sys.maxsize) -> bytes:
+    """Return the bytes of a regular file from ``start`` on, at most ``num_bytes``.
+
+    Raises:
+        ValueError: It is a pipe, a device, or the like.
+        OSError: It cannot be read.
+    """
+    with opened(path) as file:
+        num_left = os.fstat(file.fileno()).st_size - start
+        file.seek(start)
+        return file.read(max(0, min(num_bytes, num_left)))
+
+
+class _HashedFile:
+    """A file that is only written to, and the checksum of all that was."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hash, self._num_bytes = file, hashlib.sha256(), 0
+        self.failure: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        self._num_bytes += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def entry(self) -> Entry:
+        return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}

@@ -1,0 +1,359 @@
+"""The objects of a training: what each one's state is, whether one fits, and how it is put back.
+
+All states are compared with their objects before any object is changed. A model takes values of a narrower dtype, which
+is exact; every other change of a dtype is refused. An optimizer takes back the hyper-parameters that were saved, as in
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from memkit._core.errors import FileFormatError, InputTypeError
+from memkit._core.protocols import Stateful
+from memkit._recovery.attempt import Done, Failed, unless_failed
+from memkit._torch.modules import loads_as_torch_does
+from memkit.recipes.state.plain import Flattener
+from memkit.train.gradients import set_gradient
+from memkit.train.models import unwrap_model
+
+_GRADIENTS = "memkit gradients"
+_MOST_NAMES = 4  # in an error
+# Entries of a group that PyTorch's optimizers add themselves to a state of an older version.
+_FILLED: Final = frozenset(
+    {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"}
+)
+_EXACT: Final = {
+    torch.float32: {torch.float16, torch.bfloat16},
+    torch.float64: {torch.float16, torch.bfloat16, torch.float32},
+    torch.complex128: {torch.complex64},
+}
+
+Parameters = Mapping[int, Sequence[str]]  # the names that a parameter has, by its id
+
+
+def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
+    """Return the objects, models without their wrappers, so that a state fits with and without them.
+
+    Raises:
+        InputTypeError: An object has no state.
+    """
+    for name, value in objects.items():
+        if not isinstance(value, Stateful):
+            raise InputTypeError(
+                f"TrainingStateManager.{call}({name}=...)",
+                got=type(value).__name__,
+                expected="objects with state_dict() and load_state_dict(state)",
+                fix=f"leave {name} out, or give it these two methods.",
+            )
+    return {name: unwrap_model(each) if isinstance(each, nn.Module) else each for name, each in objects.items()}
+
+
+def find_replicated(objects: Mapping[str, Any]) -> set[str]:
+    """Return the names of objects that are the same on all ranks: models in DDP, and optimizers over them alone."""
+    models = {name: each for name, each in objects.items() if isinstance(each, nn.parallel.DistributedDataParallel)}
+    own = {parameter for model in models.values() for parameter in model.parameters()}
+    optimizers = {name for name, each in objects.items() if isinstance(each, Optimizer) and own.issuperset(_list(each))}
+    return {*models, *optimizers}
+
+
+def state_of(target: Stateful) -> Mapping[str, Any]:
+    """Return an object's state; an optimizer's with the gradients that are there, which its next step depends on."""
+    state = target.state_dict()
+    if isinstance(target, Optimizer):
+        gradients = [parameter.grad for parameter in _list(target)]
+        if any(gradient is not None for gradient in gradients):
+            return {**state, _GRADIENTS: gradients}
+    return state
+
+
+def own_part(target: Stateful) -> dict[str, Any] | None:
+    """Return what is a rank's own of an object in `find_replicated`: the gradients of an optimizer, until its step."""
+    return {_GRADIENTS: [parameter.grad for parameter in _list(target)]} if isinstance(target, Optimizer) else None
+
+
+def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rank 0's states with those of a rank in their places, or with its own parts of them."""
+    merged = dict(shared)
+    for name, state in own.items():
+        is_part = isinstance(state, dict) and state.keys() == {_GRADIENTS}
+        merged[name] = {**shared[name], **state} if is_part else state
+    return merged
+
+
+# ---- what a state says about its object
+
+
+def name_parameters(targets: Mapping[str, Stateful]) -> Parameters:
+    """Return the names that parameters have in the models among some objects."""
+    names: dict[int, list[str]] = {}
+    for name, target in targets.items():
+        if isinstance(target, nn.Module):
+            for its_name, parameter in target.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(f"{name}.{its_name}")
+    return names
+
+
+def describe(target: Stateful, names: Parameters) -> dict[str, Any]:
+    """Return what has to be the same where a state is put back: plain values."""
+    about: dict[str, Any] = {"kind": [type(target).__module__, type(target).__qualname__]}
+    if isinstance(target, Optimizer):
+        about["parameters"] = [
+            {
+                "names": list(names.get(id(each), ())),
+                "shape": each.shape,
+                "dtype": each.dtype,
+                "is_sharded": _is_sharded(each),
+            }
+            for each in _list(target)
+        ]
+    return about
+
+
+def check_fits(
+    name: str, target: Stateful, state: Mapping[str, Any], about: Mapping[str, Any], names: Parameters
+) -> list[str]:
+    """Compare a state with the object that is to take it; nothing is changed.
+
+    Args:
+        name: The object's.
+        target: The object.
+        state: Its state, as it was saved.
+        about: What `describe` said of the object that was saved.
+        names: The names that parameters have now.
+
+    Returns:
+        Remarks: what works, but not as one may think.
+
+    Raises:
+        FileFormatError: The state is that of another object.
+    """
+    if isinstance(target, nn.Module):
+        return _check_model(name, target, state)
+    remarks = _check_kind(name, target, about["kind"])
+    if isinstance(target, Optimizer):
+        _check_parameters(name, target, about["parameters"], names)
+        _check_optimizer(name, target, state, is_other=bool(remarks))
+    elif isinstance(target, (LRScheduler, torch.amp.GradScaler)):
+        _check_entries(name, target, state, target.state_dict(), "")
+    return remarks
+
+
+def _check_kind(name: str, target: Stateful, kind: Sequence[str]) -> list[str]:
+    module, qualified_name = kind
+    own = type(target)
+    if own.__qualname__ == qualified_name:
+        return []
+    if own.__module__.startswith("torch.") and module.startswith("torch."):
+        _refuse(name, f"the state of a {qualified_name}", f"that of a {own.__qualname__}")
+    return [f"{name} was a {qualified_name} when it was saved, now it is a {own.__qualname__}"]
+
+
+def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    live, own = model.state_dict(), type(model).__name__
+    pairs = [(key, value, state[key]) for key, value in live.items() if key in state and _is_value(value)]
+    if is_stock(model):  # else its own `load_state_dict` is to say which names and shapes it takes
+        problems = [f"no {key}" for key in live if key not in state]
+        problems += [f"{key}, which the model has not" for key in state if key not in live]
+        problems += [
+            f"size mismatch for {key}: {_shape(saved)}, here {_shape(value)}"
+            for key, value, saved in pairs
+            if _shape(saved) != _shape(value)
+        ]
+        if problems:
+            _refuse(name, f"a state that {own}.load_state_dict refuses: {_join(problems)}", f"the state of this {own}")
+    problems = [f"values for {key}, which is on meta" for key, value, _ in pairs if value.is_meta]
+    problems += [f"{key} {_how(saved)}, here {_how(its)}" for key, its, saved in pairs if _how(saved) != _how(its)]
+    problems += [
+        f"{key} in {saved.dtype}, here {value.dtype}"
+        for key, value, saved in pairs
+        if _is_value(saved) and saved.dtype not in {value.dtype, *_EXACT.get(value.dtype, ())}
+    ]
+    if problems:
+        _refuse(name, _join(problems), "values that this model holds: in the same dtype or a narrower one")
+    widened = {(saved.dtype, value.dtype) for _, value, saved in pairs if _is_value(saved)}
+    return [f"{name} holds in {own} what was saved in {saved}" for saved, own in widened if saved != own]
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_lazy(value)
+
+
+def _is_sharded(value: object) -> bool:
+    return hasattr(value, "device_mesh")
+
+
+def _how(value: object) -> str:
+    return "sharded" if _is_sharded(value) else "whole"
+
+
+def _shape(value: object) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def is_stock(model: nn.Module) -> bool:
+    """Say whether a model takes states as PyTorch's own modules do: what has the right names and shapes fits."""
+    return all(
+        type(module).load_state_dict is nn.Module.load_state_dict and loads_as_torch_does(module)
+        for module in model.modules()
+    )
+
+
+def _check_parameters(name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Parameters) -> None:
+    live = _list(optimizer)
+    if len(saved) != len(live):
+        own = type(optimizer).__name__
+        _refuse(name, f"a state that {own}.load_state_dict refuses: of {len(saved)} parameters", f"that of {len(live)}")
+    problems = []
+    for index, (parameter, its) in enumerate(zip(live, saved, strict=True)):
+        own_names, its_names = names.get(id(parameter), ()), its["names"]
+        if own_names and its_names and not set(own_names) & set(its_names):
+            problems.append(f"{its_names[0]} as parameter {index}, which is {own_names[0]} now")
+        elif its["shape"] != parameter.shape:
+            problems.append(f"parameter {index} of shape {tuple(its['shape'])}, here {tuple(parameter.shape)}")
+        elif its["dtype"] != parameter.dtype:
+            problems.append(f"parameter {index} in {its['dtype']}, here {parameter.dtype}")
+        elif its["is_sharded"] != _is_sharded(parameter):
+            problems.append(f"parameter {index} {_how(parameter)}, unlike when it was saved")
+    if problems:
+        _refuse(name, _join(problems), "the same parameters in the same order, of the same shapes and dtypes")
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], *, is_other: bool) -> None:
+    groups, values, parameters = state["param_groups"], state["state"], _list(optimizer)
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    if sizes != own_sizes:
+        own = type(optimizer).__name__
+        _refuse(name, f"a state that {own}.load_state_dict refuses: groups of {sizes}", f"groups of {own_sizes}")
+    missing = sorted({key for group in groups for key in optimizer.defaults.keys() - group.keys() - _FILLED})
+    if missing:
+        _refuse(name, f"groups without {_join(missing)}", f"those of a {type(optimizer).__name__}")
+    numbers, own_values = list(range(len(parameters))), _by_parameter(values)
+    if [index for group in groups for index in group["params"]] != numbers or not own_values.keys() <= set(numbers):
+        _refuse(name, "values of other parameters", f"those of {len(parameters)}, by their numbers")
+    kept = next((set(each) for each in optimizer.state.values() if isinstance(each, dict) and each), None)
+    theirs = next((set(each) for each in own_values.values() if each), None)
+    if is_other and kept is not None and theirs is not None and kept != theirs:
+        _refuse(name, f"the values {_join(sorted(theirs))} for each parameter", f"{_join(sorted(kept))}")
+    gradients = state.get(_GRADIENTS)
+    if gradients is not None and (
+        len(gradients) != len(parameters)
+        or any(each is not None and each.shape != its.shape for each, its in zip(gradients, parameters, strict=True))
+    ):
+        _refuse(name, "gradients of other shapes", "those of its parameters")
+
+
+def _check_entries(name: str, target: Stateful, saved: object, live: object, place: str) -> None:
+    """Compare the entries of a schedule, and of the schedules in it, or of a scaler."""
+    if not isinstance(live, Mapping):
+        return
+    kind = f"a {type(target).__name__} made alike"
+    if not isinstance(saved, Mapping):
+        _refuse(name, f"nothing{place}", f"the state of {kind}")
+    if missing := sorted(live.keys() - saved.keys()):
+        _refuse(name, f"no {_join(missing)}{place}", f"the state of {kind}")
+    if saved and not live:
+        _refuse(name, f"{_join(sorted(saved))}{place}", f"nothing, as {kind} has")
+    for key in ("base_lrs", "_schedulers"):
+        theirs, own = saved.get(key), live.get(key)
+        if isinstance(own, list):
+            if not isinstance(theirs, list) or len(theirs) != len(own):
+                _refuse(name, f"another number of {key}{place}", str(len(own)))
+            for its, each in zip(theirs, own, strict=True):
+                _check_entries(name, target, its, each, f"{place} in {key}")
+
+
+# ---- putting a state back
+
+
+def is_checked(target: Stateful) -> bool:
+    """Say whether `check_fits` foresees what the object's `load_state_dict` takes, so that loading cannot fail."""
+    if isinstance(target, nn.Module):
+        return is_stock(target)
+    if isinstance(target, Optimizer):
+        return type(target).load_state_dict is Optimizer.load_state_dict
+    return isinstance(target, (LRScheduler, torch.amp.GradScaler))
+
+
+def keep_copy(target: Stateful, name: str) -> Mapping[str, Any] | None:
+    """Return a copy of an object's state, in host memory where that can be; None of an object that has none now."""
+    try:
+        state = state_of(target)
+        try:
+            copied = Flattener(copy=True)
+            plain: Mapping[str, Any] = copied.plain(state, name)
+        except InputTypeError:
+            return copy.deepcopy(state)
+        return copy.deepcopy(state) if copied.sharded else plain
+    except Exception:  # noqa: BLE001 - somebody else's code, which may refuse to say anything before it has begun
+        return None
+
+
+def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
+    """Put a state back; values go into the tensors that are there, so that no device holds them twice.
+
+    Raises:
+        FileFormatError: The state is that of another kind of object.
+    """
+    kinds = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+    outcome: Done[Any] | Failed
+    if isinstance(target, Optimizer):
+        outcome = unless_failed(kinds, _load_optimizer, target, dict(state))
+    else:
+        outcome = unless_failed(kinds, target.load_state_dict, state)
+    if isinstance(outcome, Failed):
+        if isinstance(outcome.error, FileFormatError):
+            raise outcome.error
+        raise FileFormatError(
+            f"TrainingStateManager.restore({name}=...)",
+            got=f"a state that {type(target).__name__}.load_state_dict refuses: {outcome.error}",
+            expected="the state of an object that was made alike",
+            fix=f"make {name} as it was made when it was saved, or leave it out.",
+        ) from outcome.error
+
+
+def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    gradients = state.pop(_GRADIENTS, None)
+    # Twice: first without values, which compares the groups and frees the values that are there.
+    optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+    optimizer.load_state_dict(state)
+    parameters = _list(optimizer)
+    for index, saved in _by_parameter(state["state"]).items():
+        live = optimizer.state[parameters[index]]
+        for key, value in saved.items():  # torch gives values the parameter's dtype: float32 of bfloat16 were lost
+            if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
+                live[key] = value.to(live[key].device)
+    for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+        set_gradient(parameter, None if gradient is None else gradient.to(parameter.device))
+
+
+def _by_parameter(values: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
+    """Return an optimizer's values of its parameters, by their numbers; some keep others under names of their own."""
+    return {index: each for index, each in values.items() if isinstance(index, int) and isinstance(each, dict)}
+
+
+def _list(optimizer: Optimizer) -> list[torch.Tensor]:
+    """An optimizer's parameters, in the order of the numbers in its state."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _join(problems: Sequence[str]) -> str:
+    rest = len(problems) - _MOST_NAMES
+    return ", ".join(problems[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _refuse(name: str, got: str, expected: str) -> NoReturn:
+    raise FileFormatError(
+        f"TrainingStateManager.restore({name}=...)",
+        got=got,
+        expected=f"{expected}; no object was changed",
+        fix=f"make {name} as it was made when it was saved, or leave it out.",
+    )

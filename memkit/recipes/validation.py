@@ -1,0 +1,295 @@
+"""Validation beside a training: whether it gets better, and figures that need no more memory than one batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._gradients.loss import read_loss
+from memkit._machine import random_state
+from memkit.recipes.order import repeat_epoch
+from memkit.recipes.reducers import Mean, Reducer, WeightedMean
+from memkit.train.checks import read_count, refuse
+from memkit.train.evaluation import Evaluation
+from memkit.train.loader import to_device
+from memkit.train.split import count_rows
+
+_VERSION = 1
+_CALL = "ValidationMonitor"
+_CALL_COUNT = "count of loss_fn of a validation"
+_HOST = torch.device("cpu")
+_LOWER_IS_BETTER = frozenset(
+    (
+        *("loss", "losses", "error", "err", "errors", "cost", "energy", "nll", "bpd", "bpc", "ppl", "perplexity"),
+        *("mae", "mse", "rmse", "mape", "l1", "l2", "bce", "ce", "kl", "distance", "dist", "chamfer", "hausdorff"),
+        *("fid", "kid", "lpips", "wer", "cer", "eer", "epe", "crps", "brier"),
+    )
+)
+ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
+
+
+@final
+class ValidationMonitor:
+    """Says after each validation whether it is the best so far, and whether to stop.
+
+    Args:
+        patience: Validations without a new best after which `should_stop` is true; None never stops.
+        mode: ``"min"`` for a loss, ``"max"`` for an accuracy. None is ``"min"`` for a metric whose name is that of a
+            loss, an error or a distance; of any other it must be said, or the worst would be kept as the best.
+        metric: Which figure of a validation a loop hands over.
+        min_delta: By how much a value must beat the best one to count as better.
+
+    Attributes:
+        best: The best value; None before there is one.
+        plateau: Validations since the best one. A NaN is never the best, and counts as one without.
+
+    Raises:
+        ConfigError: A setting is wrong.
+
+    Example:
+        >>> import memkit as mk
+        >>> monitor = mk.ValidationMonitor(patience=2)
+        >>> [monitor.update(value) for value in (0.9, 0.7, float("nan"), 0.8)], monitor.should_stop
+        ([True, True, False, False], True)
+    """
+
+    def __init__(
+        self,
+        patience: int | None = 5,
+        mode: Literal["min", "max"] | None = None,
+        *,
+        metric: str = "loss",
+        min_delta: float = 0.0,
+    ) -> None:
+        if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
+            mode = "min"
+        if mode not in {"min", "max"}:
+            refuse("mode", mode, f"'min' or 'max': which values of {metric!r} are better", call=_CALL)
+        if patience is not None and patience < 1:
+            refuse("patience", patience, "1 or more validations, or None", call=_CALL)
+        if not min_delta >= 0:
+            refuse("min_delta", min_delta, "0 or more", call=_CALL)
+        self.patience, self.mode, self.metric, self.min_delta = patience, mode, metric, min_delta
+        self.best: float | None = None
+        self.plateau = 0
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether there was no new best for ``patience`` validations."""
+        return self.patience is not None and self.plateau >= self.patience
+
+    def update(self, value: float | Tensor) -> bool:
+        """Take the value of a validation.
+
+        Args:
+            value: A number, or a tensor of one element, which is read.
+
+        Returns:
+            True when it is the best so far.
+
+        Raises:
+            InputTypeError: It is no number: None, as of a mean over nothing, or a matrix.
+        """
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputTypeError(
+                f"{_CALL}.update(value)",
+                got=f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value),
+                expected=f"a number, the figure {self.metric!r} of a validation",
+                fix="let val_fn give rows that weigh something, or watch another figure with metric=....",
+            ) from error
+        is_best = not math.isnan(number) and (self.best is None or self._gain(number, self.best) > self.min_delta)
+        if is_best:
+            self.best, self.plateau = number, 0
+        else:
+            self.plateau += 1
+        return is_best
+
+    def _gain(self, value: float, best: float) -> float:
+        return 0.0 if value == best else best - value if self.mode == "min" else value - best  # inf - inf is NaN
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value and how long ago it was."""
+        return {"version": _VERSION, "mode": self.mode, "best": self.best, "plateau": self.plateau}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`.
+
+        Raises:
+            FileFormatError: Another version, or the other mode.
+        """
+        if (state.get("version"), state.get("mode")) != (_VERSION, self.mode):
+            raise FileFormatError(
+                "ValidationMonitor.load_state_dict(state)",
+                got=f"version {state.get('version')!r}, mode {state.get('mode')!r}",
+                expected=f"version {_VERSION}, mode {self.mode!r}",
+                fix="make the monitor as it was, or start with a new one.",
+            )
+        self.best, self.plateau = state["best"], state["plateau"]
+
+
+def validate(
+    evaluate: Evaluation,
+    loader: Iterable[Any],
+    fn: ValidationFn,
+    *,
+    device: torch.device,
+    reducers: Mapping[str, Reducer] | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Run a validation; what a batch gives leaves the device at once, and only figures are kept.
+
+    The random state is afterwards as it was, so a training goes on as without the validation.
+
+    Args:
+        evaluate: What ``with trainer.evaluation() as evaluate`` gives.
+        loader: The batches.
+        fn: ``fn(model, batch)`` returns a mapping: for each figure what its reducer takes, one row for each row of the
+            batch, a tensor or a tuple of them.
+        device: Where the model is.
+        reducers: By name. A figure without one is a `Mean`, or of a tuple ``(values, weights)`` a `WeightedMean`.
+        should_stop: Asked before each batch.
+
+    Returns:
+        The figures; None where it was stopped.
+
+    Raises:
+        InputError: There was no batch; a figure is one number of a whole batch, of which a mean would be one of means;
+            a reducer has a name that no figure has.
+        InputTypeError: ``fn`` gives no mapping, or figures that are no tensors.
+        MemkitOutOfMemoryError: Even one row does not fit.
+
+    Memory cost: the outputs of one batch on the host, and on the device what one part of it takes.
+    """
+    given = {} if reducers is None else dict(reducers)
+    for reducer in given.values():
+        reducer.reset()
+    has_batch, first = False, True
+    repeat_epoch(loader)
+
+    def figures_of(model: nn.Module, part: Any) -> dict[str, Any]:
+        return to_device(_check_figures(fn(model, part)), _HOST)
+
+    with random_state.preserved():
+        for batch in loader:
+            has_batch = True
+            if should_stop():
+                return None
+            rows = evaluate(to_device(batch, device), figures_of)
+            if first and (unused := sorted(given.keys() - rows.keys())):
+                _refuse_unused(unused, rows)
+            first, size = False, _rows_in(batch)
+            for name, values in rows.items():
+                _check_rows(name, values, size)
+                is_several = isinstance(values, tuple)
+                reducer = given.setdefault(name, WeightedMean() if is_several else Mean())
+                reducer.update(*(values if is_several else (values,)))
+    if not (given and has_batch):
+        raise InputError(
+            "a validation",
+            got="no batch, or no figure",
+            expected="at least one batch, and a function that returns figures by name",
+            fix="look at the validation loader; one that is an iterator is used up after the first time.",
+        )
+    return {name: reducer.result() for name, reducer in given.items()}
+
+
+def _check_figures(figures: Any) -> dict[str, Any]:
+    if not isinstance(figures, Mapping):
+        raise InputTypeError(
+            "val_fn(model, batch)",
+            got=f"a {type(figures).__name__}",
+            expected="a mapping of figures, one row for each row of the batch",
+            fix="return {'loss': losses} with reduction='none'; without val_fn it is the mean of loss_fn.",
+        )
+    return dict(figures)
+
+
+def _rows_in(batch: Any) -> int | None:
+    try:
+        return count_rows(batch)
+    except InputError:
+        return None  # packed
+
+
+def _refuse_unused(names: list[str], figures: Mapping[str, Any]) -> NoReturn:
+    raise InputError(
+        f"reducers={{{names[0]!r}: ...}} of a validation",
+        got=f"figures {', '.join(map(repr, figures))} from val_fn",
+        expected="a figure for each reducer",
+        fix="give the reducer the name of its figure.",
+    )
+
+
+def _check_rows(name: str, values: Any, num_rows: int | None) -> None:
+    """Refuse one number of a whole batch: a mean of such would weigh a smaller last batch like the others."""
+    parts = values if isinstance(values, tuple) else (values,)
+    for each in parts:
+        if not isinstance(each, Tensor):
+            raise InputTypeError(
+                "val_fn(model, batch)",
+                got=f"a {type(each).__name__} as figure {name!r}",
+                expected="tensors, one row for each row of the batch",
+                fix="return the losses of the rows, not .item() of their mean.",
+            )
+        is_mean = not each.dim() or (len(each) == 1 and not isinstance(values, tuple) and num_rows not in {1, None})
+        if is_mean:
+            rows = "rows" if num_rows is None else f"{num_rows} rows"
+            raise InputError(
+                "val_fn(model, batch)",
+                got=f"one number as figure {name!r} of a batch of {rows}",
+                expected="one row for each row of the batch: a mean of batch means is not the mean",
+                fix="return what there is per row, with reduction='none'; or (values, weights), two tensors (n,): "
+                f"{{{name!r}: (loss[None], count[None])}}.",
+            )
+
+
+def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
+    """Return the figure that a monitor watches.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if monitor.metric not in figures:
+        raise ConfigError(
+            f"ValidationMonitor(metric={monitor.metric!r})",
+            got=f"a validation of {', '.join(figures)}",
+            expected=f"one with {monitor.metric!r}",
+            fix="name one of them, or let val_fn return it.",
+        )
+    return figures[monitor.metric]
+
+
+def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
+    """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``.
+
+    A batch without common rows needs a `Loss` with a count: nothing else says what its mean weighs.
+    """
+
+    def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
+        loss = read_loss(loss_fn(model, batch), call="loss_fn of a validation")
+        count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
+        try:
+            num_rows = count_rows(batch)
+        except InputError as error:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
+            num_rows = 1
+            if count is None:
+                raise InputError(
+                    "loss_fn of a validation",
+                    got="a loss without its count, of a batch whose tensors have no common rows",
+                    expected="what it weighs among the losses of other batches",
+                    fix="return mk.Loss(mean=loss, count=n), or pass val_fn=...",
+                ) from error
+        mean = loss.average().reshape(())
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        weight = mean.new_tensor(num_rows if count is None else count, dtype=dtype) / num_rows
+        return {"loss": (mean.expand(num_rows), weight.expand(num_rows))}
+
+    return rows_fn

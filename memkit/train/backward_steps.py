@@ -1,0 +1,140 @@
+"""Step each parameter as soon as backward has its gradient, so that the gradients never lie there all at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from memkit._core.errors import ConfigError, StateError
+from memkit._machine.devices import process_rank
+from memkit._torch.tensors import accumulate_hooks
+from memkit.train.gradients import as_list
+from memkit.train.parameterwise import Group, step_group, steps_parameterwise
+
+_CALL = "step_in_backward(optimizer)"
+
+
+@contextlib.contextmanager
+def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
+    """Let ``loss.backward()`` step each parameter when its gradient is complete, and free the gradient at once.
+
+    Call ``optimizer.step()`` after each backward as before: it finds no gradients left, and runs your step hooks and
+    what schedules count. Parameters and state are bit-identical to the plain loop's.
+
+    It is exact where a step needs one parameter's gradient only. So there is no clipping by the total norm, no loss
+    scaler (an infinity is found when half of the parameters are stepped), no accumulation, no other ranks. Whatever
+    reads a gradient between backward and ``optimizer.step()``, or adds to it, raises. An out-of-memory in the backward
+    leaves some parameters stepped: a step cannot be taken back, so `MemoryEfficientTrainingWrapper` and
+    `GradientAccumulator` refuse such an optimiser.
+
+    Args:
+        optimizer: One of torch's own optimisers but LBFGS, or several.
+
+    Raises:
+        ConfigError: The optimiser needs more than one parameter's gradient, backward steps its parameters already, or
+            there are several ranks.
+        StateError: From what needs a gradient that is freed: a second backward before ``optimizer.step()``, clipping by
+            the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already. From
+            ``optimizer.step()`` where a parameter was unfrozen or added in the block: backward does not step it.
+
+    Memory:
+        The largest gradient, and the temporary results of its step, in place of all gradients.
+
+    Example:
+        >>> import torch, memkit as mk
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with mk.train.step_in_backward(optimizer):
+        ...     model(torch.ones(2, 3)).sum().backward()
+        ...     optimizer.step()
+        >>> model.weight.grad is None
+        True
+    """
+    optimizers = as_list(optimizer)
+    for each in optimizers:
+        if not steps_parameterwise(each):
+            _refuse(f"a {type(each).__name__}", "an optimizer that is known to step each parameter by itself")
+    if process_rank()[1] > 1:
+        _refuse(f"{process_rank()[1]} ranks", "one process: ranks exchange their gradients when backward has them all")
+    with contextlib.ExitStack() as stack:
+        for each in optimizers:
+            if steps_in_backward(each):
+                _refuse("parameters that backward steps already", "each parameter in one optimiser, and one context")
+            stack.callback(_forget, each)
+            stack.callback(each.register_step_pre_hook(_before_step).remove)
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad:
+                        hook = _Hook(each, group)
+                        stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+        yield
+
+
+def steps_in_backward(optimizer: Optimizer) -> bool:
+    """Say whether an optimiser's parameters are stepped by backward."""
+    trainable = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+    first = next(trainable, None)  # one stands for all: this is asked for each micro-batch
+    hooks = (None if first is None else accumulate_hooks(first)) or {}
+    return any(isinstance(hook, _Hook) for hook in hooks.values())
+
+
+class _Hook:
+    """Called by autograd with a parameter whose gradient is complete."""
+
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+        self._optimizer, self._group = optimizer, group
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        step_group(self._optimizer, self._group, [parameter])
+        assert parameter.grad is not None  # noqa: S101 - autograd calls with one
+        parameter.grad = _Freed(parameter.grad)
+
+
+class _Freed(torch.Tensor):
+    """Stands in the place of a gradient, without memory, so that nobody who needs it goes on without."""
+
+    @staticmethod
+    def __new__(cls: type[_Freed], gradient: torch.Tensor) -> _Freed:
+        return cls._make_wrapper_subclass(
+            cls, gradient.shape, dtype=gradient.dtype, device=gradient.device, storage_size=0
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without the class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise StateError(
+            _CALL,
+            got=f"{func} on a gradient that backward has stepped with and freed",
+            expected="optimizer.step() after each backward, and nothing that needs gradients before it: no clipping by "
+            "the total norm, no accumulation, no loss scaler",
+            fix="take that out, or step after backward, in memkit.train.atomic_steps(optimizer).",
+        )
+
+
+def _forget(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter.grad, _Freed):
+                parameter.grad = None
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    _forget(optimizer)
+    if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+        raise StateError(
+            "optimizer.step() in step_in_backward(optimizer)",
+            got="a gradient that backward has left: its parameter was unfrozen, added or given it by hand in the block",
+            expected="the trainable parameters of the time when the block was entered, and gradients from backward",
+            fix="unfreeze and add parameters before the block, or leave it and enter it again.",
+        )
+
+
+def _refuse(got: str, expected: str) -> None:
+    raise ConfigError(
+        _CALL, got=got, expected=expected, fix="step after backward, in memkit.train.atomic_steps(optimizer)."
+    )

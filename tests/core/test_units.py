@@ -1,0 +1,80 @@
+"""Sizes: what is read, what is refused, what people see."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import memkit as mk
+
+FACTORS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+@given(number=st.integers(0, 10**6), unit=st.sampled_from(sorted(FACTORS)), space=st.sampled_from(["", " "]))
+def test_whole_sizes_are_exact(number, unit, space):
+    assert mk.memory.parse_bytes(f"{number}{space}{unit}") == number * FACTORS[unit]
+    assert mk.memory.parse_bytes(f" {number}{space}{unit.lower()} ") == number * FACTORS[unit]
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [("0.1GB", 100_000_000), ("1.5MiB", 1_572_864), ("1_000B", 1000), (np.int64(7), 7), (0, 0), ("0.7B", 0)],
+)
+def test_what_is_read(value, num_bytes):
+    assert mk.memory.parse_bytes(value) == num_bytes
+
+
+def test_gigabyte_is_not_gibibyte():
+    assert mk.memory.parse_bytes("24GiB") - mk.memory.parse_bytes("24GB") == 1_769_803_776
+
+
+@pytest.mark.parametrize(
+    "value", ["24", "24G", "GiB", "", "1e3MB", "-1GB", "nanGB", "24GiB free", "٣GB", "1.MB", ".5GB", -1]
+)
+def test_what_is_no_size(value):
+    with pytest.raises(mk.errors.InputError, match=r"budget=.*expected (a number and a unit|zero bytes or more)"):
+        mk.memory.parse_bytes(value, name="budget")
+
+
+@pytest.mark.parametrize("value", [True, 1.5, float("nan"), None, b"24GB", [24]])
+def test_what_is_no_size_by_type(value):
+    with pytest.raises(mk.errors.InputTypeError, match=f"a {type(value).__name__}; expected bytes as an int"):
+        mk.memory.parse_bytes(value)
+
+
+@given(st.text())
+def test_any_text_is_a_size_or_a_typed_error(text):
+    with contextlib.suppress(mk.errors.InputError):
+        assert mk.memory.parse_bytes(text) >= 0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1.00 KiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (24_824_987_648, "23.12 GiB"),
+        (-3 * 2**39, "-1.50 TiB"),
+    ],
+)
+def test_what_people_see(num_bytes, text):
+    assert mk.memory.format_bytes(num_bytes) == text
+
+
+@given(st.integers(2**10, 2**60))
+def test_what_people_see_is_within_half_a_percent(num_bytes):
+    number, unit = mk.memory.format_bytes(num_bytes).split()
+    assert float(number) * FACTORS[unit] == pytest.approx(num_bytes, rel=0.0051)

@@ -1,0 +1,103 @@
+"""Keys of grid cells: read back exactly, steps never wrap, Morton order nests."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.voxel_keys import MORTON_BITS, LinearKeys, morton_decode, morton_encode
+
+_INT = st.integers(-(2**40), 2**40)
+
+
+@st.composite
+def boxes(draw):
+    """A box anywhere, and cells in it."""
+    num_axes = draw(st.integers(1, 4))
+    origin = tuple(draw(_INT) for _ in range(num_axes))
+    shape = tuple(draw(st.integers(1, 2**12)) for _ in range(num_axes))
+    margin = tuple(draw(st.integers(0, 3)) for _ in range(num_axes))
+    cell = st.tuples(*(st.integers(low, low + size - 1) for low, size in zip(origin, shape, strict=True)))
+    cells = draw(st.lists(cell, min_size=1, max_size=20))
+    return LinearKeys(origin, shape, margin), cells
+
+
+@given(boxes())
+@settings(deadline=None)
+def test_linear_keys_are_read_back_in_order(drawn):
+    keys, cells = drawn
+    found = keys.encode(torch.tensor(cells))
+    assert keys.decode(found).tolist() == [list(cell) for cell in cells]
+    assert [cells[i] for i in found.argsort(stable=True)] == sorted(cells)
+    cover = LinearKeys.cover(torch.tensor(cells))
+    assert cover.decode(cover.encode(torch.tensor(cells))).tolist() == [list(cell) for cell in cells]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3), _INT)
+@settings(deadline=None, max_examples=50)
+def test_a_step_out_of_the_box_never_ends_in_it(axes, start):
+    """Without a margin the neighbour left of a row's first cell would be the last cell of the row before."""
+    shape, margin = (tuple(each) for each in zip(*axes, strict=True))
+    keys = LinearKeys((start,) * len(shape), shape, margin)
+    cells = torch.tensor(list(itertools.product(*(range(start, start + size) for size in shape))))
+    own = dict(zip(keys.encode(cells).tolist(), map(tuple, cells.tolist()), strict=True))
+    for offset in itertools.product(*(range(-far, far + 1) for far in margin)):
+        for key, cell in own.items():
+            there = tuple(a + b for a, b in zip(cell, offset, strict=True))
+            assert own.get(key + keys.step(offset), there) == there
+            assert (key + keys.step(offset) in own) == (there in own.values())
+
+
+@given(st.integers(2, 3), st.data())
+@settings(deadline=None)
+def test_morton_codes_are_read_back_and_nest(num_axes, data):
+    cell = st.tuples(*[st.integers(0, 2 ** MORTON_BITS[num_axes] - 1)] * num_axes)
+    coords = torch.tensor(data.draw(st.lists(cell, min_size=1, max_size=20)))
+    codes = morton_encode(coords)
+    assert (codes >= 0).all()
+    assert torch.equal(morton_decode(codes, num_axes), coords)
+    level = data.draw(st.integers(0, MORTON_BITS[num_axes] - 1))
+    assert torch.equal(codes >> num_axes * level, morton_encode(coords >> level))
+    expected = [
+        sum((value >> bit & 1) << bit * num_axes + num_axes - 1 - axis for axis, value in enumerate(row)
+            for bit in range(MORTON_BITS[num_axes]))
+        for row in coords.tolist()
+    ]  # fmt: skip
+    assert codes.tolist() == expected
+
+
+def test_far_coordinates_of_a_small_type():
+    coords = torch.tensor([[-(2**31), 2**31 - 1]], dtype=torch.int32)
+    keys = LinearKeys.cover(coords)
+    assert keys.encode(coords).tolist() == [0]
+    wide = LinearKeys((-(2**31), -(2**31)), (2**31 - 1, 2**31))
+    corner = torch.tensor([[-2, -1]], dtype=torch.int32)
+    assert wide.decode(wide.encode(corner)).tolist() == corner.tolist()
+
+
+def test_no_points():
+    empty = torch.empty(0, 3, dtype=torch.int64)
+    keys = LinearKeys.cover(empty, margin=(1, 1, 1))
+    assert keys.decode(keys.encode(empty)).shape == (0, 3)
+    assert morton_decode(morton_encode(empty), 3).shape == (0, 3)
+
+
+def test_what_cannot_be_numbered_is_refused():
+    with pytest.raises(InputError, match=r"extent of 2097152 x 2097152 x 1048577 cells; expected at most 2\^62"):
+        LinearKeys((0, 0, 0), (2**21, 2**21, 2**20 + 1))
+    with pytest.raises(InputError, match="extent of"):
+        LinearKeys((0, 0), (2**31, 2**31), (0, 1))
+    keys = LinearKeys((-2, 0), (4, 4))
+    for bad in ([[-3, 0]], [[2, 0]], [[0, 4]]):
+        with pytest.raises(InputError, match="expected an extent of 4 cells from"):
+            keys.encode(torch.tensor(bad))
+    with pytest.raises(InputTypeError, match=r"dtype torch\.float32; expected integers"):
+        keys.encode(torch.zeros(1, 2))
+    with pytest.raises(InputError, match=r"shape \(1, 3\); expected \(N, 2\)"):
+        keys.encode(torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(InputError, match="from -1 to 3 along axis 2; expected an extent of 2097152 cells"):
+        morton_encode(torch.tensor([[0, 0, -1], [0, 0, 3]]))
+    with pytest.raises(InputError, match="along axis 0"):
+        morton_encode(torch.tensor([[2**31, 0]]))

@@ -1,0 +1,174 @@
+"""What is no log, or a wrong one, is refused with one typed error that says where."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cases import log_fuzz
+from memkit._core.errors import FileFormatError, InputError, InputTypeError
+from memkit._events import file
+from memkit._events.log import Event
+from memkit._events.reader import EventLog, LogNotFoundError, read_memory_events
+
+START = b'{"schema":"memkit.events/1","run_id":"r","wall_s":1.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda folder: folder / "missing.jsonl", LogNotFoundError, "no file there, nor one of a rank"),
+        (lambda folder: folder / "no" / "missing.jsonl", FileNotFoundError, "no file there, nor one of a rank"),
+        (lambda folder: Path("/dev/null"), LogNotFoundError, "something that is no regular file"),
+        (lambda folder: folder, InputError, "got a directory with 2 logs: a.jsonl, b.jsonl"),
+        (lambda folder: folder / "empty", InputError, "got a directory with 0 logs; expected a directory with one log"),
+        (lambda folder: [], InputError, "a list in a list, or an empty one"),
+        (lambda folder: [[folder / "a.jsonl"]], InputError, "a list in a list, or an empty one"),
+        (lambda folder: b"a.jsonl", InputTypeError, "got a bytes; expected a path as text"),
+        (lambda folder: None, InputTypeError, "got a NoneType"),
+        (lambda folder: [folder / "a.jsonl", folder / "old.json"], InputError, "older form beside other files"),
+        (lambda folder: "a\0b", LogNotFoundError, "no file there"),
+    ],
+)
+def test_a_path_that_leads_to_no_log(tmp_path, make, error, text):
+    (tmp_path / "empty").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(START)
+    (tmp_path / "old.json").write_text("[]")
+    with pytest.raises(error) as caught:
+        read_memory_events(make(tmp_path))
+    assert text in str(caught.value)
+
+
+# ---- the older form
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ('[{"event":"a","peak_memory":1,"incremental_memory":1}]', "index 0, event 'a': both numbers"),
+        ('[{"event":"a","peak_memory":1},{"event":"b"}]', "index 1, event 'b': no number; expected"),
+        ('[{"event":"a","peak_memory":null}]', "index 0, event 'a': peak_memory=None"),
+        ('[{"event":"a","peak_memory":"1GB"}]', "index 0, event 'a': peak_memory='1GB'"),
+        ('[{"event":"a","peak_memory":true}]', "index 0, event 'a': peak_memory=True"),
+        ('[{"event":"a","peak_memory":1.5}]', "index 0, event 'a': peak_memory=1.5"),
+        ('[{"event":"a","incremental_memory":-1}]', "index 0, event 'a': incremental_memory=-1"),
+        ('[{"event":"a","peak_memory":9223372036854775808}]', "peak_memory=an integer of 64 bits"),
+        ('[{"event":"a","peak_memory":1e400}]', "peak_memory=inf"),
+        ('[{"event":"a","peak_memory":NaN}]', "got NaN, which is no JSON number"),
+        ('[{"event":"a","peak_memory":' + "1" * 5000 + "}]", "Exceeds the limit (4300 digits)"),
+        ('[{"event":"a","peak_memory":1,"peak_memory":2}]', "got the key 'peak_memory' twice in one object"),
+        ('[{"peak_memory":1}]', "index 0, event None: event=None; expected text that is not empty"),
+        ('[{"event":5,"peak_memory":1}]', "index 0, event 5: event=5"),
+        ('[["a",1]]', "index 0: ['a', 1]; expected {\"event\": NAME} with either"),
+        ('[{"event":"a","peak_memory":1}', "no JSON at character 30"),
+        ('[{"event":"a","peak_memory":1}]]', "no JSON at character 31 (Extra data)"),
+        ('[{"event":"\\ud800","peak_memory":1}]', "got text that is no Unicode"),
+        ("[" * 100_000, "got JSON that is nested too deeply"),
+        ("[1," * 300, "no JSON at character"),
+    ],
+)
+def test_a_wrong_array_is_one_error_that_says_where(tmp_path, content, text):
+    path = tmp_path / "memory_events.json"
+    path.write_text(content)
+    with pytest.raises(FileFormatError) as caught:
+        read_memory_events(path)
+    assert f"read_memory_events({str(path)!r})" in str(caught.value)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+# ---- wrong lines
+
+AFTER = b'{"event":"z"}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b'{"event":"a","step":', "line 2: no JSON at character 2"),
+        (b"\x00\x00\x00", "line 2: no JSON at character 0"),
+        (b'{"event":"\xff"}', "line 2: text that is not UTF-8"),
+        (b'{"event":"\xed\xa0\x80"}', "line 2: text that is not UTF-8"),
+        (b'{"event":"\\udc00"}', "line 2: text that is no Unicode: half of a surrogate pair"),
+        (b'{"event":"a","wall_s":Infinity}', "line 2: Infinity, which is no JSON number"),
+        (b'{"event":"a","event":"b"}', "line 2: the key 'event' twice in one object"),
+        (b'{"event":"a","x":' + b"[" * 100_000, "line 2: JSON that is nested too deeply"),
+        (b'{"event":"a","step":' + b"1" * 5000 + b"}", "line 2: Exceeds the limit (4300 digits)"),
+        (b'{"event":"a","peak_bytes":-1}', "line 2, event 'a': peak_bytes=-1; expected an integer from 0 to"),
+        (b'{"event":"a","peak_bytes":true}', "line 2, event 'a': peak_bytes=True"),
+        (b'{"event":"a","peak_bytes":1.0}', "line 2, event 'a': peak_bytes=1.0"),
+        (b'{"event":"a","wall_s":1e400}', "line 2, event 'a': wall_s=inf"),
+        (b'{"event":"a","kind":"guess"}', "line 2, event 'a': kind='guess'"),
+        (b'{"event":"a","note":[1]}', "line 2, event 'a': note=[1]"),
+        (b'{"event":"a","note":{"x":1e400}}', "line 2, event 'a': note['x']=inf"),
+        (b'{"event":["a"]}', "line 2, event ['a']: event=['a']"),
+        (b'{"step":1}', "line 2, event None: event=None"),
+        (b"[]", "line 2: []; expected a header line first, then one JSON object"),
+        (b'{"schema":"memkit.events/2","run_id":"r","wall_s":1}', "line 2: schema='memkit.events/2'"),
+        (b'{"schema":"memkit.events/1","wall_s":1}', "line 2, the run's header: run_id=None"),
+        (b'{"schema":"memkit.events/1","run_id":"r","wall_s":-1}', "line 2, the run's header: wall_s=-1"),
+        (START.strip()[:-1] + b',"units":"GiB"}', "line 2: units that are not bytes"),
+        (START.strip()[:-1] + b',"rank":4}', "the run's header: rank=4; expected a rank below world_size=1"),
+        (START.strip()[:-1] + b',"argv":"ab"}', "the run's header: argv='ab'"),
+        (START.strip()[:-1] + b',"versions":[]}', "the run's header: versions=[]"),
+        (START.strip()[:-1] + b',"fields":{"peak_bytes":3}}', "the run's header: fields['peak_bytes']=3"),
+        (START.strip()[:-1] + b',"device":{"total_bytes":-1}}', "the run's header: total_bytes=-1"),
+    ],
+)
+def test_a_wrong_line_is_one_error_that_says_where(tmp_path, line, text):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(START + line)
+    if text.startswith(("line 2: no JSON", "line 2: text that is not UTF-8")):
+        assert text in read_memory_events(path).problems[0]  # as the last line it may have been cut
+    else:
+        with pytest.raises(FileFormatError):
+            read_memory_events(path)
+    path.write_bytes(START + line + b"\n" + AFTER)
+    with pytest.raises(FileFormatError) as caught:
+        read_memory_events(path)
+    assert f"read_memory_events({str(path)!r})" in str(caught.value)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "content", [b"GIF89a\x00", b"event,peak\n", b"{}\n", b'"a"\n', AFTER, b"{\n", b"\xff\xfe[\0]\0"]
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, content):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=r"got line 1: .*; expected (the|a) header line"):
+        read_memory_events(path)
+
+
+def test_an_endless_line_is_refused_without_holding_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(file, "LONGEST_LINE_BYTES", 200)
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(START + b'{"event":"' + b"x" * 1000 + b'"}\n')
+    with pytest.raises(FileFormatError, match="got line 2, longer than 200 bytes"):
+        read_memory_events(path)
+    monkeypatch.setattr(file, "_LARGEST_WHOLE_BYTES", 100)
+    path.write_bytes(b"[" + b" " * 100 + b"]")
+    with pytest.raises(FileFormatError, match="got more than 100 bytes"):
+        read_memory_events(path)
+
+
+# ---- everything at once
+
+
+def test_damaged_logs_are_read_or_refused_with_one_typed_error():
+    figures = log_fuzz.fuzz(3_000, seed=1)
+    assert figures["anything else"] == 0
+    assert figures["read"] > 500
+    assert figures["refused"] > 500
+    assert figures["num_distinct_refusals"] > 50
+    assert figures["slowest_ms"] < 5_000
+
+
+def test_negative_control_a_plain_reader_fails_on_them(monkeypatch):
+    def plain(path):
+        return EventLog((), tuple(Event(**json.loads(line)) for line in path.read_text().splitlines()[1:]))
+
+    monkeypatch.setattr(log_fuzz, "read_memory_events", plain)
+    assert log_fuzz.fuzz(200)["anything else"] > 100

@@ -1,6 +1,0 @@
-"""Models with a batch, a loss and an optimizer, in the form that `estimate_memory_usage` takes: `STEPS[name]()`."""
-
-from tests.planning import steps_grids, steps_others
-from tests.planning.step import STEPS, Step, classify, labels
-
-__all__ = ["STEPS", "Step", "classify", "labels", "steps_grids", "steps_others"]

@@ -1,0 +1,171 @@
+"""TrainingConfig: strict types, four-part errors, and a round trip through every file format."""
+
+import json
+import pickle
+import sys
+
+import pytest
+from hypothesis import given, strategies as st
+from pydantic import ValidationError
+
+from memkit._core.errors import ConfigError, FileFormatError
+from memkit.predict.config import TrainingConfig
+
+configs = st.builds(
+    TrainingConfig,
+    preset=st.sampled_from(["low", "medium", "high", "custom"]),
+    gpu_memory_gb=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    batch_size=st.integers(1, 10**12),
+    gradient_accumulation_steps=st.integers(1, 10**6),
+    model_channels=st.integers(1, 10**4).map(lambda n: 8 * n),
+    vae_channels=st.integers(1, 10**4).map(lambda n: 8 * n),
+    resolution=st.integers(1, 100).map(lambda n: 32 * n),
+    precision=st.sampled_from(["fp32", "bf16-mixed", "fp16-mixed"]),
+    checkpointing=st.booleans(),
+    optimizer=st.sampled_from(["adamw", "sgd"]),
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch_size", "2"),
+        ("batch_size", 2.0),
+        ("batch_size", True),
+        ("batch_size", 0),
+        ("gradient_accumulation_steps", -1),
+        ("model_channels", 50),
+        ("resolution", 100),
+        ("gpu_memory_gb", float("nan")),
+        ("gpu_memory_gb", float("inf")),
+        ("gpu_memory_gb", -8),
+        ("gpu_memory_gb", 0),
+        ("gpu_memory_gb", "24"),
+        ("gpu_memory_gb", True),
+        ("precision", "bf16"),
+        ("checkpointing", 1),
+        ("checkpointing", "false"),
+        ("optimizer", None),
+    ],
+)
+def test_a_wrong_value_is_a_config_error_that_names_it(field, value):
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfig(**{field: value})
+    error = caught.value
+    assert error.call == f"TrainingConfig({field}={value!r})"
+    assert error.got == f"{field}={value!r} ({type(value).__name__})"
+    assert error.expected == f"for {field}: {TrainingConfig.model_fields[field].description}"
+    assert field in error.fix or "should" in error.fix
+
+
+def test_an_unknown_field_suggests_the_known_one():
+    with pytest.raises(ConfigError, match=r"batch_siz=2 \(int\); expected one of the fields preset, .*did you mean"):
+        TrainingConfig(batch_siz=2)
+    with pytest.raises(ConfigError, match=r"Way out: leave zzz out\."):
+        TrainingConfig(zzz=2)
+
+
+def test_all_faults_are_said_at_once():
+    with pytest.raises(ConfigError, match=r"batch_size=0 \(int\); resolution='big' \(str\)"):
+        TrainingConfig(batch_size=0, resolution="big")
+
+
+def test_pydantics_own_entry_points_raise_pydantics_error_with_our_text():
+    for build in (TrainingConfig.model_validate, lambda data: TrainingConfig.model_validate_json(json.dumps(data))):
+        with pytest.raises(
+            ValidationError, match=r"TrainingConfig\(batch_size='2'\): got .* Way out: batch_size should"
+        ):
+            build({"batch_size": "2"})
+
+
+def test_it_is_frozen_and_says_how_to_change():
+    config = TrainingConfig(batch_size=2)
+    with pytest.raises(ConfigError, match=r"config\.replace\(batch_size=4\)"):
+        config.batch_size = 4
+    assert config.replace(batch_size=4) == TrainingConfig(batch_size=4)
+    assert config.batch_size == 2
+    assert hash(config) == hash(TrainingConfig(batch_size=2))
+
+
+def test_replace_names_the_call():
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfig().replace(batch_size=0)
+    assert caught.value.call == "TrainingConfig.replace(batch_size=0)"
+
+
+def test_effective_batch_size():
+    assert TrainingConfig(batch_size=3, gradient_accumulation_steps=5).effective_batch_size == 15
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml", ".yml", ".toml", ".TOML"])
+def test_round_trip_through_files(tmp_path_factory, suffix):
+    path = tmp_path_factory.mktemp("round") / f"run{suffix}"
+
+    @given(configs)
+    def check(config):
+        config.save(path)
+        read = TrainingConfig.from_file(path)
+        assert read == config
+        assert {name: type(value) for name, value in read} == {name: type(value) for name, value in config}
+
+    check()
+
+
+@given(configs)
+def test_round_trip_through_pickle(config):
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_file_may_leave_fields_out(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"gpu_memory_gb": 24}')
+    assert TrainingConfig.from_file(str(path)) == TrainingConfig(gpu_memory_gb=24.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", b"{"),
+        ("a.json", b"[1, 2]"),
+        ("a.json", b"\xff\xfe"),
+        ("a.json", b"[" * 100_000),
+        ("a.toml", b"batch_size = "),
+        ("a.yaml", b"batch_size: [1"),
+        ("a.yaml", b""),
+        ("a.yaml", b"1: 2"),
+        ("a.yaml", b"!!python/object/apply:os.getcwd []"),
+    ],
+)
+def test_a_file_that_is_not_a_config(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError) as caught:
+        TrainingConfig.from_file(path)
+    assert caught.value.call == f"TrainingConfig.from_file({str(path)!r})"
+    assert "save(path)" in caught.value.fix
+
+
+def test_a_wrong_value_in_a_file_names_the_file(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"gpu_memory_gb": float("nan")}))
+    with pytest.raises(ConfigError) as caught:
+        TrainingConfig.from_file(path)
+    assert caught.value.call == f"TrainingConfig.from_file({str(path)!r})"
+    assert caught.value.got == "gpu_memory_gb=nan (float)"
+
+
+def test_other_suffixes_and_missing_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"the suffix '\.ini'; expected a file named \*\.json"):
+        TrainingConfig().save(tmp_path / "run.ini")
+    with pytest.raises(ConfigError, match="the suffix ''"):
+        TrainingConfig.from_file(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        TrainingConfig.from_file(tmp_path / "run.toml")
+
+
+def test_without_pyyaml_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)  # what Python itself keeps for a module that must not be imported
+    with pytest.raises(ConfigError, match=r"pip install memkit\[yaml\]"):
+        TrainingConfig().save(tmp_path / "run.yaml")
+    assert not (tmp_path / "run.yaml").exists()
+    TrainingConfig().save(tmp_path / "run.toml")

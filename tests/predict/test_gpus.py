@@ -1,0 +1,256 @@
+"""The table of cards: names, sizes, errors, files."""
+
+import contextlib
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import zipfile
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.records import DeviceMemory
+from memkit._core.units import GIB, MIB
+from memkit.predict import calibration
+from memkit.predict.calibration import calibrate_gpu
+from memkit.predict.estimate import MemoryEstimate
+from memkit.predict.gpus import all_gpus, capacity_bytes, find_gpu, write_gpus
+
+GPUS = all_gpus()
+SHORT = json.dumps({"gpus": [GPUS[0].as_dict() | {"total": ["1GiB"]}]})  # one end of two
+
+
+def test_the_table_is_large_and_its_names_differ():
+    assert len(GPUS) >= 50
+    assert len({gpu.name for gpu in GPUS}) == len(GPUS)
+    assert {gpu.vendor for gpu in GPUS} == {"NVIDIA", "AMD", "Intel", "Apple"}
+    assert sum(gpu.confidence == "observed" for gpu in GPUS) >= 50
+    assert all(gpu.source and re.fullmatch(r"20\d\d-\d\d", gpu.date) for gpu in GPUS)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_a_row_is_possible(gpu):
+    lowest, highest = gpu.total_interval
+    least, most = gpu.context_interval
+    assert 0 <= least <= most < lowest <= highest <= 1.01 * gpu.box_bytes
+    assert gpu.usable_bytes == lowest - most
+    for name in (
+        gpu.name,
+        *gpu.aliases,
+        f"{gpu.vendor} {gpu.name.removeprefix(gpu.vendor)}",
+        gpu.name.lower().replace(" ", ""),
+    ):
+        assert find_gpu(name) is gpu
+    with pytest.raises(FrozenInstanceError):
+        gpu.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("4090", "RTX 4090"),
+        ("nvidia geforce rtx4090", "RTX 4090"),
+        ("RTX 4090 24GB", "RTX 4090"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Quadro RTX 6000", "Quadro RTX 6000"),
+        ("Intel(R) Arc(TM) B580 Graphics", "Arc B580"),
+        ("AMD Instinct MI300X", "Instinct MI300X"),
+        ("AMD Radeon RX 7900 XTX", "RX 7900 XTX"),
+        ("mac 16GB", "Apple 16GB"),
+    ],
+)
+def test_names_as_people_and_drivers_write_them(name, expected):
+    assert find_gpu(name).name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "got", "names"),
+    [
+        ("A100", "several cards begin with", "A100 40GB, A100 80GB"),
+        ("RTX 4060 Ti", "several cards begin with", "RTX 4060 Ti 8GB, RTX 4060 Ti 16GB"),
+        ("RTX 4091", "no card", "RTX 4090"),
+        ("H10O", "no card", "H100 80GB"),
+        ("abacus", "no card", "a card of the table"),
+        ("", "no card", "a card of the table"),
+    ],
+)
+def test_a_name_that_is_not_one_card(name, got, names):
+    with pytest.raises(InputError, match=re.escape(f"find_gpu({name!r})")) as caught:
+        find_gpu(name)
+    assert got in caught.value.got
+    assert names in caught.value.expected
+
+
+@given(st.text(max_size=12))
+def test_any_text_is_a_card_or_an_input_error(name):
+    with contextlib.suppress(InputError):
+        assert find_gpu(name) in GPUS
+
+
+def test_capacity_is_a_size_or_a_card():
+    card = find_gpu("RTX 4090")
+    assert capacity_bytes("24GiB") == capacity_bytes("24GiB", context_counted=True) == 24 * GIB
+    assert capacity_bytes(7) == 7
+    assert capacity_bytes("RTX 4090") == card.total_bytes - card.context_bytes
+    assert capacity_bytes("RTX 4090", context_counted=True) == card.total_bytes
+    assert capacity_bytes(card) == card.usable_bytes
+    assert capacity_bytes(card, context_counted=True) == card.total_bytes
+    with pytest.raises(InputError, match=re.escape("expected a number and a unit")) as caught:
+        capacity_bytes("RTX 4091")
+    assert "RTX 4090" in caught.value.expected
+    with pytest.raises(InputError, match="-1"):
+        capacity_bytes(-1)
+    with pytest.raises(InputTypeError):
+        capacity_bytes(24.0)
+
+
+def test_fits_takes_the_context_off_once():
+    """Just as much as the card's total, context and all, fits; without a context only what the driver leaves."""
+    card = find_gpu("RTX 3090")
+    parts = dict.fromkeys((f"{part}_bytes" for part in ("gradients", "optimizer", "activations", "temporaries")), 0)
+    cpu = MemoryEstimate(
+        parameters_bytes=card.usable_bytes, other_bytes=0, **parts, peak_where="here", confidence="exact"
+    )
+    assert cpu.headroom_bytes("RTX 3090") == 0
+    assert not replace(cpu, other_bytes=1).fits("RTX 3090")
+    cuda = replace(cpu, reserved_bytes=card.usable_bytes, context_bytes=card.context_bytes)
+    assert cuda.headroom_bytes("RTX 3090") == 0
+    assert replace(cuda, context_bytes=card.context_bytes - MIB).headroom_bytes("RTX 3090") == MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("RTX 4090", 8_519_680),
+        ("A100 80GB", 8_519_680),
+        ("H100", 32 * MIB),
+        ("RTX 5090", 32 * MIB),
+        ("MI300X", 128 * MIB),
+    ],
+)
+def test_cublas_workspaces_follow_torch_rule(name, num_bytes):
+    assert find_gpu(name).cublas_workspace_bytes == num_bytes
+
+
+def test_compute_capability():
+    assert find_gpu("RTX 4090").compute_capability == (8, 9)
+    assert find_gpu("B200").compute_capability == (10, 0)
+    assert find_gpu("MI300X").compute_capability is None
+    assert find_gpu("Apple 16GB").compute_capability is None
+
+
+def test_a_file_of_own_cards_comes_before_the_table(tmp_path):
+    own = replace(find_gpu("RTX 4090"), context_interval=(400 * MIB, 400 * MIB), confidence="calibrated")
+    new = replace(own, name="RTX 9090", aliases=("my card",))
+    path = tmp_path / "cards.json"
+    write_gpus(path, [own, new])
+    assert find_gpu("4090", calibrated=path) == own != find_gpu("4090")
+    assert find_gpu("my card", calibrated=path) == new
+    assert len(all_gpus(path)) == len(GPUS) + 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"gpus": [{}]}',
+        '{"gpus": [{"total": ["1 GiB"], "context": [0, 0]}]}',
+        SHORT,
+        "\0",
+    ],
+)
+def test_a_file_that_is_no_file_of_cards(tmp_path, text):
+    path = tmp_path / "cards.json"
+    path.write_text(text)
+    with pytest.raises(FileFormatError, match=re.escape(f"calibrated={str(path)!r}")):
+        all_gpus(path)
+    with pytest.raises(FileNotFoundError):
+        all_gpus(tmp_path / "none")
+
+
+def test_a_record_is_its_own_card_and_other_things_are_none():
+    own = replace(find_gpu("RTX 4090"), name="mine")
+    assert find_gpu(own) is own
+    for name in (None, 4090, torch.device("cuda")):
+        with pytest.raises(InputTypeError, match="the name of a card as text, or a GPU"):
+            find_gpu(name)
+
+
+@pytest.mark.slow  # it starts a process, which imports torch
+def test_calibration_that_fails_lets_its_second_process_go(monkeypatch):
+    readings = iter([DeviceMemory(free_bytes=GIB)])  # there is no second one
+    monkeypatch.setattr(calibration, "find_gpu", lambda _: find_gpu("RTX 4090"))
+    monkeypatch.setattr(calibration, "resolve_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(calibration, "device_memory", lambda _: next(readings))
+    with pytest.raises(StopIteration):
+        calibrate_gpu("cuda")
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has one")
+@pytest.mark.parametrize("call", [find_gpu, capacity_bytes, calibrate_gpu])
+def test_a_live_reading_needs_the_card(call):
+    with pytest.raises(ConfigError, match=re.escape("device='cuda'")):
+        call("cuda")
+
+
+@pytest.mark.gpu
+def test_a_live_reading_is_the_card_of_this_machine():
+    gpu = find_gpu("cuda")
+    assert gpu.total_interval == (torch.cuda.get_device_properties(0).total_memory,) * 2
+    assert gpu.confidence == "live"
+
+
+@pytest.mark.gpu
+def test_calibration_measures_a_context_and_a_workspace():
+    gpu = calibrate_gpu()
+    assert 50 * MIB < gpu.context_bytes < 3 * GIB
+    assert gpu.cublas_workspace_bytes == find_gpu("cuda").cublas_workspace_bytes
+
+
+def test_the_table_needs_no_torch_and_is_part_of_the_package(tmp_path):
+    script = "import sys, memkit.predict.gpus as g; g.find_gpu('4090'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+    pytest.importorskip("hatchling")
+    build = "import hatchling.build as b, sys; print(b.build_wheel(sys.argv[1]))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=root, check=True, capture_output=True, text=True
+    )
+    with zipfile.ZipFile(tmp_path / done.stdout.split()[-1]) as wheel:
+        assert json.loads(wheel.read("memkit/predict/gpus.json"))["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("device", "own_name", "architecture", "total_bytes", "row"),
+    [
+        ("cuda:0", "NVIDIA GeForce RTX 3080", "8.6", 12_580_000_000, "RTX 3080 12GB"),
+        ("cuda", "NVIDIA GeForce RTX 3080", "8.6", 10_500_000_000, "RTX 3080 10GB"),
+        ("cuda", "NVIDIA Unheard-of", "8.9", 25_000_000_000, "RTX 4090"),
+        ("mps", "arm64", None, 11_453_000_000, "Apple 16GB"),
+    ],
+)
+def test_a_live_reading_keeps_total_and_name_and_takes_the_rest_from_the_table(
+    monkeypatch, device, own_name, architecture, total_bytes, row
+):
+    """The device's answers are put in: no test machine has these cards."""
+    monkeypatch.setattr("memkit._machine.devices.resolve_device", torch.device)
+    monkeypatch.setattr("memkit._machine.devices.device_name", lambda device: own_name)
+    monkeypatch.setattr("memkit._machine.devices.device_architecture", lambda device: architecture)
+    monkeypatch.setattr("memkit._machine.devices.device_memory", lambda device: DeviceMemory(total_bytes=total_bytes))
+    gpu = find_gpu(device)
+    assert (gpu.name, gpu.total_interval, gpu.confidence) == (own_name, (total_bytes, total_bytes), "live")
+    assert gpu.context_interval == find_gpu(row).context_interval
+    assert gpu.source.endswith(f"the rest as {row}")
+    assert gpu.num_multiprocessors == (find_gpu(row).num_multiprocessors if "RTX" in own_name else None)
+    assert capacity_bytes(device, context_counted=True) == total_bytes

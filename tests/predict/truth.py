@@ -1,0 +1,99 @@
+"""A real step on the CPU with all that the allocator did, and the dry run held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from memkit._gradients.loss import Loss, detached
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.recording import Recording
+from memkit._recorder.workspace import WorkspaceMarks
+from memkit._simulation.simulation import Host, Record, TrainingStep, hold
+from memkit.predict.estimate import MemoryEstimate
+from tests.predict.step import Step
+
+# Python numbers that C++ wraps in tensors, inside of operators and for the backward.
+NUMBERS = 64
+
+
+def dry_run(step: Step) -> Record:
+    return TrainingStep(
+        step.model, step.batch, step.loss_fn, step.optimizer, step.precision, step.accumulation_steps
+    ).record(Host())
+
+
+def estimate_of(step: Step) -> MemoryEstimate:
+    return MemoryEstimate.of(dry_run(step))
+
+
+def real_step(step: Step):
+    """The plain loop that the estimate is about, after its first step."""
+    run = plain_step(step)
+    run()
+    return run
+
+
+def plain_step(step: Step):
+    """A step of the plain loop."""
+    named = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "nadam": torch.optim.NAdam,
+             "radam": torch.optim.RAdam, "adamax": torch.optim.Adamax}  # fmt: skip
+    optimizer = step.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = named.get(optimizer, optimizer)(step.model.parameters())
+
+    def run():
+        outputs = []
+        for _ in range(step.accumulation_steps):
+            with torch.autocast("cpu", torch.bfloat16, enabled=step.precision is not None):
+                loss = step.loss_fn(step.model, step.batch)
+            if isinstance(loss, Loss):
+                outputs.append(detached(loss.outputs))
+                loss = loss.average()
+            if step.accumulation_steps > 1:
+                loss = loss / step.accumulation_steps
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def levels(recording: Recording) -> list[int]:
+    """Live bytes at each turning point: what dies together (autocast's copies) may die in any order."""
+    timeline = recording.timeline()
+    turns = np.flatnonzero(np.sign(recording.event_bytes[1:]) != np.sign(recording.event_bytes[:-1]))
+    return [*timeline[turns].tolist(), recording.live_bytes()]
+
+
+def assert_equals_the_real_step(make_step: Callable[[], Step], *, is_other_order: bool = False) -> None:
+    """Live bytes at every turning point, the peak by module and category, and the interval around the workspace.
+
+    Args:
+        make_step: Makes the same step each time.
+        is_other_order: Blocks may die in another order than in the real step.
+    """
+    step = make_step()
+    run = real_step(step)
+    with Recorder(marks=WorkspaceMarks()) as truth:
+        hold(truth, step.model, step.batch)
+        run()
+    real = truth.live_recording()
+
+    step = make_step()
+    record = dry_run(step)
+    fake = record.recording
+    if not is_other_order:
+        assert fake.peak_by("module") == real.peak_by("module")
+        if step.accumulation_steps <= 2:
+            assert levels(fake) == levels(real)
+    assert fake.peak_bytes() == real.peak_bytes()
+    assert fake.peak_by("category") == real.peak_by("category")
+
+    predicted = MemoryEstimate.of(record)
+    assert predicted.guesses == ()
+    low, high = predicted.peak_interval
+    assert low == real.peak_bytes()
+    assert low <= truth.recording().peak_bytes() <= high + NUMBERS

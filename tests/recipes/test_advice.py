@@ -1,0 +1,361 @@
+"""Advice is what was tried: predictions held against real steps, failures shown, nothing left behind."""
+
+import copy
+import importlib.util
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+import memkit as mk
+from benchmarks.models import transformer
+from memkit._simulation.simulation import Host
+from memkit.points.edges import sample_edges
+from memkit.recipes.advice.advise import _difference, advise
+from memkit.recipes.advice.remedies import nothing
+from memkit.recipes.advice.step import Training, observe
+from memkit.recipes.advice.submodules import held_by_modules
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_name(table):
+    return {each.name: each for each in table}
+
+
+def mlp(*widths):
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())]
+    return nn.Sequential(*layers[:-1])
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), mlp(width, 2 * width, width)
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    images, labels = load_digits(return_X_y=True)
+    return torch.from_numpy(images[:1024]).float() / 16, torch.from_numpy(labels[:1024]).long()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Sequential(nn.Linear(64, 32), Block(32), Block(32), nn.Linear(32, 10))
+
+
+@pytest.fixture(scope="module")
+def table(model, batch):
+    return advise(model, batch, classify, changes_model=True, budget="1200KiB")
+
+
+class TestOneTable:
+    def test_measured_is_what_was_predicted(self, table):
+        assert table.measured_peak_bytes == table.peak_bytes
+        verified = [each for each in table if each.is_verified]
+        assert {each.name.partition(" of ")[0] for each in verified} >= {"checkpoint 2", "2 micro-batches", "bf16"}
+        for each in verified:
+            assert each.measured_peak_bytes == each.predicted_peak_bytes
+            assert (
+                each.measured_saved_bytes == each.predicted_saved_bytes == table.peak_bytes - each.measured_peak_bytes
+            )
+            # A module's first call in chunks tries a few rows more, for independence.
+            assert each.measured_flops_ratio == pytest.approx(each.predicted_flops_ratio, rel=0.01)
+
+    def test_reckoning_by_what_blocks_hold_would_be_wrong(self, model, batch, table):
+        plain = observe(Training(model, batch, classify, "adamw", None, None), nothing, Host)
+        held = held_by_modules(plain)
+        advice = by_name(table)["checkpoint 2 of 2 blocks"]
+        reckoned = held["1"] + held["2"]
+        assert abs(reckoned - advice.measured_saved_bytes) > 0.1 * advice.measured_saved_bytes
+
+    def test_operations_are_those_of_a_second_forward_of_the_blocks(self, table):
+        advice = by_name(table)
+        assert 1.05 < advice["checkpoint 2 of 2 blocks"].measured_flops_ratio < 4 / 3
+        assert advice["2 micro-batches"].measured_flops_ratio == 1
+        assert advice["half as wide MLPs"].measured_flops_ratio < 1
+
+    def test_numbers_are_as_exact_as_said(self, table):
+        advice = by_name(table)
+        assert advice["checkpoint 2 of 2 blocks"].exact
+        assert advice["checkpoint 2 of 2 blocks"].difference == 0
+        assert 0 < advice["2 micro-batches"].difference < 1e-6
+        assert not advice["bf16"].exact
+        assert 1e-4 < advice["bf16"].difference < 0.1
+        assert not advice["half as wide MLPs"].exact
+        assert advice["half as wide MLPs"].difference is None
+
+    def test_order(self, table):
+        kinds = [(each.is_verified, each.exact) for each in table]
+        assert kinds == sorted(kinds, reverse=True)
+
+    def test_budget(self, table):
+        for each in table:
+            assert each.fits is (
+                None if each.predicted_peak_bytes is None else each.predicted_peak_bytes <= 1200 * 2**10
+            )
+        assert {each.fits for each in table} >= {True, False}
+
+    @pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
+    def test_what_is_not_installed_is_told_without_figures(self, table):
+        advice = by_name(table)["8-bit optimizer state"]
+        assert advice.status == "not run: needs torchao, which is not installed"
+        assert advice.predicted_saved_bytes is None
+
+    def test_as_text_and_plain_values(self, table):
+        text = table.explain()
+        advice = by_name(table)["2 micro-batches"]
+        assert f"predicted: saves {mk.memory.format_bytes(advice.predicted_saved_bytes)}" in text
+        assert f"measured: saves {mk.memory.format_bytes(advice.measured_saved_bytes)}" in text
+        assert "> mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=2)" in text
+        assert json.loads(json.dumps(table.as_dict()))["items"][0]["name"] == table[0].name
+
+    def test_in_a_report(self, table, tmp_path):
+        (tmp_path / "log.json").write_text(
+            '[{"event": "init", "peak_memory": 0}, {"event": "end", "peak_memory": 1000}]'
+        )
+        log = mk.report.read_memory_events(tmp_path / "log.json")
+        mk.write_report(log, tmp_path / "report.md", sections=[table])
+        text = (tmp_path / "report.md").read_text("utf-8")
+        advice = by_name(table)["2 micro-batches"]
+        assert text.count(f"{advice.measured_saved_bytes:,} B") >= 2  # predicted and measured
+
+    def test_in_a_chinese_report_its_own_words_are_chinese(self, table):
+        section = table(None, "zh")
+        assert section.nodes[0].text.startswith("cpu 上未改动的训练步")
+        assert mk.memory.format_bytes(table.peak_bytes) in section.nodes[0].text
+        assert "plain step" not in section.nodes[0].text
+
+
+def test_what_is_printed_has_the_precision_that_was_run(batch):
+    table = advise(mlp(64, 256, 10), batch, classify, precision="bf16-mixed")
+    advice = by_name(table)["2 micro-batches"]
+    assert advice.change == (
+        "mk.MemoryEfficientTrainingWrapper(model, optimizer, precision='bf16-mixed', accumulation_steps=2)"
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_no_number_is_a_difference(bad):
+    one = {"a": torch.ones(2), "b": torch.ones(2)}
+    other = {"a": torch.ones(2), "b": torch.tensor([1.0, bad])}
+    for ours, theirs in ((one, other), (other, one), (other, other)):
+        assert not _difference(ours, theirs) <= 1e-3
+    nothing = {"a": torch.zeros(2)}
+    assert _difference(nothing, nothing) == 0
+    assert _difference(one, nothing) == 1
+
+
+def test_a_model_of_complex_numbers():
+    model = nn.Sequential(nn.Linear(16, 64, dtype=torch.complex64), nn.Linear(64, 1, dtype=torch.complex64))
+    table = advise(model, torch.ones(256, 16, dtype=torch.complex64), lambda m, x: m(x).abs().square().mean())
+    assert by_name(table)["2 micro-batches"].is_verified
+
+
+def test_nothing_is_left_behind(batch):
+    model = mlp(64, 256, 10)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    classify(model, batch).backward()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    objects = [(p, p.data_ptr(), p.grad) for p in model.parameters()]
+    seen = list(model.named_modules())
+    random_state = torch.get_rng_state()
+
+    def loss_fn(model, batch):
+        if any(isinstance(each, nn.Linear) and each.out_features == 128 for each in model.modules()):
+            raise ValueError("the narrow one")
+        return classify(model, batch)
+
+    table = advise(model, batch, loss_fn, optimizer=optimizer, changes_model=True)
+    assert any(each.is_verified for each in table)
+    torch.testing.assert_close(
+        (model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()]), before
+    )
+    assert [(p, p.data_ptr(), p.grad) for p in model.parameters()] == objects
+    assert list(model.named_modules()) == seen
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.slow
+def test_the_optimizers_own_memory(batch):
+    def optimizer(parameters):
+        return torch.optim.AdamW(parameters, foreach=True)
+
+    few = batch[0][:16], batch[1][:16]
+    advice = by_name(advise(mlp(64, 256, 256, 10), few, classify, optimizer=optimizer))["fused"]
+    assert advice.is_verified
+    assert advice.measured_saved_bytes == advice.predicted_saved_bytes > 0
+    assert 0 < advice.difference < 1e-4
+
+
+class Contrast(nn.Module):
+    """Each row is compared with the others: nothing that may be cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = mlp(64, 128, 32)
+
+    def forward(self, x):
+        z = F.normalize(self.encode(x), dim=1)
+        return z @ z.T
+
+
+@pytest.mark.slow
+def test_what_changes_the_gradient_is_shown_as_failed(batch):
+    def loss_fn(model, batch):
+        return F.cross_entropy(model(batch[0]), torch.arange(len(batch[0])))
+
+    advice = by_name(advise(Contrast(), batch, loss_fn))["2 micro-batches"]
+    assert advice.status.startswith("failed: gradients differ by ")
+    assert advice.predicted_saved_bytes == advice.measured_saved_bytes > 0  # with both figures
+
+
+class Mixing(nn.Module):
+    """A softmax over rows in the middle: no tensor without data tells."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 64), nn.Softmax(0), nn.Linear(64, 64))
+
+    def forward(self, x):
+        return self.inner(x).sum(0, keepdim=True)
+
+
+@pytest.mark.slow
+def test_chunks_of_what_mixes_rows_are_refused_by_the_real_run():
+    advice = by_name(advise(Mixing(), torch.randn(1024, 8), lambda model, x: model(x).square().mean()))
+    (chunks,) = (each for name, each in advice.items() if name.startswith("chunks of inner"))
+    assert chunks.status.startswith("failed: a function whose result for one row depends on other rows")
+    assert chunks.predicted_saved_bytes > 0
+    assert chunks.measured_saved_bytes is None
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.message, self.head = mlp(6, 32, 32), nn.Linear(32, 1)
+
+    def forward(self, points, edges):
+        start, end = edges
+        messages = self.message(torch.cat([points[start], points[end]], 1))
+        return self.head(messages.new_zeros(len(points), 32).index_add(0, end, messages))
+
+
+@pytest.mark.slow
+def test_chunks_and_fewer_edges_of_a_graph():
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "points": torch.randn(200, 3, generator=generator),
+        "edges": torch.randint(200, (2, 4000), generator=generator),
+    }
+
+    def fewer(batch):
+        return batch | {"edges": batch["edges"][:, sample_edges(batch["edges"][1], 0.5)]}
+
+    table = advise(
+        Graph(), batch, lambda model, batch: model(batch["points"], batch["edges"]).square().mean(), fewer_edges=fewer
+    )
+    advice = by_name(table)
+    assert advice["chunks of message"].is_verified
+    assert advice["chunks of message"].difference < 1e-5
+    assert "mk.ChunkedProcessor(model.message, chunk_size=250)" in advice["chunks of message"].change
+    assert advice["fewer edges"].is_verified
+    assert not advice["fewer edges"].exact
+    assert advice["fewer edges"].difference > 0.01
+    assert not any("micro-batches" in name for name in advice)  # nobody said how to cut a graph
+    assert advice["offload activations"].status.startswith("not run: the wrapper cannot tell the rows of this batch")
+
+
+@pytest.mark.slow
+def test_chunks_whose_input_needs_a_gradient():
+    model = nn.Sequential(nn.Linear(3, 4), mlp(4, 128, 128, 4))
+    points = torch.randn(2048, 3, generator=torch.Generator().manual_seed(0))
+    table = advise(model, points, lambda model, x: model(x).square().mean())
+    (chunks,) = (each for each in table if each.name == "chunks of 1")
+    assert chunks.is_verified
+    assert chunks.change == "mk.ChunkedProcessor(model[1], chunk_size=128)(x) in place of model[1](x)"
+    assert chunks.measured_flops_ratio > 1.2
+
+
+@pytest.mark.slow
+def test_tiles_of_convolutions():
+    model = nn.Sequential(nn.Conv1d(1, 16, 3, padding=1), nn.GELU(), nn.Conv1d(16, 1, 3, padding=1))
+    sound = torch.sin(torch.arange(4096) / 7).view(1, 1, -1)
+    advice = by_name(advise(model, sound, lambda model, x: (model(x) - x).square().mean()))["tiles of the model"]
+    assert advice.is_verified
+    assert advice.difference < 1e-5
+    assert advice.change == "mk.tiled_apply(model, x, 1024, dims=(-1,))"
+
+
+@pytest.mark.slow
+def test_batchnorm_forbids_micro_batches(batch):
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
+    advice = by_name(advise(model, batch, classify))["2 micro-batches"]
+    assert advice.status == "not run: 1 normalises over the rows, and would see those of a part only"
+    assert advice.predicted_saved_bytes is None
+
+
+@pytest.mark.slow
+def test_random_numbers_in_another_order_are_not_compared(batch):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.5), nn.Linear(512, 10))
+    advice = by_name(advise(model, batch, classify))
+    assert advice["2 micro-batches"].is_verified
+    assert advice["2 micro-batches"].difference is None
+    assert "another order" in advice["2 micro-batches"].effect
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_here_says_so():
+    x = torch.zeros(1, 1).expand(2**24, 64)  # no memory; its copy would take 4 GiB, the activations 4 TiB
+    table = advise(nn.Sequential(nn.Linear(64, 2**16), nn.Linear(2**16, 1)), x, lambda model, x: model(x).mean())
+    assert table.measured_peak_bytes is None
+    assert table.peak_bytes > 2**42
+    advice = by_name(table)["2 micro-batches"]
+    assert advice.predicted_saved_bytes > 2**41
+    assert advice.status.startswith("not run: needs 4.00 TiB here")
+    assert advice.measured_saved_bytes is None
+
+
+@pytest.mark.slow
+def test_a_model_without_data_is_predicted_only():
+    with torch.device("meta"):
+        model = mlp(64, 1024, 10)
+    table = advise(model, torch.zeros(512, 64), lambda model, x: model(x).mean())
+    assert table[0].status == "not run: the model has no data (meta device)"
+    assert not any(each.is_verified for each in table)
+
+
+@pytest.mark.slow
+def test_on_a_card():
+    language = transformer(num_blocks=2, width=32, length=64, rows=4)
+    table = advise(language.model, language.batch, language.loss_fn, target="RTX 4090")
+    advice = by_name(table)["2 micro-batches"]
+    assert advice.is_verified
+    assert advice.expected_saved_bytes == advice.measured_saved_bytes != advice.predicted_saved_bytes
+    assert all(each.fits for each in table if each.is_verified)
+
+
+def test_wrong_arguments(batch):
+    with pytest.raises(mk.errors.InputTypeError, match=r"advise\(str, \.\.\.\): got a str"):
+        advise("model", batch, classify)
+    with pytest.raises(mk.errors.ConfigError, match="None or 'bf16-mixed'"):
+        advise(mlp(64, 10), batch, classify, precision="fp16")
+    with pytest.raises(mk.errors.InputTypeError, match="the mean loss as a 0-dim tensor"):
+        advise(mlp(64, 10), batch, lambda model, batch: 1.0)
+    with pytest.raises(mk.errors.InputTypeError, match="the name of a card as text, or a GPU"):
+        advise(mlp(64, 10), batch, classify, target=None)
+    with pytest.raises(mk.errors.ConfigError, match="a class in torch"):
+        advise(mlp(64, 10), batch, classify, optimizer="adamm")
+    with pytest.raises(mk.errors.InputError, match="8 bytez"):  # before any step: there may be no advice to ask it of
+        advise(mlp(64, 10), batch, lambda model, batch: pytest.fail("it ran"), budget="8 bytez")

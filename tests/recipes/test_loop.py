@@ -1,0 +1,405 @@
+"""The training loop: exact to the last bit against the loop by hand, stopped and gone on with, and without a trace."""
+
+import copy
+import gc
+import itertools
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset
+
+import memkit as mk
+from memkit._machine import devices
+from memkit.recipes.loop import MemoryEfficientTrainLoop
+from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
+from memkit.recipes.reducers import Accuracy
+from memkit.recipes.state.files import list_states
+from memkit.recipes.state.manager import TrainingStateManager
+from memkit.recipes.validation import ValidationMonitor
+from memkit.train.schedules import make_schedule
+from memkit.voxel.dataset import VoxelDataset
+from tests.recipes.loop_parts import StopAfter, digits, loader_of, loss_fn, make, train_in_child, weights
+
+
+def scores_of(model, batch):
+    scores = model(batch[0])
+    return {"loss": F.cross_entropy(scores, batch[1], reduction="none"), "accuracy": (scores, batch[1])}
+
+
+def test_it_learns_digits_and_says_so(caplog):
+    loop, model = make(
+        loader_of(1500), val_loader=loader_of(300), val_fn=scores_of, reducers={"accuracy": Accuracy()}, report_every=10
+    )
+    with caplog.at_level(logging.INFO, logger="memkit"):
+        result = loop.run(num_epochs=1)
+    assert (result.ended_by, result.num_steps, result.num_skipped) == ("epochs", 94, 0)
+    model.eval()
+    images, classes = digits(300)
+    expected = (model(images).argmax(1) == classes).double().mean().item()
+    assert result.validation["accuracy"] == pytest.approx(expected)
+    assert result.validation["accuracy"] > 0.8
+    (report,) = [line for line in caplog.messages if line.startswith("epoch 1, step 50:")]
+    measured = r"loss [\d.]+, lr [\d.]+; [\d.]+ ms a step: data \d+%, .*step \d+%; host resident .* [MG]iB"
+    assert re.search(measured, report)
+
+
+def test_every_group_and_the_incomplete_last_one_is_exact():
+    """52 rows in batches of 16, two micro-batches each: the last batch has four."""
+    images, classes = digits()
+    rows = list(zip(images[:52].double(), classes[:52], strict=True))
+    loader = DataLoader(rows, batch_size=16)
+    model = nn.Linear(64, 10).double()
+    by_hand = copy.deepcopy(model)
+    trainer = mk.MemoryEfficientTrainingWrapper(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), accumulation_steps=3
+    )
+    MemoryEfficientTrainLoop(trainer, loader, loss_fn, progress=False).run()
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
+    for batch in loader:
+        optimizer.zero_grad()
+        loss_fn(by_hand, batch).backward()
+        optimizer.step()
+    assert trainer.num_steps == 4
+    torch.testing.assert_close(weights(model), weights(by_hand), rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_validation_does_not_change_the_training(every):
+    """Its loader draws from the global random state, as dropout does."""
+    plain, expected = make()
+    plain.run(num_epochs=2)
+    loop, model = make(val_loader=loader_of(50), validate_every=every)
+    result = loop.run(num_epochs=2)
+    assert result.validation["loss"] < 2.0
+    assert torch.equal(weights(model), weights(expected))
+    assert model.training
+
+
+def test_the_validation_is_the_exact_mean_of_the_loss():
+    """Batches of 16 of 50 rows: the mean over batches is another number."""
+    loop, model = make(val_loader=loader_of(50))
+    result = loop.run(num_epochs=1)
+    model.eval()
+    images, classes = digits(50)
+    assert result.validation["loss"] == pytest.approx(F.cross_entropy(model(images), classes).item(), rel=1e-6)
+
+
+def orders(kind):
+    if kind == "shuffled":
+        return loader_of()
+    if kind == "own generator":
+        return loader_of(generator=torch.Generator().manual_seed(5))
+    if kind == "workers":
+        return loader_of(num_workers=1)
+    if kind == "distributed":
+        data = torch.utils.data.TensorDataset(*digits())
+        return DataLoader(data, batch_size=16, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    batches = ResumableBatchSampler(200, 16, seed=3)
+    return ResumableLoader(DataLoader(torch.utils.data.TensorDataset(*digits()), batch_sampler=batches))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers", "distributed", "resumable"])
+def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
+    whole, expected = make(orders(kind), val_loader=loader_of(50), validate_every=7)
+    result = whole.run(num_epochs=3)
+
+    def stop_at(steps):
+        def fn(model, batch):
+            if loop.num_steps == steps:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss_fn(model, batch)
+
+        return fn
+
+    before = signal.getsignal(signal.SIGTERM)
+    for steps in (5, 20):  # in the first and in the second epoch, each resumed by new objects
+        with TrainingStateManager(tmp_path) as state:
+            loop, _ = make(orders(kind), val_loader=loader_of(50), validate_every=7, state=state)
+            loop._loss_fn = stop_at(steps)
+            assert loop.run(num_epochs=3).ended_by == "SIGTERM"
+            assert loop.num_steps == steps + 1  # the step that was under way is done
+    assert signal.getsignal(signal.SIGTERM) is before
+    with TrainingStateManager(tmp_path) as state:
+        loop, model = make(orders(kind), val_loader=loader_of(50), validate_every=7, state=state)
+        torch.rand(3)  # whatever the new program drew
+        resumed = loop.run(num_epochs=3)
+    assert resumed == result
+    assert torch.equal(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+def test_goes_on_between_two_epochs(kind, tmp_path):
+    whole, expected = make(orders(kind))
+    whole.run(num_epochs=2)
+    for num_epochs in (1, 2):
+        with TrainingStateManager(tmp_path) as state:
+            loop, model = make(orders(kind), state=state)
+            loop.run(num_epochs=num_epochs)
+    assert torch.equal(weights(model), weights(expected))
+
+
+def test_epochs_of_a_distributed_sampler_differ():
+    """A loop that forgets set_epoch trains on the same order in every epoch."""
+    loader, seen = orders("distributed"), []
+    loop, _ = make(loader)
+    loop._loss_fn = lambda model, batch: (seen.append(batch[0].sum().item()), loss_fn(model, batch))[1]
+    loop.run(num_epochs=2)
+    assert sorted(seen[: len(seen) // 2]) != sorted(seen[len(seen) // 2 :])
+
+
+def test_a_memory_manager_learns_of_the_steps():
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mk.MemoryManager("cpu") as memory:
+        trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory)
+        loop = MemoryEfficientTrainLoop(trainer, loader_of(48), loss_fn, progress=False)
+        loop.run(num_epochs=2)
+        assert memory.num_steps == loop.num_steps > 2
+    trainer.memory = SimpleNamespace(step=3)  # a user's own idea of a memory
+    assert loop.run(num_epochs=3).num_steps > memory.num_steps
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "resumable"])
+def test_a_data_set_that_draws_by_the_epoch_is_told_it(kind):
+    volumes = [{"x": torch.arange(64.0).reshape(1, 4, 4, 4)}] * 4
+    dataset = VoxelDataset(volumes, augmentation_config={"flip_prob": 0.5, "rotate_prob": 0.0, "noise_std": 0.1})
+    subset, generator = Subset(dataset, range(4)), torch.Generator()
+    if kind == "shuffled":
+        loader = DataLoader(subset, batch_size=4, shuffle=True, generator=generator)
+    else:
+        order = ResumableBatchSampler(4, 4, seed=0)
+        loader = ResumableLoader(DataLoader(subset, batch_sampler=order, generator=generator))
+    loop, _ = make(loader)
+    seen = []
+    loop._loss_fn = lambda model, batch: (
+        seen.append(batch["x"].sum().item()),
+        next(model.parameters()).square().mean(),
+    )[1]
+    loop.run(num_epochs=2)
+    dataset.set_epoch(0)
+    assert sum(seen[:2]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
+    dataset.set_epoch(1)
+    assert sum(seen[-2:]) == pytest.approx(sum(dataset[i]["x"].sum().item() for i in range(4)), rel=1e-6)
+
+
+def test_a_sigterm_inside_a_validation_is_obeyed_and_the_validation_made_up_for(tmp_path):
+    whole, expected = make(val_loader=loader_of(50), monitor=ValidationMonitor())
+    result = whole.run(num_epochs=2)
+    with TrainingStateManager(tmp_path) as state:
+        loop, _ = make(val_loader=DataLoader(StopAfter(20), batch_size=8), monitor=ValidationMonitor(), state=state)
+        stopped = loop.run(num_epochs=2)
+        assert (stopped.ended_by, stopped.num_epochs, stopped.validation) == ("SIGTERM", 0, None)
+        monitor = ValidationMonitor()
+        loop, model = make(val_loader=loader_of(50), monitor=monitor, state=state)
+        assert loop.run(num_epochs=2) == result
+    assert torch.equal(weights(model), weights(expected))
+    assert monitor.best == pytest.approx(min(monitor.best, result.validation["loss"]))
+    assert monitor.plateau in (0, 1)
+
+
+def test_early_stopping_ends_the_run_and_stays_ended(tmp_path):
+    def worse(model, batch):
+        worse.value += 1.0
+        return {"loss": torch.full((len(batch[0]),), worse.value)}
+
+    worse.value = 0.0
+    with TrainingStateManager(tmp_path) as state:
+        loop, _ = make(val_loader=loader_of(16), val_fn=worse, monitor=ValidationMonitor(patience=2), state=state)
+        result = loop.run(num_epochs=10)
+        assert (result.ended_by, result.num_epochs) == ("early stopping", 3)
+        again, _ = make(val_loader=loader_of(16), val_fn=worse, monitor=ValidationMonitor(patience=2), state=state)
+        assert again.run(num_epochs=10).num_steps == result.num_steps
+
+
+@pytest.mark.filterwarnings("ignore:precision='fp16-mixed' on a CPU")
+def test_the_schedule_waits_for_a_step_that_was_skipped():
+    """An infinite loss in the third batch: float16's scaler skips that step, and the schedule must not move."""
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = make_schedule(optimizer, "linear", num_steps=100)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, precision="fp16-mixed", scheduler=schedule)
+    scaler = trainer._precision.scaler
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 1024.0})
+    seen = itertools.count()
+
+    def broken(model, batch):
+        return loss_fn(model, batch) * (float("inf") if next(seen) == 2 else 1.0)
+
+    result = MemoryEfficientTrainLoop(trainer, loader_of(), broken, progress=False).run()
+    assert (result.num_steps, result.num_skipped, trainer.num_steps) == (13, 1, 12)
+    assert schedule.get_last_lr() == [1.0 - 12 / 100]
+
+
+class Figures(dict):
+    def add_scalar(self, tag, value, step):
+        self.setdefault(tag, []).append((step, value))
+
+
+def test_the_writer_gets_what_a_report_says():
+    writer = Figures()
+    loop, _ = make(val_loader=loader_of(50), writer=writer, report_every=5)
+    result = loop.run(num_epochs=1)
+    assert [step for step, _ in writer["train/loss"]] == [5, 10]
+    assert writer["validation/loss"] == [(13, result.validation["loss"])]
+    assert {"train/lr", "memory/host_resident_bytes", "seconds_per_step/step"} <= writer.keys()
+
+
+def test_the_bar_needs_tqdm_and_the_loop_does_not(monkeypatch, capfd):
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # no thread that outlives the test
+    bars = []
+
+    def shown(**settings):
+        bars.append(tqdm.tqdm(**(settings | {"disable": False})))
+        return bars[-1]
+
+    fake = SimpleNamespace(tqdm=shown)  # as in a terminal
+    monkeypatch.setitem(sys.modules, "tqdm", fake)
+    loop, _ = make(report_every=5)
+    loop._progress = True
+    loop.run(num_epochs=2)
+    assert (bars[0].n, bars[0].total) == (26, 26)
+    assert "26/26" in capfd.readouterr().err
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as where it is not installed
+    again, _ = make()
+    again._progress = True
+    assert again.run(num_epochs=1).num_steps == 13
+    assert capfd.readouterr().err == ""
+
+
+def test_a_thread_trains_without_touching_the_signals():
+    expected_loop, expected = make()
+    expected_loop.run()
+    before = signal.getsignal(signal.SIGTERM)
+    loop, model = make()
+    seen = []
+    loop._loss_fn = lambda model, batch: (seen.append(signal.getsignal(signal.SIGTERM)), loss_fn(model, batch))[1]
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    thread.join()
+    assert set(seen) == {before}
+    assert torch.equal(weights(model), weights(expected))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_child_processes_train_alike(method):
+    loop, model = make(val_loader=loader_of(50))
+    result = loop.run(num_epochs=2)
+    context = multiprocessing.get_context(method)
+    queue = context.SimpleQueue()
+    child = context.Process(target=train_in_child, args=(queue,))
+    child.start()
+    found, num_steps, loss = queue.get()
+    child.join()
+    assert (num_steps, loss) == (result.num_steps, result.validation["loss"])
+    assert torch.equal(torch.from_numpy(found), weights(model))
+
+
+def live_tensors():
+    gc.collect()
+    # By type, not isinstance: other tests leave objects of torch's behind that warn when they are asked.
+    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+
+def run_steps(num_steps):
+    """Train so many steps on one warm loop; return live tensors and resident bytes gained."""
+    loop, _ = make(val_loader=loader_of(48), validate_every=100, report_every=50, writer=Ignore())
+    per_epoch = 13
+    loop.run(num_epochs=-(-num_steps // per_epoch // 2))  # warm: half of it
+    tensors, resident = live_tensors(), devices.resident_bytes()
+    begun = loop.num_steps
+    loop.run(num_epochs=-(-(begun + num_steps) // per_epoch))
+    assert loop.num_steps - begun >= num_steps
+    return live_tensors() - tensors, devices.resident_bytes() - resident
+
+
+class Ignore:
+    def add_scalar(self, tag, value, step):
+        pass
+
+
+def test_500_steps_leave_no_tensor_more():
+    assert run_steps(500)[0] == 0
+
+
+@pytest.mark.slow
+def test_10_000_steps_leave_no_tensor_and_no_mebibyte():
+    tensors, resident = run_steps(10_000)
+    assert tensors == 0
+    assert resident < 2**20
+
+
+def test_settings_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="pass val_loader"):
+        make(monitor=ValidationMonitor())
+    with pytest.raises(mk.errors.ConfigError, match=r"report_every=0.*from 1"):
+        make(report_every=0)
+    state, monitor = TrainingStateManager(tmp_path, mode="min"), ValidationMonitor(mode="max")
+    with pytest.raises(
+        mk.errors.ConfigError, match=r"TrainingStateManager\(mode='min'\): got a monitor with mode='max'"
+    ):
+        make(val_loader=loader_of(16), monitor=monitor, state=state)
+    loop, _ = make(val_loader=loader_of(16), monitor=ValidationMonitor(metric="iou", mode="max"))
+    with pytest.raises(ValueError, match=r"a validation of loss; expected one with 'iou'"):
+        loop.run()
+    with pytest.raises(mk.errors.FileFormatError, match=r"version 9; expected version 2"):
+        loop.load_state_dict(loop.state_dict() | {"position": {"version": 9}})
+
+
+@pytest.mark.parametrize(
+    ("every", "expected"),
+    [
+        ({"validate_every": 2, "save_every": 2}, [(2, 2), (4, 4), (6, 0), (8, 2), (10, 4)]),
+        ({"save_every": 5}, [(5, None), (5, 5), (10, None), (10, 4)]),  # at the epochs' ends: first without a figure
+        ({"validate_every": 4}, [(5, None), (10, None)]),
+    ],
+)
+def test_a_state_has_the_figure_of_its_own_step(every, expected, tmp_path):
+    """So that the best one can be restored. The figure of step 5 is the best; 5 steps an epoch."""
+    with TrainingStateManager(tmp_path, keep=10) as manager:  # the mode is the monitor's
+        loop, _ = make(
+            loader_of(80),
+            val_loader=[torch.zeros(1)],
+            val_fn=lambda model, batch: {"score": torch.tensor([loop.num_steps % 6.0])},
+            monitor=ValidationMonitor(mode="max", metric="score", patience=None),
+            state=manager,
+            **every,
+        )
+        loop.run(num_epochs=2)
+        saved = [(each.step, each.read_manifest()["metric"]) for each in reversed(list_states(tmp_path))]
+        best = manager.best_step
+    assert saved == expected
+    assert best == {2: 4, 5: 5}.get(every.get("save_every"))
+
+
+@pytest.mark.parametrize("at", [3, 13])  # in the middle of an epoch, and at its last batch
+def test_a_state_that_is_restored_inside_a_run_is_told(tmp_path, at):
+    """The running epoch would go on with its own batches, and count them as the state's."""
+    loop, _ = make(report_every=1, writer=(writer := Restoring(at)))
+    manager = TrainingStateManager(tmp_path)
+    manager.save(0, **loop.objects())
+    writer.restore = lambda: manager.restore(**loop.objects())
+    with pytest.raises(mk.errors.StateError, match=r"TrainLoop\.load_state_dict\(state\): got a state that was loaded"):
+        loop.run(2)
+    loop.run(1)  # the state's own epoch
+    assert loop.state_dict()["position"]["epoch"] == 1
+
+
+class Restoring:
+    def __init__(self, at):
+        self.at, self.num_calls = at, 0
+
+    def add_scalar(self, tag, value, step):
+        if step == self.at and not self.num_calls:
+            self.num_calls += 1
+            self.restore()

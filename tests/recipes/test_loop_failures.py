@@ -1,0 +1,61 @@
+"""What a run leaves that ends with an error: the steps that are done are not lost, and no rank waits for another."""
+
+import pytest
+import torch
+
+import memkit as mk
+from memkit.recipes.state.manager import TrainingStateManager
+from memkit.recipes.validation import ValidationMonitor
+from tests.recipes.loop_parts import loader_of, make, weights
+
+
+def test_an_iterator_is_not_taken_for_many_epochs(tmp_path):
+    """It would train once, and call two epochs of nothing done. What it has trained is kept."""
+    with TrainingStateManager(tmp_path, keep=10) as manager:
+        loop, model = make(iter(list(loader_of(40))), state=manager, save_every=2)
+        with pytest.raises(mk.errors.InputError, match=r"epoch 2: got no batch"):
+            loop.run(num_epochs=3)
+        assert loop.num_steps == 3
+        assert manager.steps == (3, 2)
+        again, restored = make()
+        manager.restore(**again.objects())
+    assert torch.equal(weights(restored), weights(model))
+
+
+def test_an_epoch_without_a_batch_at_the_start_saves_nothing(tmp_path):
+    with TrainingStateManager(tmp_path) as manager:
+        loop, _ = make(iter(()), state=manager)
+        with pytest.raises(mk.errors.InputError, match=r"epoch 1: got no batch"):
+            loop.run()
+        assert manager.steps == ()
+
+
+@pytest.mark.parametrize("every", [{"validate_every": 2, "save_every": 2}, {"save_every": 2}, {}])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, mk.errors.ConfigError])
+def test_a_validation_that_fails_costs_no_state(every, error, tmp_path):
+    """It comes before the save of its step. The run that goes on makes up for it, and ends as without the error."""
+
+    def val_fn(model, batch):
+        if is_broken and error is not mk.errors.ConfigError:
+            raise error
+        return {"other" if is_broken else "loss": batch}
+
+    def start():
+        settings = {"val_loader": [torch.zeros(1)], "val_fn": val_fn, "monitor": ValidationMonitor(), **every}
+        return make(loader_of(64, generator=torch.Generator().manual_seed(0)), state=manager, **settings)
+
+    is_broken = True
+    with TrainingStateManager(tmp_path / "broken") as manager:
+        loop, _ = start()
+        with pytest.raises(error):
+            loop.run(num_epochs=2)
+        failed_at = 2 if "validate_every" in every else 4
+        assert manager.steps[0] == loop.num_steps == failed_at
+        is_broken = False
+        again, model = start()
+        assert again.run(num_epochs=2).validation == {"loss": 0.0}
+    with TrainingStateManager(tmp_path / "whole") as manager:
+        whole, expected = start()
+        whole.run(num_epochs=2)
+    assert again.num_steps == whole.num_steps == 8
+    assert torch.equal(weights(model), weights(expected))

@@ -1,0 +1,283 @@
+"""Plans are held against real steps: what they take, which gradient they have, and what is refused."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+
+from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
+from memkit.predict.gpus import find_gpu
+from memkit.recipes.planned import plan_training, prepare
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.allocations import trace_allocations
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.wide, self.narrow = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def digits():
+    """Six rows of 128 digits each: (6, 128, 64) and (6, 128)."""
+    images, labels = load_digits(return_X_y=True)
+    images = torch.from_numpy(images[:768]).float().view(6, 128, 64) / 16
+    return images, torch.from_numpy(labels[:768]).long().view(6, 128)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Residual(64) for _ in range(2)), nn.Linear(64, 10))
+
+
+def num_bytes(*groups) -> int:
+    tensors = [each for group in groups for each in group]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
+def real_peak(trainer, model, optimizer, batch) -> int:
+    trainer.train_step(batch, loss_fn)
+    trainer.train_step(batch, loss_fn)
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    there = num_bytes(model.parameters(), model.buffers(), state, batch)
+    return there + trace_allocations(lambda: trainer.train_step(batch, loss_fn)).peak
+
+
+def gradient(model, batch, **settings):
+    model = copy.deepcopy(model).double()
+    batch = batch[0].double(), batch[1]
+    got = []
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: got.extend(each.grad.flatten().clone() for each in model.parameters()))
+    with MemoryEfficientTrainingWrapper(model, optimizer, **settings) as trainer:
+        trainer.train_step(batch, loss_fn)
+    return torch.cat(got)
+
+
+@pytest.mark.parametrize(
+    ("budget", "micro_batch_size", "treatments"),
+    [
+        ("2500KiB", None, set()),
+        ("4800KiB", 6, {"selective", "full"}),
+        pytest.param("3800KiB", 6, {"offload"}, marks=pytest.mark.slow),
+        pytest.param("2200KiB", None, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_the_plan_fits_for_real_with_the_same_gradient(budget, micro_batch_size, treatments):
+    batch, model = digits(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, batch, loss_fn, budget=budget, micro_batch_size=micro_batch_size) as trainer:
+        plan = trainer.plan
+        peak = real_peak(trainer, model, optimizer, batch)
+    # The plan counts the random state that the step and each treated block keep; a block that waits elsewhere has none.
+    assert plan.predicted_peak_bytes <= peak <= plan.required_bytes <= plan.budget_bytes
+    if micro_batch_size is None:
+        assert plan.accumulation_steps > 1
+    else:
+        assert (plan.micro_batch_size, plan.accumulation_steps) == (6, 1)
+        assert treatments & set(plan.checkpoint.values())
+    plain = gradient(make_model(), batch)
+    planned = gradient(make_model(), batch, **plan.wrapper_settings())
+    assert (planned - plain).norm() <= 1e-13 * plain.norm()
+
+
+def test_a_large_budget_leaves_the_step_alone():
+    plan = plan_training(make_model(), digits(), loss_fn, "sgd", budget="1GiB")
+    assert plan.wrapper_settings()["checkpoint"] is None
+    assert plan.precision is None
+    assert plan.notes == ()
+
+
+def test_planning_leaves_no_trace_and_takes_what_was_fastest():
+    model, batch = make_model(), digits()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    plan = plan_training(model, batch, loss_fn, optimizer, budget="5MiB", measure=True)
+    assert any(each.measured_seconds is not None for each in plan.candidates)
+    chosen = min((each.measured_seconds, each.accumulation_steps) for each in plan.candidates if each.measured_seconds)
+    assert chosen[1] == plan.accumulation_steps
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+    assert all(each.grad is None for each in model.parameters())
+    assert all("forward" not in vars(each) for each in model.modules())
+
+
+def test_a_card_and_a_model_without_data():
+    with torch.device("meta"):
+        model = nn.Sequential(*(Residual(2048) for _ in range(2)))
+        batch = torch.empty(2**18, 2048)
+
+    def square(model, x):
+        return model(x).square().mean()
+
+    plan = plan_training(model, batch, square, "adamw", budget="RTX 3090")
+    assert plan.estimate.fits("RTX 3090")
+    assert plan.estimate.total_bytes <= plan.required_bytes <= plan.budget_bytes
+    assert plan.accumulation_steps > 1
+    assert not plan.candidates[0].fits  # the whole batch
+    assert "has no data" in plan.notes[0]
+    rows = plan.micro_batch_size
+    same = plan_training(model, batch, square, budget=plan.required_bytes, target="RTX 3090", micro_batch_size=rows)
+    assert same.estimate == plan.estimate
+
+
+def normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(0, 1), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10))
+
+
+def test_what_normalises_over_rows_is_kept_whole():
+    plan = plan_training(normalised(), digits(), loss_fn, budget="8MiB")
+    assert [each.accumulation_steps for each in plan.candidates] == [1]
+    assert "In training mode 2 would see the statistics of each micro-batch: use GroupNorm" in plan.notes[0]
+    with pytest.raises(ConfigError, match=r"The batch is kept whole: 2 normalise over its rows"):
+        plan_training(normalised().to("meta"), digits(), loss_fn, budget="64KiB")
+
+
+def test_a_loss_that_compares_rows_is_kept_whole():
+    def contrast(model, batch):
+        codes = model(batch[0]).flatten(1)
+        return F.cross_entropy(codes @ codes.T, torch.arange(len(codes)))
+
+    plan = plan_training(make_model(), digits(), contrast, budget="8MiB")
+    assert [each.accumulation_steps for each in plan.candidates] == [1]
+    assert "cached_backward" in plan.notes[0]
+
+
+def test_nothing_fits():
+    with pytest.raises(ConfigError) as raised:
+        plan_training(make_model(), digits(), loss_fn, budget="100KiB", micro_batch_size=1)
+    error = raised.value  # the four parts
+    assert error.call == "plan_training(..., budget='100KiB')"
+    assert "at the least, with micro-batches of" in error.got
+    assert "its largest holders are" in error.got
+    least = int(error.fix.split("take a budget of ")[1].split()[0])
+    assert plan_training(make_model(), digits(), loss_fn, budget=least, micro_batch_size=1)
+
+
+@pytest.mark.parametrize("size", [0, 7, 1.5, "2"])
+def test_micro_batches_that_the_batch_does_not_have(size):
+    with pytest.raises(ConfigError, match=r"of a batch of 6 rows.*a whole number from 1 to 6"):
+        plan_training(make_model(), digits(), loss_fn, budget="4MiB", micro_batch_size=size)
+
+
+def test_micro_batches_that_were_asked_for_are_judged_too():
+    plan = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
+    assert (plan.accumulation_steps, plan.is_split_exact) == (2, False)
+    assert plan.notes[0].startswith("Cut into 3 rows as asked, though parts have another gradient. In training mode 2 ")
+    whole = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=6)
+    assert (whole.notes, whole.is_split_exact) == ((), None)
+
+
+def test_another_loss_than_the_plan_judged_is_judged():
+    def contrastive(model, batch):
+        scores = model(batch[0])
+        return (scores - scores.mean(0)).square().mean()
+
+    model = make_model()
+    with prepare(model, torch.optim.AdamW(model.parameters()), digits(), loss_fn, budget="2500KiB") as trainer:
+        assert trainer.train_step(digits(), loss_fn).num_microbatches > 1
+        with pytest.raises(ConfigError, match="when the batch is split"):
+            trainer.train_step(digits(), contrastive)
+
+
+def take_step(trainer, batch):
+    trainer.train_step(batch, loss_fn)
+
+
+def take_step_by_hand(trainer, batch):
+    for attempt in trainer.microbatches(batch):
+        with attempt as micro:
+            trainer.backward(loss_fn(trainer.model, micro))
+    trainer.step()
+
+
+@pytest.mark.parametrize("step", [take_step, take_step_by_hand])
+def test_other_modes_than_the_plan_judged_are_judged(step):
+    model = normalised().eval()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, digits(), loss_fn, budget="8MiB", micro_batch_size=3) as trainer:
+        assert trainer.plan.is_split_exact
+        model.train()
+        with pytest.warns(MemkitWarning, match="splitting the batch changes the gradient"):
+            step(trainer, digits())
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"precisions": ()}, ConfigError, "a list of one or more of"),
+        ({"precisions": "bf16-mixed"}, ConfigError, "got precisions='bf16-mixed'; expected precisions: a list"),
+        ({"precisions": ("fp8",)}, ConfigError, "fp8"),
+        ({"model": make_model}, InputTypeError, r"plan_training\(function, \.\.\.\).*a torch\.nn\.Module"),
+        ({"sample_batch": torch.empty(0, 128, 64), "model": make_model().to("meta")}, InputError, "without rows"),
+        ({"sample_batch": {"x": torch.ones(7, 3), "y": torch.ones(5)}}, InputError, "cut a packed batch yourself"),
+        ({"budget": 1.5}, InputTypeError, "budget=1.5"),
+        ({"target": 4090}, InputTypeError, "the name of a card as text"),
+        ({"selected_fraction": 0}, ConfigError, "selected_fraction=0"),
+    ],
+)
+def test_wrong_arguments(changed, error, message):
+    given = {"model": make_model(), "sample_batch": digits(), "loss_fn": loss_fn, "budget": "4MiB"} | changed
+    with pytest.raises(error, match=message):
+        plan_training(**given)
+
+
+def test_a_card_as_a_record():
+    card = replace(find_gpu("RTX 4090"), name="mine")
+    plan = plan_training(make_model(), digits(), loss_fn, budget=card)
+    assert plan.budget_bytes == card.total_bytes
+    part = plan_training(make_model(), digits(), loss_fn, budget="8GiB", target=card)
+    assert part.estimate == plan.estimate
+    with pytest.raises(ConfigError, match=r"budget=mine, target='cpu'"):
+        plan_training(make_model(), digits(), loss_fn, budget=card, target="cpu")
+
+
+def test_what_was_answered_without_data_is_said():
+    def masked(model, batch):
+        losses = F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten(), reduction="none")
+        return losses[losses > 0].mean()
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with prepare(model, optimizer, digits(), masked, budget="8MiB", selected_fraction=1.0) as trainer:
+        notes = trainer.plan.notes
+    assert any(each.startswith("Answered without data: ") and "test_prepare.py" in each for each in notes)
+    assert notes[-1] in trainer.plan.explain()
+
+
+def test_a_card_is_named_once():
+    with pytest.raises(ConfigError, match="got two devices; expected a budget in bytes where there is a target"):
+        plan_training(make_model(), digits(), loss_fn, budget="RTX 4090", target="cpu")
+
+
+def test_a_card_cannot_be_measured():
+    with pytest.raises(ConfigError, match=r"measure=True.*a budget on RTX 4090"):
+        plan_training(make_model(), digits(), loss_fn, budget="RTX 4090", measure=True)
+
+
+def test_it_explains_itself():
+    plan = plan_training(make_model(), digits(), loss_fn, budget="2500KiB")
+    lines = plan.explain().splitlines()
+    assert sum("<- chosen" in line for line in lines) == 1
+    assert sum("too much" in line for line in lines) == sum(not each.fits for each in plan.candidates)
+    assert sum("*" in line for line in lines) == 1
+    figures = plan.as_dict()
+    assert figures["estimate"]["peak_bytes"] == plan.predicted_peak_bytes
+    assert len(figures["candidates"]) == len(plan.candidates)

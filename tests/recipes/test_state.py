@@ -1,0 +1,405 @@
+"""What a state holds: a training that is stopped anywhere and restored goes on bit for bit."""
+
+import copy
+import itertools
+import random
+import warnings
+from collections import Counter, OrderedDict, deque
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
+
+from memkit._core.errors import FileFormatError, InputTypeError, MemkitWarning, StateError
+from memkit.predict.virtual_gpu import VirtualGPU
+from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
+from memkit.recipes.state.manager import TrainingStateManager
+from memkit.train.accumulate import GradientAccumulator
+from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.4), nn.Linear(16, 3))
+
+    def forward(self, x):
+        noise = np.random.standard_normal() + random.random()  # all random states take part
+        return self.net(x) + 0.01 * noise
+
+
+def data():
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(26, 5, generator=generator), torch.arange(26) % 3)
+
+
+class Monitor:
+    """Early stopping, as somebody writes it: NumPy's numbers among its values."""
+
+    def __init__(self):
+        self.best, self.bad, self.history = np.float64("inf"), 0, []
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+    def update(self, value):
+        self.bad = 0 if value < self.best else self.bad + 1
+        self.best = min(self.best, np.float64(value))
+        self.history = [*self.history, value]
+
+
+class Training:
+    """A training with everything: groups of three micro-batches, loss scale, schedule, average, early stopping."""
+
+    def __init__(self, make_optimizer=torch.optim.AdamW, *, dtype=torch.float32):
+        torch.manual_seed(0)
+        self.model = Model().to(dtype)
+        self.optimizer = make_optimizer(self.model.parameters(), lr=0.02)
+        self.scheduler = lr_scheduler.OneCycleLR(self.optimizer, 0.05, total_steps=40, cycle_momentum=False)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        self.average = AveragedModel(self.model)
+        self.monitor = Monitor()
+        self.accumulator = GradientAccumulator(
+            self.optimizer, 3, max_grad_norm=1.0, scaler=self.scaler, check_weights=False
+        )
+        batches = ResumableBatchSampler(26, 4, seed=1)
+        self.loader = ResumableLoader(DataLoader(data(), batch_sampler=batches, generator=torch.Generator()))
+        self._dtype = dtype
+
+    def objects(self):
+        return {name: each for name, each in vars(self).items() if not name.startswith("_")}
+
+    def run(self):
+        for epoch in range(self.loader.epoch, 10):
+            self.loader.set_epoch(epoch)
+            for x, y in self.loader:
+                loss = F.cross_entropy(self.model(x.to(self._dtype)), y)
+                self.accumulator.backward(loss, count=len(x))
+                if self.accumulator.step():
+                    self.scheduler.step()
+                    self.average.update_parameters(self.model)
+                    self.monitor.update(loss.item())
+                yield
+
+    def states(self):
+        return copy.deepcopy({name: each.state_dict() for name, each in self.objects().items()})
+
+
+def assert_same(first, second):
+    """Bit for bit, of any containers."""
+    ones, others = pytree.tree_leaves_with_path(first), pytree.tree_leaves_with_path(second)
+    assert len(ones) == len(others) > 0
+    for (path, one), (its_path, other) in zip(ones, others, strict=True):
+        assert path == its_path
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True, msg=str(path))
+        else:
+            assert one == other or one != one, path
+
+
+def go_on_after(folder, stop, num_steps, make, **settings):
+    """Train ``stop`` steps, save, forget everything, and train the rest with other objects."""
+    whole, manager = make(), TrainingStateManager(folder, **settings)
+    random.seed(5)
+    np.random.seed(5)
+    running = whole.run()
+    for _ in itertools.islice(running, stop):
+        pass
+    manager.save(stop, **whole.objects())
+    for _ in itertools.islice(running, num_steps - stop):
+        pass
+    manager.close()
+    random.seed(99)
+    np.random.seed(99)
+    resumed = make()
+    assert TrainingStateManager(folder).restore(**resumed.objects()) == stop
+    for _ in itertools.islice(resumed.run(), num_steps - stop):
+        pass
+    return whole, resumed
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("stop", [1, 6, 7, 11])  # in a group, between groups, at an epoch's end, in the second epoch
+def test_a_stopped_training_goes_on_bit_for_bit(tmp_path, stop, background):
+    whole, resumed = go_on_after(tmp_path, stop, 20, Training, background=background)
+    assert_same(resumed.states(), whole.states())
+    assert resumed.accumulator.num_steps == 6
+    assert len(resumed.monitor.history) == 6
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "NAdam", "Adafactor", "Muon"])
+def test_optimizers(tmp_path, name):
+    def make_optimizer(parameters, lr):
+        return getattr(torch.optim, name)([each for each in parameters if name != "Muon" or each.ndim == 2], lr=lr)
+
+    class Plain(Training):
+        def __init__(self):
+            super().__init__(make_optimizer)
+            self.scheduler = lr_scheduler.ConstantLR(self.optimizer)
+
+    whole, resumed = go_on_after(tmp_path, 7, 12, Plain)
+    assert_same(resumed.states(), whole.states())
+
+
+def test_values_wider_than_their_parameters_stay_wide(tmp_path):
+    """torch's own `load_state_dict` rounds an optimiser's float32 values to the parameters' bfloat16."""
+
+    class Wide(torch.optim.Optimizer):
+        def __init__(self, parameters, lr):
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                master = state.setdefault("master", parameter.float())
+                parameter.copy_(master.sub_(parameter.grad.float(), alpha=0.01))
+
+    def make():
+        training = Training(Wide, dtype=torch.bfloat16)
+        training.scheduler = lr_scheduler.ConstantLR(training.optimizer)
+        return training
+
+    whole, resumed = go_on_after(tmp_path, 7, 12, make)
+    assert_same(resumed.states(), whole.states())
+    assert resumed.optimizer.state_dict()["state"][0]["master"].dtype == torch.float32
+
+
+SCHEDULERS = [
+    lambda o: lr_scheduler.MultiStepLR(o, [1, 3]),
+    lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    lambda o: lr_scheduler.ReduceLROnPlateau(o),
+    lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.CosineAnnealingLR(o, 5)], [2]),
+    lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]),
+]
+
+
+@pytest.mark.parametrize("make", SCHEDULERS)
+def test_schedules(tmp_path, make):
+    def start():
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        return optimizer, make(optimizer)
+
+    def go(optimizer, scheduler):
+        optimizer.step()
+        scheduler.step(*[1.0] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+        return optimizer.param_groups[0]["lr"]
+
+    (optimizer, scheduler), manager = start(), TrainingStateManager(tmp_path)
+    go(optimizer, scheduler)
+    manager.save(1, optimizer=optimizer, scheduler=scheduler)
+    again = start()
+    manager.restore(optimizer=again[0], scheduler=again[1])
+    assert [go(*again) for _ in range(4)] == [go(optimizer, scheduler) for _ in range(4)]
+
+
+def test_a_plain_loop_in_the_middle_of_its_group(tmp_path):
+    """Without an accumulator the group's gradient lies in ``.grad``, which no state_dict has."""
+
+    def start():
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = start()
+    x = torch.randn(4, 5)
+    model(x).sum().backward()
+    manager = TrainingStateManager(tmp_path)
+    manager.save(1, model=model, optimizer=optimizer)
+    resumed, its_optimizer = start()
+    manager.restore(model=resumed, optimizer=its_optimizer)
+    for each, stepper in ((model, optimizer), (resumed, its_optimizer)):
+        each(x + 1).sum().backward()
+        stepper.step()
+    assert_same(resumed.state_dict(), model.state_dict())
+    optimizer.zero_grad()
+    manager.save(2, model=model, optimizer=optimizer)
+    manager.restore(model=resumed, optimizer=its_optimizer)  # and a gradient that was not there goes
+    assert resumed.weight.grad is None
+
+
+def test_the_wrapper_in_the_middle_of_a_batch(tmp_path):
+    """Saved after two of four micro-batches: the resumed training takes the rows that are left, in two parts."""
+
+    def start(num_parts):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=num_parts)
+
+    def run(trainer, rows, *, after=lambda num_done: None):
+        num_done = 0
+        for attempt in trainer.microbatches(rows):
+            with attempt as micro:
+                trainer.backward(trainer.model(micro).square().mean())
+            if attempt.is_check:
+                with pytest.raises(StateError, match="during the split check"):
+                    trainer.state_dict()
+                continue
+            num_done += 1
+            after(num_done)
+
+    x = torch.randn(8, 5)
+    model, optimizer, trainer = start(4)
+    manager = TrainingStateManager(tmp_path)
+
+    def save(num_done):
+        if num_done == 2:
+            manager.save(0, model=model, optimizer=optimizer, trainer=trainer)
+
+    run(trainer, x, after=save)
+    assert trainer.step()
+    resumed, its_optimizer, its_trainer = start(2)
+    manager.restore(model=resumed, optimizer=its_optimizer, trainer=its_trainer)
+    run(its_trainer, x[4:])
+    assert its_trainer.step()
+    assert_same(resumed.state_dict(), model.state_dict())
+
+
+def test_values_go_into_the_tensors_that_are_there(tmp_path):
+    training, manager = Training(), TrainingStateManager(tmp_path)
+    next(training.run())
+    manager.save(1, **training.objects())
+    places = [each.data_ptr() for each in training.model.state_dict().values()]
+    manager.restore(**training.objects())
+    assert [each.data_ptr() for each in training.model.state_dict().values()] == places
+
+
+def test_no_second_copy_on_the_device(tmp_path):
+    """On a card that holds the model and its optimiser's values already, restoring them takes not a byte."""
+
+    def start(device):
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        model(torch.ones(1, 256, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"model": model, "optimizer": optimizer}
+
+    manager = TrainingStateManager(tmp_path)
+    manager.save(1, **start("cpu"))
+    with VirtualGPU("RTX 4090") as gpu:
+        objects = start("cuda")
+        before = gpu.allocated_bytes
+        torch.cuda.reset_peak_memory_stats()
+        manager.restore(**objects)
+        assert torch.cuda.max_memory_allocated() == gpu.allocated_bytes == before
+
+
+def test_wrappers_of_a_model_are_not_in_its_state(tmp_path):
+    model, manager = nn.Linear(2, 2), TrainingStateManager(tmp_path)
+    manager.save(1, model=torch.compile(model, backend="eager"))
+    plain = nn.Linear(2, 2)
+    assert manager.restore(model=plain) == 1
+    assert_same(plain.state_dict(), model.state_dict())
+    assert manager.restore(model=torch.compile(nn.Linear(2, 2), backend="eager")) == 1
+
+
+class Holder:
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"deep": [{"value": self.value}]}
+
+    def load_state_dict(self, state):
+        self.value = state["deep"][0]["value"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1, 2.5, float("nan"), 2**80, 1 + 2j, True, None, "text", b"bytes", (1, (2, [3])), {1, "a"}, {(1, 2): {3: 4}},
+        Counter("aab"), OrderedDict(b=1, a=2), torch.float16, torch.device("cpu"), torch.Size([2, 3]), torch.strided,
+        torch.arange(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float8_e4m3fn).float(),
+        torch.zeros(0), np.float32(0.1).item(), random.getstate(), np.random.default_rng(0).bit_generator.state,
+        torch.Generator().get_state(), nn.Parameter(torch.ones(2)).data,
+    ],
+)  # fmt: skip
+def test_plain_values_come_back(tmp_path, value):
+    manager, there = TrainingStateManager(tmp_path), Holder()
+    manager.save(0, holder=Holder(value))
+    manager.restore(holder=there)
+    assert type(there.value) is type(value)
+    if isinstance(value, torch.Tensor):
+        assert_same(there.value, value)
+    assert repr(there.value) == repr(value)
+
+
+def test_numbers_of_numpy_become_pythons(tmp_path):
+    manager, there = TrainingStateManager(tmp_path), Holder()
+    manager.save(0, holder=Holder(np.float64(0.1)))
+    manager.restore(holder=there)
+    assert type(there.value) is float
+    assert there.value == 0.1
+
+
+@pytest.mark.parametrize(
+    "value", [np.ones(2), deque([1]), frozenset({1}), range(3), object(), torch.eye(2).to_sparse(), slice(1), Holder]
+)
+def test_other_values_are_refused_by_name_before_anything_is_written(tmp_path, value):
+    with pytest.raises(InputTypeError, match=r"save\(holder=\.\.\.\).* at holder\.deep\[0\]\.value"):
+        TrainingStateManager(tmp_path).save(0, holder=Holder(value))
+    assert not list(tmp_path.iterdir())
+
+
+def test_objects_without_a_state_are_refused(tmp_path):
+    manager = TrainingStateManager(tmp_path)
+    with pytest.raises(InputTypeError, match=r"save\(history=\.\.\.\): got list"):
+        manager.save(0, history=[1])
+    manager.save(0, holder=Holder(1))
+    with pytest.raises(InputTypeError, match=r"restore\(holder=\.\.\.\): got int"):
+        manager.restore(holder=1)
+
+
+def test_names_and_kinds_are_compared(tmp_path):
+    manager, model = TrainingStateManager(tmp_path), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager.save(3, model=model, optimizer=optimizer)
+    with pytest.raises(FileFormatError, match=r"restore\(net=\.\.\.\): got a state of model, optimizer"):
+        manager.restore(net=model)
+    with pytest.warns(MemkitWarning, match="the state has optimizer too"):
+        assert manager.restore(model=model) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert manager.restore(3, model=model) == 3  # a part, on purpose
+    with pytest.raises(FileFormatError, match=r"(?s)Linear\.load_state_dict refuses.*size mismatch"):
+        manager.restore(3, model=nn.Linear(3, 2))
+    other = torch.optim.SGD([*model.parameters(), torch.zeros(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(FileFormatError, match=r"SGD\.load_state_dict refuses"):
+        manager.restore(model=model, optimizer=other)
+
+
+def test_a_save_within_a_save_is_refused(tmp_path):
+    manager = TrainingStateManager(tmp_path)
+
+    class Nested(Holder):
+        def state_dict(self):
+            manager.save(1)
+
+    with pytest.raises(StateError, match="while this manager saves"):
+        manager.save(0, nested=Nested())
+    manager.save(2, holder=Holder(1))  # and nothing is stuck
+    assert manager.steps == (2,)
+
+
+def test_shared_and_partial_storages(tmp_path):
+    """Tied weights are written once, and of a small part of a large tensor only the part."""
+    manager = TrainingStateManager(tmp_path)
+    large = torch.zeros(1_000_000)
+    manager.save(0, holder=Holder(large[:10]))
+    assert next(tmp_path.glob("*/rank-0.pt")).stat().st_size < 20_000
+    for background in (False, True):
+        with TrainingStateManager(tmp_path / str(background), background=background) as each:
+            each.save(0, holder=Holder([large, large]))
+        assert next((tmp_path / str(background)).glob("*/rank-0.pt")).stat().st_size < 1.1 * large.nbytes

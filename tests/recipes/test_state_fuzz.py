@@ -1,0 +1,40 @@
+"""Random damage and forgery: nothing runs, nothing damaged is used, every refusal is typed and changes nothing."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.recipes import state_fuzz
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded(mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    def make(value):
+        objects = state_fuzz.make_objects(value)
+        fully_shard(objects["model"], mesh=mesh)
+        objects["optimizer"] = torch.optim.AdamW(objects["model"].parameters(), lr=0.1)
+        objects["scheduler"] = torch.optim.lr_scheduler.StepLR(objects["optimizer"], 3)
+        return objects
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+@pytest.mark.parametrize("num_variants", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_changed_states(tmp_path, monkeypatch, one_rank, kind, num_variants):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    make = state_fuzz.make_objects if kind == "whole" else sharded(one_rank)
+    outcomes = state_fuzz.fuzz(num_variants, 7, tmp_path, make)
+    assert outcomes["refused"] > num_variants // 10
+    assert outcomes["the older"] > num_variants // 10

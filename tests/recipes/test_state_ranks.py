@@ -1,0 +1,231 @@
+"""States of several ranks: replicas are written once, shards by each rank, and an error on one is an error on all."""
+
+import errno
+import random
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning, StateError
+from memkit.points.batches import BudgetBatchSampler
+from memkit.recipes.order import ResumableBatchSampler
+from memkit.recipes.state.files import list_states
+from memkit.recipes.state.manager import TrainingStateManager
+from memkit.train.accumulate import GradientAccumulator
+from tests.recipes.stateforge import forge, gadgets
+from tests.train.test_ranks import join, leave
+
+STEPS, STOP = 6, 3  # in the middle of a group of two
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
+
+
+class Replicated:
+    def __init__(self):
+        self.model = DistributedDataParallel(make())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.accumulator = GradientAccumulator(self.optimizer, 2, model=self.model)
+
+
+class Sharded:
+    def __init__(self):
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = make()
+        fully_shard(self.model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.accumulator = GradientAccumulator(self.optimizer, 2)
+
+
+def step(training, number):
+    loss = training.model(torch.full((3, 8), 0.1 * number + dist.get_rank())).square().mean()
+    training.accumulator.backward(loss * (1 + 0.01 * random.random()))
+    training.accumulator.step()
+
+
+def whole_values(training):
+    state = [training.model.state_dict(), training.optimizer.state_dict()["state"]]
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for each in leaves]
+
+
+def stop_and_go_on(rank, folder, kind):
+    """Each rank has random numbers of its own; the resumed training ends with the same values, bit for bit."""
+    training, manager = kind(), TrainingStateManager(folder)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    for number in range(STEPS):
+        step(training, number)
+        if number + 1 == STOP:
+            manager.save(STOP, **vars(training))
+    expected = whole_values(training)
+    training.accumulator.close()
+    random.seed(77)
+    resumed = kind()
+    assert manager.restore(**vars(resumed)) == STOP
+    for number in range(STOP, STEPS):
+        step(resumed, number)
+    torch.testing.assert_close(whole_values(resumed), expected, rtol=0, atol=0)
+    assert manager.restore(**vars(resumed)) == STOP  # into tensors that are there
+
+
+def go_on_without_an_accumulator(rank, folder):
+    """A group by hand: the first micro-batch of each rank waits for the step, in gradients of this rank alone."""
+    model, manager = DistributedDataParallel(make()), TrainingStateManager(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with model.no_sync():
+        (model(torch.ones(3, 8)).sum() * (1 + rank)).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    manager.save(1, optimizer=optimizer, model=model)
+    optimizer.zero_grad()
+    assert manager.restore(optimizer=optimizer, model=model) == 1
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected, rtol=0, atol=0)
+    if rank == 1:  # a rank that ran out of data has no gradients, whatever rank 0 has
+        optimizer.zero_grad()
+    manager.save(2, optimizer=optimizer, model=model)
+    assert manager.restore(optimizer=optimizer, model=model) == 2
+    assert all((parameter.grad is None) == (rank == 1) for parameter in model.parameters())
+
+
+def fail_on_one_rank(rank, folder):
+    model, manager = nn.Linear(4, 4), TrainingStateManager(folder)
+    with pytest.raises(ConfigError, match="got 2 ranks"):
+        TrainingStateManager(folder, background=True).save(0, model=model)
+    manager.save(1, model=model)
+    manager.save(3, model=model)
+    if rank == 0:
+        (list_states(manager.directory)[0].path / "rank-1.pt").write_bytes(b"half")
+    dist.barrier()
+    with pytest.warns(MemkitWarning, match=r"passes over .*step-3: rank-1\.pt does not match"):
+        assert manager.restore(model=model) == 1
+    with pytest.MonkeyPatch.context() as patch, pytest.raises((OSError, StateError), match="No space left") as raised:
+        if rank == 1:
+            patch.setattr("memkit.recipes.state.manager.write_file", fill_up)
+        manager.save(4, model=model)
+    assert isinstance(raised.value, OSError if rank == 1 else StateError)
+    dist.barrier()
+    assert manager.steps == (3, 1)
+    assert len(list(manager.directory.iterdir())) == 2
+
+
+def refuse_on_one_rank(rank, folder):
+    """What one rank's object refuses, or a forged index, changes nothing on any rank, and keeps nobody waiting."""
+    training, manager, canary = Sharded(), TrainingStateManager(f"{folder}/states"), Path(folder) / "canary"
+    note = Note()
+    manager.save(1, model=training.model, note=note)
+    for parameter in training.model.parameters():
+        nn.init.constant_(parameter, 7.0)
+    note.value = "refused" if rank else "mine"
+    with pytest.raises((FileFormatError, StateError), match=r"load_state_dict refuses|rank 1: FileFormatError"):
+        manager.restore(model=training.model, note=note)
+    assert note.value == ("refused" if rank else "mine")
+    (saved,) = list_states(manager.directory)
+    dist.barrier()
+    if rank == 0:
+        (saved.path / ".metadata").write_bytes(gadgets(canary)["protocol 4"])
+        forge(saved.path)
+    dist.barrier()
+    with pytest.raises(FileFormatError, match="pickle"):
+        manager.restore(1, model=training.model)
+    assert not canary.exists()
+    assert all(bool((each.full_tensor() == 7.0).all()) for each in training.model.parameters())
+
+
+class Note:
+    value = "saved"
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        if self.value == "refused" and state["value"] == "saved":
+            raise ValueError("no")
+        self.value = state["value"]
+
+
+def batches_for_whom(rank):
+    """Batches that nobody has shared out would be the same on all ranks: they are refused, early or late."""
+    for make_order in (lambda **ranks: ResumableBatchSampler(8, 2, **ranks), lambda **ranks: budgeted(8, **ranks)):
+        with pytest.raises(ConfigError, match=r"got 2 processes, and no num_replicas.*rank=torch.distributed.get_rank"):
+            make_order()
+        with pytest.raises(ConfigError, match=r"got num_replicas=2, and no rank"):
+            make_order(num_replicas=2)
+        taken = [None, None]
+        dist.all_gather_object(taken, [*chain(*make_order(num_replicas=2, rank=rank))])
+        assert sorted(chain(*taken)) == list(range(8))
+        assert len(list(make_order(num_replicas=1))) == 4  # meant
+
+
+def budgeted(num_samples, **ranks):
+    return BudgetBatchSampler([1] * num_samples, max_points=2, **ranks)
+
+
+def fill_up(path, write):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def worker(rank, folder):
+    early = ResumableBatchSampler(8, 2)
+    join(rank, folder)
+    with pytest.raises(ConfigError, match="2 processes, and no num_replicas"):
+        next(iter(early))
+    batches_for_whom(rank)
+    stop_and_go_on(rank, f"{folder}/replicated", Replicated)
+    stop_and_go_on(rank, f"{folder}/sharded", Sharded)
+    go_on_without_an_accumulator(rank, f"{folder}/by_hand")
+    fail_on_one_rank(rank, f"{folder}/failing")
+    refuse_on_one_rank(rank, f"{folder}/refusing")
+    leave()
+
+
+def test_two_ranks_go_on_bit_for_bit(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    (saved,) = list_states(tmp_path / "replicated")
+    states = [torch.load(saved.path / f"rank-{rank}.pt", weights_only=True)["objects"] for rank in range(2)]
+    assert set(states[0]) == {"model", "optimizer", "accumulator"}
+    assert set(states[1]) == {"accumulator", "optimizer"}  # the model is the same on all ranks
+    assert list(states[1]["optimizer"]) == ["memkit gradients"]  # in the middle of a group they are a rank's own
+    assert list(states[0]["model"]) == list(make().state_dict())  # without DDP's prefix
+    (saved,) = list_states(tmp_path / "sharded")
+    files = saved.read_manifest()["files"]
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "rank-0.pt", "rank-1.pt"} == set(files)
+    saved.check_files(files)
+
+
+def one_rank(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store1", rank=0, world_size=1)
+    training = Sharded()
+    with pytest.warns(MemkitWarning, match="is of 2 ranks, now there are 1"):
+        assert TrainingStateManager(f"{folder}/states").restore(**vars(training)) == STOP
+    assert training.optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().shape == (16, 8)
+    torch.save([each.full_tensor() for each in training.model.parameters()], f"{folder}/one.pt")
+    leave()
+
+
+def save_after_training(rank, folder):
+    join(rank, folder)
+    training = Sharded()
+    for number in range(STOP + 1):
+        step(training, number)
+    TrainingStateManager(f"{folder}/states").save(STOP, **vars(training))
+    values = [each.full_tensor() for each in training.model.parameters()]
+    if rank == 0:
+        torch.save(values, f"{folder}/two.pt")
+    leave()
+
+
+@pytest.mark.slow
+def test_shards_of_two_ranks_go_on_in_one(tmp_path):
+    mp.spawn(save_after_training, args=(str(tmp_path),), nprocs=2)
+    mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
+    one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -1,0 +1,146 @@
+"""Stepping inside backward: bit-identical, without the gradients' memory, and refused where it is not exact."""
+
+import pytest
+import torch
+from torch import nn
+
+import memkit as mk
+from memkit.memory.census import take_census
+from memkit.train.backward_steps import step_in_backward
+from memkit.train.parameterwise import materialize_state
+from tests.allocations import trace_allocations
+
+KINDS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01, foreach=True),
+    "nesterov": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9, nesterov=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups),
+}
+
+
+class Tied(nn.Module):
+    """One matrix used at both ends, as in language models, and a layer that only odd batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.hidden, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, odd):
+        h = torch.tanh(self.hidden(self.embed(x)))
+        return (self.sometimes(h) if odd else h) @ self.embed.weight.T
+
+
+def train(kind, in_backward):
+    torch.manual_seed(0)
+    model = Tied()
+    decayed, others = [model.embed.weight, model.hidden.weight], [model.hidden.bias, *model.sometimes.parameters()]
+    optimizer = KINDS[kind]([{"params": decayed}, {"params": others, "lr": 0.1}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(None))
+
+    def loop():
+        for number in range(4):
+            x = torch.arange(number, number + 6)
+            nn.functional.cross_entropy(model(x, number % 2), x).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+
+    if in_backward:
+        with step_in_backward(optimizer):
+            loop()
+    else:
+        loop()
+    assert len(calls) == 4
+    return list(model.state_dict().values()), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_bit_identical_to_stepping_after_backward(kind):
+    torch.testing.assert_close(train(kind, in_backward=True), train(kind, in_backward=False), rtol=0, atol=0)
+
+
+def test_the_gradients_are_never_there_all_at_once():
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    materialize_state(optimizer)
+    x = torch.randn(2, 300)
+
+    def step():
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    all_gradients = sum(parameter.nbytes for parameter in model.parameters())
+    assert trace_allocations(step).peak >= all_gradients
+    with step_in_backward(optimizer):
+        assert trace_allocations(step).peak < 0.4 * all_gradients
+
+
+def test_where_it_is_not_exact_it_is_refused():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_in_backward(optimizer):
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(mk.errors.StateError, match=r"gradient that backward has stepped with.*no accumulation"):
+            model(torch.ones(1, 3)).sum().backward()
+        for make in (mk.GradientAccumulator, lambda each: mk.MemoryEfficientTrainingWrapper(model, each)):
+            with pytest.raises(mk.errors.ConfigError, match="step_in_backward"):
+                make(optimizer)
+    assert model.weight.grad is None
+    accumulator = mk.GradientAccumulator(optimizer)
+    with step_in_backward(optimizer), pytest.raises(mk.errors.ConfigError, match="outside of step_in_backward"):
+        accumulator.backward(model(torch.ones(1, 3)).sum())
+    with pytest.raises(mk.errors.ConfigError, match="LBFGS"), step_in_backward(torch.optim.LBFGS(model.parameters())):
+        pass
+
+
+def test_what_needs_the_gradients_says_that_they_are_gone():
+    """Not silently a norm of zero, nor torch's assertion that no infinity was looked for."""
+
+    def gradient_bytes():
+        return take_census(torch.device("cpu"), 0).by_category.get("gradient", 0)
+
+    before = gradient_bytes()  # of other tests
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with step_in_backward(optimizer):
+        model(torch.ones(1, 3)).sum().backward()
+        for foreach in (True, False):
+            with pytest.raises(mk.errors.StateError, match="no clipping by the total norm"):
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach)
+        optimizer.step()
+        scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+        with pytest.raises(mk.errors.StateError, match="no loss scaler"):
+            scaler.step(optimizer)
+        assert gradient_bytes() <= before
+        optimizer.zero_grad()
+        assert model.weight.grad is None
+
+
+def test_parameters_are_stepped_by_one_optimizer_in_one_context():
+    model = nn.Linear(3, 1)
+    first, second = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters())
+    with step_in_backward(first):
+        for again in (first, second):
+            with pytest.raises(mk.errors.ConfigError, match="backward steps already"), step_in_backward(again):
+                pass
+    with pytest.raises(mk.errors.ConfigError, match="backward steps already"), step_in_backward([first, second]):
+        pass
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_a_parameter_that_backward_does_not_step_is_named_and_not_stepped_twice():
+    """Unfrozen in the block it has no hook: its gradient would add up from step to step."""
+    model = nn.Linear(3, 3)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with step_in_backward(optimizer):
+        model.bias.requires_grad_(True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(mk.errors.StateError, match="unfrozen, added or given it by hand"):
+            optimizer.step()
+    assert model.weight.grad is None
