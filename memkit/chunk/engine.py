@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,12 @@ from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.tensors import version_of
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
-from memkit.chunk.engine_params import parameters_of
-from memkit.chunk.engine_replay import Circumstances, Piece
-from memkit.chunk.engine_trial import CallProblem, Tensors
-from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of
-from memkit.chunk.sizing import ChunkPlan, Sizer, plan_of
+from memkit.chunk.assembly import Assembly, Pieces, Upstream
+from memkit.chunk.circumstances import Circumstances, Piece
+from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
+from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.params import parameters_of
+from memkit.chunk.sizing import ChunkPlan, Measurement, Sizer, plan_of
 
 Strategy = Literal["auto", "checkpoint", "save"]
 _TENSOR = object()  # stands for a tensor where only the structure is kept
@@ -49,6 +49,20 @@ class Gathered:
 
     tensor: Tensor
     pick: Tensor
+
+
+class Tensors(NamedTuple):
+    """What a call computes on.
+
+    Attributes:
+        inputs: What rows are taken of.
+        params: What the function uses besides.
+        needs: For each of both whether it needs a gradient.
+    """
+
+    inputs: Sequence[Tensor]
+    params: Sequence[Tensor]
+    needs: Sequence[bool]
 
 
 @dataclass(slots=True)
@@ -409,3 +423,90 @@ class _InPieces(torch.autograd.Function):
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Autograd's count of in-place changes."""
     return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+class CallProblem:
+    """A call whose chunk size is to be chosen: a `memkit.chunk.sizing.Problem`."""
+
+    def __init__(self, call: ChunkedCall, tensors: Tensors) -> None:
+        self._call, self._tensors = call, tensors
+        self.name, self.num_rows = call.name, call.count
+        self.is_on_cpu = all(tensor.is_cpu for tensor in (*tensors.inputs, *tensors.params))
+
+    def kind(self) -> Hashable:
+        """See `memkit.chunk.sizing.Problem`."""
+        call, tensors = self._call, self._tensors
+        return type(call.assembly), tuple(tensors.needs), kind_of(call.fn, tensors.inputs, call.layout)
+
+    def held_bytes(self, found: Measurement) -> tuple[int, int]:
+        """See `memkit.chunk.sizing.Problem`."""
+        assembly = self._call.assembly
+        in_forward, in_backward = (assembly.built_bytes + assembly.num_segments * each for each in found.segment_bytes)
+        # The forward's random state, and in the backward the caller's: no operator makes them, so no trial sees them.
+        random = torch.get_rng_state().nbytes if self._call.preserve_rng_state and any(self._tensors.needs) else 0
+        cast = cast_bytes(self._tensors.params)
+        return in_forward + random + cast, in_backward + 2 * random + cast + self._gradient_bytes()
+
+    def _gradient_bytes(self) -> int:
+        tensors, picked = self._tensors, self._call.layout
+        num_inputs = len(tensors.inputs)
+        return sum(
+            sum_bytes(tensor) if number >= num_inputs or picked[number] else tensor.nbytes
+            for number, (tensor, need) in enumerate(zip((*tensors.inputs, *tensors.params), tensors.needs, strict=True))
+            if need
+        )
+
+    def measure(self, num_rows: int) -> Measurement:
+        """See `memkit.chunk.sizing.Problem`."""
+        length = min(num_rows, self.num_rows)
+        head = min(HEAD, self.num_rows - length)
+        part = self._call.first_rows(head + length, max(length, 1), head)
+        with unpacked(), undone(modules_of(part.fn)), without_hooks(self._tensors.params):
+            return self._measure(part, num_rows)
+
+    def _measure(self, part: ChunkedCall, num_rows: int) -> Measurement:
+        tensors, assembly = self._tensors, part.assembly
+        for_backward = any(tensors.needs)
+
+        def forward() -> tuple[Circumstances | None, list[Tensor], list[Tensor]]:
+            replay = (
+                Circumstances(tensors.inputs, part.fn if part.preserve_rng_state else None) if for_backward else None
+            )
+            return replay, *assembly.collect(part.pieces(tensors, replay))
+
+        (replay, outputs, saved), forward_peak, forward_end = watched(forward)
+        output_bytes = sum(output.nbytes for output in outputs)
+        segment_bytes = assembly.segment_bytes(outputs, for_backward=for_backward)
+        in_forward, in_backward = (assembly.num_segments * each for each in segment_bytes)
+        forward_bytes = forward_peak - output_bytes - in_forward
+        if replay is None:
+            return Measurement(num_rows, forward_bytes, segment_bytes=segment_bytes)
+        kept_bytes = forward_end - sum({id(each): each.nbytes for each in (*outputs, *saved)}.values())
+        # Expanded, as `sum().backward()` gives it: a chunk's rows of it have to be copied.
+        ones = [
+            output.new_ones(()).expand_as(output) if output.is_floating_point() or output.is_complex() else None
+            for output in outputs
+        ]
+
+        def backward() -> None:
+            with replay.again() as pieces:
+                part.gradients(tensors, assembly.upstream(ones, saved), pieces, self._totals())
+
+        _, backward_peak, _ = watched(backward)
+        held = output_bytes + in_backward + self._gradient_bytes()
+        # A chunk that is run again takes in the backward what it took in the forward, before its own backward begins.
+        backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
+        return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes)
+
+    def _totals(self) -> list[Tensor | None]:
+        """Gradients as they are there from the second chunk of a backward on."""
+        tensors, picked = self._tensors, self._call.layout
+        return [
+            torch.zeros_like(
+                tensor, dtype=tensor.dtype if number < len(tensors.inputs) and not picked[number] else wide
+            )
+            if need
+            else None
+            for number, (tensor, need) in enumerate(zip((*tensors.inputs, *tensors.params), tensors.needs, strict=True))
+            for wide in [accumulator_dtype(tensor.dtype)]
+        ]

@@ -12,9 +12,9 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._gradients.loss import Loss
 from memkit._gradients.streamed import accumulator_dtype, count_rows, sum_of_chunks
 from memkit._torch import pytree
-from memkit.chunk.engine_params import describe, parameters_of
-from memkit.chunk.engine_trial import HEAD, cast_bytes, kind_of, sum_bytes, watched
 from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
+from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
+from memkit.chunk.params import describe, parameters_of
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 

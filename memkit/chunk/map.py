@@ -8,9 +8,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine import ChunkedCall, Strategy
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
-from memkit.chunk.engine_params import describe
+from memkit.chunk.params import describe
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from memkit.chunk.engine import ChunkedCall
-from memkit.chunk.engine_params import describe, listed
 from memkit.chunk.loss import loss_call
 from memkit.chunk.map import map_call
+from memkit.chunk.params import describe, listed
 from memkit.chunk.segments import segment_call
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
-from memkit.chunk.engine_params import describe
+from memkit.chunk.params import describe
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memkit._gradients.streamed import accumulator_dtype
-from memkit.chunk.engine_assembly import Assembly, Pieces, Upstream
+from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.segments_index import Segments
 
 Reduce = Literal["sum", "mean", "max", "min", "softmax"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memkit._core.errors import InputError, InputTypeError
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative, without_hooks
 from memkit._torch.autocast import without_gradients
-from memkit.chunk.engine_replay import Circumstances
+from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.independence import undone
 from memkit.chunk.tiles import Axis, BlendedAxis, Piece, place_of, tiles
 

@@ -12,11 +12,11 @@ import pytest
 from memkit._core.errors import ConfigError
 from memkit._core.units import KIB, format_bytes
 from memkit._recorder.recorder import Recorder
+from memkit.integrations.pytest_limit import Limit
 from memkit.memory.leaks import LeakWatch
 from memkit.memory.track import Tracker
 
-if TYPE_CHECKING:  # the plugin loads this file, not the other way around
-    from memkit.integrations.pytest_plugin import Limit
+if TYPE_CHECKING:  # it is made where a test runs without data, and read here
     from memkit.predict.estimate import MemoryEstimate
 
 _SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs stay below it

@@ -8,19 +8,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
+from typing import TYPE_CHECKING
 
 import pytest
 
-from memkit._core.errors import ConfigError, MemkitError, MemkitWarning
-from memkit._core.units import format_bytes, parse_bytes
-from memkit.predict.gpus import capability_of, find_gpu
+from memkit._core.errors import MemkitError, MemkitWarning
+from memkit._core.units import format_bytes
+from memkit.integrations.pytest_limit import Limit, memory_limit
 
 if TYPE_CHECKING:  # importing it imports torch
     from memkit.integrations.pytest_memory import AssertNoLeak, Watch
 
-Mode = Literal["tensors", "allocator", "fake"]
 _PROPERTY = "memkit_peak_bytes"
 _HELP = (
     "memory_limit(limit, *, mode='tensors', device=None, gpu=None, selected_fraction=None): fail the test if tensors"
@@ -28,61 +26,6 @@ _HELP = (
     " inside; mode='fake' runs the test on tensors without data, gpu='RTX 4090' on that card, and masks select the"
     " selected_fraction. device='cuda' counts that device alone."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """What a marker asks for."""
-
-    num_bytes: int
-    mode: Mode
-    device: str | None
-    gpu: str | None
-    selected_fraction: float | None
-
-
-def memory_limit(
-    limit: SupportsIndex | str,
-    *,
-    mode: Mode = "tensors",
-    device: str | None = None,
-    gpu: str | None = None,
-    selected_fraction: float | None = None,
-) -> Limit:
-    """Check what stands in ``@pytest.mark.memory_limit(...)``.
-
-    Args:
-        limit: The most that may be live at once: bytes as an int, or text such as ``"64 MiB"``.
-        mode: ``"tensors"``: live tensors that the test makes or uses. ``"allocator"``: with what operators take inside,
-            from the allocator's own events. ``"fake"``: the test runs on tensors without data.
-        device: Count this device alone, as ``"cuda"``; None: all together.
-        gpu: With ``mode="fake"``: the test runs inside of ``VirtualGPU(gpu)``, and the card's bytes count.
-        selected_fraction: With ``mode="fake"``: as for `memkit.estimate_memory_usage`.
-
-    Raises:
-        ConfigError: No such mode; ``gpu`` or ``selected_fraction`` in another mode than ``"fake"``; ``device`` in that;
-            a card whose operators are not known; a share outside (0, 1].
-        InputError: ``limit`` is no size, or ``gpu`` no card.
-        InputTypeError: ``limit`` is neither an int nor text.
-    """
-    rules = {
-        f"a mode of {get_args(Mode)}": mode in get_args(Mode),
-        "gpu and selected_fraction with mode='fake'": mode == "fake" or (gpu is None and selected_fraction is None),
-        "no device with mode='fake': gpu names one": mode != "fake" or device is None,
-        "selected_fraction in (0, 1]": selected_fraction is None or 0 < selected_fraction <= 1,
-    }
-    for rule, is_kept in rules.items():
-        if not is_kept:
-            given = {"mode": mode, "device": device, "gpu": gpu, "selected_fraction": selected_fraction}
-            raise ConfigError(
-                f"memory_limit({limit!r}, ...)",
-                got=", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None),
-                expected=rule,
-                fix="see `pytest --markers`.",
-            )
-    if gpu is not None:
-        capability_of(find_gpu(gpu))
-    return Limit(parse_bytes(limit, name="memory_limit"), mode, device, gpu, selected_fraction)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,6 +7,7 @@ events, waits until somebody looks, or a tenth of a second.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from memkit._events.log import Event
 from memkit._events.writer import event_text
 from memkit._machine import devices
 from memkit.memory.journal import Journal
-from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, Whereabouts, larger, peak_by_record
+from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, larger, peak_by_record
 from memkit.memory.track import Tracker
 
 _INTERVAL_NS = 100_000_000
@@ -133,6 +134,50 @@ class Phase(Block):
                 raise
 
 
+class OpenBlocks(threading.local):
+    """Phases and trackers that are open in a thread, and where its last error came from.
+
+    Attributes:
+        phases: Open phases, the innermost last.
+        trackers: Open trackers, the innermost last.
+        failure: An error's id, with the path and the tracker where it was seen first. The error itself is not kept, nor
+            what it keeps.
+    """
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.trackers: list[Tracker] = []
+        self.failure: tuple[int, str | None, Tracker | None] | None = None
+
+    @property
+    def path(self) -> str | None:
+        """Path of the innermost phase, such as ``"step/forward"``; None outside of all."""
+        return self.phases[-1].path if self.phases else None
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """The innermost tracker; None outside of all."""
+        return self.trackers[-1] if self.trackers else None
+
+    def note_error(self, error: BaseException) -> None:
+        """Remember where an error is, the first time that it is seen."""
+        if not self._has_seen(error):
+            self.failure = (id(error), self.path, self.tracker)
+
+    def origin_of(self, error: BaseException) -> tuple[str | None, Tracker | None]:
+        """Return path and tracker of where an error was seen first, and forget it; else those of here."""
+        is_known = self._has_seen(error)
+        failure, self.failure = self.failure, None
+        return failure[1:] if failure is not None and is_known else (self.path, self.tracker)
+
+    def _has_seen(self, error: BaseException) -> bool:
+        """Whether this error, or the one that it was raised from, came through a phase before."""
+        links: list[BaseException] = [error]
+        while links[-1].__cause__ is not None and links[-1].__cause__ not in links:
+            links.append(links[-1].__cause__)
+        return self.failure is not None and self.failure[0] in map(id, links)
+
+
 class Ledger:
     """Books phases, steps and marks.
 
@@ -156,7 +201,7 @@ class Ledger:
     """
 
     def __init__(self, device: torch.device, journal: Journal, *, reset_peaks: bool) -> None:
-        self.here = Whereabouts()
+        self.here = OpenBlocks()
         self.ended: deque[Block] = deque()
         self.settled_ns = 0
         self.phases: dict[str, PhaseTotals] = {}

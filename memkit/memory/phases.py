@@ -1,16 +1,10 @@
-"""Peaks and times of blocks that nest, and where the code of each thread is among them."""
+"""Peaks and times of blocks that nest."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-from memkit.memory.track import Tracker
-
-if TYPE_CHECKING:
-    from memkit.memory.ledger import Phase
+from typing import NamedTuple
 
 
 class Peak(NamedTuple):
@@ -103,50 +97,6 @@ class PhaseTotals:
         self.peak_at_most_bytes = _larger_if_both(self.peak_at_most_bytes, peak.at_most)
         self.host_peak_bytes = larger(self.host_peak_bytes, host_peak.known)
         self.host_peak_at_most_bytes = _larger_if_both(self.host_peak_at_most_bytes, host_peak.at_most)
-
-
-class Whereabouts(threading.local):
-    """Where the code of a thread is: in which phases, under which trackers, and where its last error came from.
-
-    Attributes:
-        phases: Open phases, the innermost last.
-        trackers: Open trackers, the innermost last.
-        failure: An error's id, with the path and the tracker where it was seen first. The error itself is not kept, nor
-            what it keeps.
-    """
-
-    def __init__(self) -> None:
-        self.phases: list[Phase] = []
-        self.trackers: list[Tracker] = []
-        self.failure: tuple[int, str | None, Tracker | None] | None = None
-
-    @property
-    def path(self) -> str | None:
-        """Path of the innermost phase, such as ``"step/forward"``; None outside of all."""
-        return self.phases[-1].path if self.phases else None
-
-    @property
-    def tracker(self) -> Tracker | None:
-        """The innermost tracker; None outside of all."""
-        return self.trackers[-1] if self.trackers else None
-
-    def note_error(self, error: BaseException) -> None:
-        """Remember where an error is, the first time that it is seen."""
-        if not self._has_seen(error):
-            self.failure = (id(error), self.path, self.tracker)
-
-    def origin_of(self, error: BaseException) -> tuple[str | None, Tracker | None]:
-        """Return path and tracker of where an error was seen first, and forget it; else those of here."""
-        is_known = self._has_seen(error)
-        failure, self.failure = self.failure, None
-        return failure[1:] if failure is not None and is_known else (self.path, self.tracker)
-
-    def _has_seen(self, error: BaseException) -> bool:
-        """Whether this error, or the one that it was raised from, came through a phase before."""
-        links: list[BaseException] = [error]
-        while links[-1].__cause__ is not None and links[-1].__cause__ not in links:
-            links.append(links[-1].__cause__)
-        return self.failure is not None and self.failure[0] in map(id, links)
 
 
 def _larger_if_both(a: int | None, b: int | None) -> int | None:

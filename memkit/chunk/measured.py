@@ -1,0 +1,64 @@
+"""Bytes that a chunk of a call takes, measured while it runs, or known from its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memkit._gradients.streamed import accumulator_dtype
+from memkit._recorder.recorder import Recorder
+from memkit._recorder.workspace import WorkspaceMarks
+from memkit._torch.profiler import ActiveProfilerType, running_profiler
+from memkit.chunk.independence import modes_of, modules_of
+
+if TYPE_CHECKING:
+    pass
+
+_T = TypeVar("_T")
+HEAD = 2  # rows of a first chunk, after which the call holds what it holds from chunk to chunk
+
+
+def kind_of(fn: Callable[..., object], inputs: Sequence[Tensor], others: Iterable[object]) -> Hashable:
+    """What a call's memory depends on besides the number of rows: shapes, modes, autocast, and other arguments."""
+    shapes = tuple((tuple(tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in inputs)
+    modes = tuple(modes_of(modules_of(fn)))
+    kinds = sorted({"cpu", *(tensor.device.type for tensor in inputs)})
+    autocast = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    plain = tuple(each if isinstance(each, bool | int | float | str) else type(each) for each in others)
+    return shapes, modes, autocast, plain
+
+
+def sum_bytes(tensor: Tensor) -> int:
+    """What a gradient takes that is added up over chunks, until it is handed over."""
+    wide = accumulator_dtype(tensor.dtype)
+    return tensor.numel() * wide.itemsize + (tensor.nbytes if wide != tensor.dtype else 0)
+
+
+def cast_bytes(params: Iterable[Tensor]) -> int:
+    """What autocast keeps: each weight converted once, for all chunks, so that the next trial finds it there."""
+    return sum(
+        each.numel() * torch.get_autocast_dtype(each.device.type).itemsize
+        for each in params
+        if each.dtype == torch.float32 and torch.is_autocast_enabled(each.device.type)
+    )
+
+
+def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
+    """Run something; return its result, the highest bytes above the start, and the bytes above the start at the end.
+
+    Bytes of storages on all devices, and of what operators take and give back inside. Where a profiler is running the
+    latter is not seen: torch runs one at a time.
+    """
+    is_free = running_profiler() == ActiveProfilerType.NONE
+    recorder = Recorder(marks=WorkspaceMarks() if is_free else None)
+    with recorder:
+        result = run()
+    recording = recorder.recording()
+    was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
+    of_before = recording.event_bytes[was_before[recording.event_storage]]
+    live = recording.timeline() - int(of_before.clip(min=0).sum())
+    return result, int(live.max(initial=0)), int(live[-1]) if len(live) else 0
