@@ -211,7 +211,7 @@ def watch(script: str, where: str) -> None:
 
     from memkit._recorder.recorder import Recorder
     from memkit.predict.script.imports import AtImport
-    from memkit.predict.script.process import Steps, _EndOfStepsError
+    from memkit.predict.script.process import StepCounter, _EndOfStepsError
     from memkit.predict.virtual_gpu import VirtualGPU
 
     sys.path[0] = str(Path(script).resolve().parent)
@@ -219,7 +219,7 @@ def watch(script: str, where: str) -> None:
     module = ModuleType("__main__")
     module.__file__ = script
     sys.modules["__main__"] = module
-    steps = Steps(STEPS)
+    steps = StepCounter(STEPS)
     if where == "cpu":  # for scripts that know of no CPU
         torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
     gpu = Recorder() if where == "cpu" else VirtualGPU(GPU)

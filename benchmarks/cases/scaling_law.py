@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.result import write_result
 from memkit.predict.scaling.noisy import noisy_law
-from memkit.predict.scaling.points import MODES, Mode
+from memkit.predict.scaling.points import MODES, StepMode
 from memkit.predict.scaling.structural import structural_law
 from memkit.predict.scaling.traces import trace_step
 from tests.allocations import trace_allocations
@@ -55,7 +55,7 @@ def peers(trace: Any, smallest: int, farthest: int, truth: int) -> dict[str, flo
     return {"log_log_over_actual": float(np.exp(start) * farthest**slope / truth), "secant_over_actual": secant / truth}
 
 
-def measure(family: Family, mode: Mode) -> dict[str, Any]:
+def measure(family: Family, mode: StepMode) -> dict[str, Any]:
     seconds = []
     for _ in range(NUM_TIMINGS):
         trace = cache(partial(trace_step, family.build, mode=mode))

@@ -111,7 +111,7 @@ def _load(data: bytes, kind: str, operations: _Operations, names: Collection[str
     try:
         return _Unpickler(data, names).load()
     except Exception as error:  # noqa: BLE001 - a damaged pickle makes the unpickler raise whatever it comes upon
-        refuse(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
+        refuse_pickle(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
 
 
 def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
@@ -131,13 +131,13 @@ def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
             place += 1
             num_bytes += _CONTAINERS[code]
             if most_bytes is not None and num_bytes > most_bytes:
-                refuse(f"{len(data)} bytes of hardly anything but empty containers", f"a {kind}")
+                refuse_pickle(f"{len(data)} bytes of hardly anything but empty containers", f"a {kind}")
             continue
         width = 4 if code == _PUT else operations.texts.get(code, 0)
         number = int.from_bytes(data[place + 1 : place + 1 + width], "little")
         if not width or number > len(data):
             what = f"operation {code!r} at byte {place}, which no {kind} has" if code else "no end: it was cut"
-            refuse(f"a pickle with {what}", "plain lists, dicts, texts and numbers")
+            refuse_pickle(f"a pickle with {what}", "plain lists, dicts, texts and numbers")
         place += 1 + width + (0 if code == _PUT else number)
 
 
@@ -176,11 +176,13 @@ def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_p
     try:
         return _Builder(make, most_parts).build(value)[0]
     except RecursionError:
-        refuse("containers that are nested too deeply", "a few levels")
+        refuse_pickle("containers that are nested too deeply", "a few levels")
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
-        refuse(f"values that do not fit together ({type(error).__name__}: {short(str(error))})", "what was written")
+        refuse_pickle(
+            f"values that do not fit together ({type(error).__name__}: {short(str(error))})", "what was written"
+        )
 
 
 class _Builder:
@@ -199,7 +201,7 @@ class _Builder:
             return value, 1
         if id(value) not in self._done:
             if id(value) in self._open:
-                refuse("a container inside itself", "plain values")
+                refuse_pickle("a container inside itself", "plain values")
             self._open.add(id(value))
             self._done[id(value)] = self._build(value)
             self._open.remove(id(value))
@@ -222,10 +224,10 @@ class _Builder:
         pairs = [self.build(each) for each in values]
         num_parts = 1 + sum(count for _, count in pairs)
         if num_parts > self._most_parts:
-            refuse(f"over {self._most_parts} parts: the same ones over and over", "each part once")
+            refuse_pickle(f"over {self._most_parts} parts: the same ones over and over", "each part once")
         return [part for part, _ in pairs], num_parts
 
 
-def refuse(got: str, expected: str) -> NoReturn:
+def refuse_pickle(got: str, expected: str) -> NoReturn:
     """Refuse a file or a part of it; who read it says which one it was."""
     raise InputError("", got=got, expected=expected, fix="")

@@ -12,7 +12,7 @@ import torch
 from memkit._core.errors import InputTypeError
 
 
-class Card(Protocol):
+class SimulatedGpu(Protocol):
     """What a simulation knows of a GPU; `memkit.predict.GPU` is one."""
 
     @property

@@ -23,7 +23,7 @@ _LARGEST_INT = 2**63 - 1  # what a signed 64-bit integer of any other reader hol
 _LAST_SECOND = 10**11  # the year 5138; nanoseconds taken for seconds are beyond it
 _DEEPEST_NOTE = 32  # levels of lists and objects: far from what makes a JSON encoder fail
 
-Kind = Literal["measured", "predicted", "sampled"]
+RecordKind = Literal["measured", "predicted", "sampled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Origin:
     """
 
     source: str | None = None
-    kind: Kind | None = None
+    kind: RecordKind | None = None
 
     def __post_init__(self) -> None:
         _check_origin("Origin()", self.source, self.kind)
@@ -103,7 +103,7 @@ class Event:
     host_peak_bytes: int | None = None
     incremental_bytes: int | None = None
     source: str | None = None
-    kind: Kind | None = None
+    kind: RecordKind | None = None
     note: dict[str, Any] | None = None
     run: int | None = field(default=None, compare=False)
 
@@ -289,8 +289,8 @@ def _check_seconds(call: str, value: object) -> None:
 
 def _check_origin(call: str, source: object, kind: object) -> None:
     _check_text(call, "source", source)
-    if kind is not None and kind not in get_args(Kind):
-        raise _refusal(call, "kind", kind, f"one of {', '.join(get_args(Kind))}", str)
+    if kind is not None and kind not in get_args(RecordKind):
+        raise _refusal(call, "kind", kind, f"one of {', '.join(get_args(RecordKind))}", str)
 
 
 def _check_argv(call: str, value: object) -> None:

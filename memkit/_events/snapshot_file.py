@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from memkit._core.pickles import load_plain, refuse
+from memkit._core.pickles import load_plain, refuse_pickle
 from memkit._core.printable import short
 from memkit._events.log import require_count
 
@@ -23,7 +23,7 @@ _LIBRARY = re.compile(r"(site|dist)-packages|(^|[/\\])torch[/\\]|[/\\]lib[/\\]py
 _OPERATOR = re.compile(r"at::_ops::(\w+)::")
 
 
-class Block(NamedTuple):
+class SnapshotBlock(NamedTuple):
     """What is in use at one address, and the place in the code that asked for it."""
 
     allocated_bytes: int
@@ -40,10 +40,10 @@ class Segment(NamedTuple):
     """
 
     is_small: bool
-    blocks: list[tuple[int, Block | None, int]]
+    blocks: list[tuple[int, SnapshotBlock | None, int]]
 
 
-class Entry(NamedTuple):
+class AllocatorAction(NamedTuple):
     """One action of the allocator."""
 
     action: str
@@ -69,7 +69,7 @@ class Snapshot:
         value = load_plain(data, "snapshot")
         snapshot = {"segments": value} if isinstance(value, list) else value  # torch.cuda.memory_snapshot()
         if not isinstance(snapshot, dict) or not {"segments", "device_traces"} & snapshot.keys():
-            refuse(f"a pickle of {short(value)}", "the segments or device_traces of a CUDA memory snapshot")
+            refuse_pickle(f"a pickle of {short(value)}", "the segments or device_traces of a CUDA memory snapshot")
         self._snapshot = snapshot
         self._num_left = len(data)  # parts may stand in many places of it: how many are looked at
         self._places: dict[int, str | None] = {}
@@ -82,7 +82,7 @@ class Snapshot:
         cards = {self._number(segment, "device", 0) for segment in self._segments}
         cards |= {card for card, trace in enumerate(self._traces) if trace}
         if len(cards) > _MOST_CARDS:
-            refuse(f"{len(cards)} cards", f"at most {_MOST_CARDS}")
+            refuse_pickle(f"{len(cards)} cards", f"at most {_MOST_CARDS}")
         return sorted(cards)
 
     def segments_of(self, card: int) -> list[Segment]:
@@ -90,7 +90,7 @@ class Snapshot:
         segments = [each for each in self._segments if self._number(each, "device", 0) == card]
         return [Segment(each.get("segment_type") == "small", list(self._blocks(each))) for each in segments]
 
-    def _blocks(self, segment: dict[str, Any]) -> Iterator[tuple[int, Block | None, int]]:
+    def _blocks(self, segment: dict[str, Any]) -> Iterator[tuple[int, SnapshotBlock | None, int]]:
         address = self._number(segment, "address", 0)
         for block in self._records(segment.get("blocks", []), "blocks"):
             size = self._number(block, "size", 0)
@@ -98,15 +98,15 @@ class Snapshot:
             used = None
             if block.get("state") == _IN_USE:
                 requested = self._number(block, "requested_size", size)
-                used = Block(size, min(requested, size), self._place(_frames(block)) or NO_PLACE)
+                used = SnapshotBlock(size, min(requested, size), self._place(_frames(block)) or NO_PLACE)
             yield address, used, size
             address += size
 
-    def entries_of(self, card: int) -> list[Entry]:
+    def entries_of(self, card: int) -> list[AllocatorAction]:
         """What the allocator did on a card, in order."""
         trace = self._traces[card] if card < len(self._traces) else []
         return [
-            Entry(
+            AllocatorAction(
                 action=_text(entry, "action"),
                 address=self._number(entry, "addr", 0),
                 num_bytes=self._number(entry, "size", 0),
@@ -130,7 +130,7 @@ class Snapshot:
         """What memkit adds to its own snapshots; empty where it is somebody else's."""
         own = self._snapshot.get("memkit", {})
         if not isinstance(own, dict):
-            refuse(f"memkit={short(own)}", "a dict")
+            refuse_pickle(f"memkit={short(own)}", "a dict")
         return own
 
     def settings(self) -> dict[str, Any] | None:
@@ -143,15 +143,15 @@ class Snapshot:
     def _records(self, value: object, name: str) -> Iterator[dict[str, Any]]:
         for index, each in enumerate(self._list(value, name)):
             if not isinstance(each, dict):
-                refuse(f"{name}[{index}]: {short(each)}", "a dict")
+                refuse_pickle(f"{name}[{index}]: {short(each)}", "a dict")
             yield each
 
     def _list(self, value: object, name: str) -> list[Any]:
         if not isinstance(value, (list, tuple)):
-            refuse(f"{name}={short(value)}", "a list")
+            refuse_pickle(f"{name}={short(value)}", "a list")
         self._num_left -= len(value)
         if self._num_left < 0:
-            refuse("more parts than the file has bytes: the same ones over and over", "each block and action once")
+            refuse_pickle("more parts than the file has bytes: the same over and over", "each block and action once")
         return list(value)
 
     def _number(self, record: dict[str, Any], name: str, default: Any) -> Any:
@@ -211,5 +211,5 @@ def place_name(file: str, line: object, function: str) -> str:
 def _text(record: dict[str, Any], name: str) -> str:
     value = record.get(name)
     if not isinstance(value, str) or not value:
-        refuse(f"{name}={short(value)}", "text that is not empty")
+        refuse_pickle(f"{name}={short(value)}", "text that is not empty")
     return value

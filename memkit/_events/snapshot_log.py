@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
-from memkit._core.pickles import refuse
+from memkit._core.pickles import refuse_pickle
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
-from memkit._events.snapshot_file import NO_PLACE, Block, Entry, Segment, Snapshot
+from memkit._events.snapshot_file import NO_PLACE, AllocatorAction, Segment, Snapshot, SnapshotBlock
 
 _UNIT_BYTES = 512  # the allocator rounds up to these at least
 _DEVICE_KEYS = ("name", "total_bytes", "backend")
@@ -60,7 +60,7 @@ def read_snapshot(data: bytes, first_run: int) -> Imported:
         run = first_run + len(headers) - 1
         events += _card_events(segments, entries, snapshot.annotations_of(card), totals, run)
     if not headers:
-        refuse("a snapshot without segments or history", "a snapshot of one card or more")
+        refuse_pickle("a snapshot without segments or history", "a snapshot of one card or more")
     return Imported(headers, events, [])
 
 
@@ -70,7 +70,7 @@ def _known(value: object, keys: Iterable[str]) -> dict[str, Any]:
 
 def _card_events(
     segments: Sequence[Segment],
-    entries: Sequence[Entry],
+    entries: Sequence[AllocatorAction],
     annotations: Sequence[tuple[float, str, str]],
     totals: Mapping[str, Any],
     run: int,
@@ -136,21 +136,25 @@ def _card_events(
         )
 
 
-def _rewind(final: dict[int, Block], entries: Sequence[Entry]) -> tuple[dict[int, Block], list[int]]:
+def _rewind(
+    final: dict[int, SnapshotBlock], entries: Sequence[AllocatorAction]
+) -> tuple[dict[int, SnapshotBlock], list[int]]:
     """Go back from the final state: what was in use before the first action, and the size of each block."""
     live, sizes = dict(final), [0] * len(entries)
     for index in range(len(entries) - 1, -1, -1):
         entry = entries[index]
         rounded = -(-entry.num_bytes // _UNIT_BYTES) * _UNIT_BYTES
         if entry.action == "free_requested":
-            live[entry.address] = Block(rounded, entry.num_bytes, NO_PLACE)
+            live[entry.address] = SnapshotBlock(rounded, entry.num_bytes, NO_PLACE)
         elif entry.action == "alloc":
             block = live.pop(entry.address, None)
             sizes[index] = max(rounded, block.allocated_bytes if block else 0)
     return live, sizes
 
 
-def _levels(live: dict[int, Block], entries: Iterable[Entry], sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+def _levels(
+    live: dict[int, SnapshotBlock], entries: Iterable[AllocatorAction], sizes: Iterable[int]
+) -> Iterator[tuple[int, int]]:
     """Follow the actions: bytes in use and bytes asked for after each; ``live`` changes along."""
     allocated = sum(block.allocated_bytes for block in live.values())
     requested = sum(block.requested_bytes for block in live.values())
@@ -160,7 +164,7 @@ def _levels(live: dict[int, Block], entries: Iterable[Entry], sizes: Iterable[in
             allocated -= gone.allocated_bytes
             requested -= gone.requested_bytes
         if entry.action == "alloc":
-            live[entry.address] = Block(size, entry.num_bytes, entry.place or NO_PLACE)
+            live[entry.address] = SnapshotBlock(size, entry.num_bytes, entry.place or NO_PLACE)
             allocated += size
             requested += entry.num_bytes
         yield allocated, requested
@@ -182,7 +186,7 @@ def _phases(annotations: Sequence[tuple[float, str, str]]) -> Callable[[float | 
     return phase
 
 
-def _name(entry: Entry) -> str:
+def _name(entry: AllocatorAction) -> str:
     if entry.action in ("alloc", "oom"):
         return entry.place or entry.action
     return "free" if entry.action in ("free_requested", "free_completed") else entry.action

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from memkit._core.errors import InputError, InputTypeError
-from memkit._core.pickles import refuse
+from memkit._core.pickles import refuse_pickle
 from memkit._core.printable import short
 from memkit._events.json_stream import JsonStream
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin, require_count
@@ -72,19 +72,21 @@ def unzipped(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
             try:
                 text = unpacker.decompress(packed, CHUNK_BYTES)
             except zlib.error as error:
-                refuse(f"a gzip file that cannot be unpacked ({error})", "a whole gzip file")
+                refuse_pickle(f"a gzip file that cannot be unpacked ({error})", "a whole gzip file")
             num_bytes += len(text)
             if num_bytes > most_bytes:
-                refuse(f"more than {most_bytes} bytes in a gzip file", "a trace")
+                refuse_pickle(f"more than {most_bytes} bytes in a gzip file", "a trace")
             if num_bytes > _SMALL_BYTES + _MOST_PACKED * num_packed:
-                refuse(f"more than {num_bytes} bytes in {num_packed} bytes of a gzip file", "a trace as it was packed")
+                refuse_pickle(
+                    f"more than {num_bytes} bytes in {num_packed} bytes of a gzip file", "a trace as it was packed"
+                )
             yield text
             packed = unpacker.unconsumed_tail
             is_left = not unpacker.eof and (bool(packed) or len(text) == CHUNK_BYTES)
     if not unpacker.eof:
-        refuse("a gzip file that was cut", "a whole gzip file")
+        refuse_pickle("a gzip file that was cut", "a whole gzip file")
     if has_more or unpacker.unused_data:
-        refuse("something after the end of a gzip file", "one trace in it")
+        refuse_pickle("something after the end of a gzip file", "one trace in it")
 
 
 class Trace:
@@ -118,7 +120,7 @@ class Trace:
         except (InputError, InputTypeError):
             raise
         except ValueError as error:
-            refuse(f"no JSON ({short(str(error))})", "a whole trace")
+            refuse_pickle(f"no JSON ({short(str(error))})", "a whole trace")
         for found in self.acts.values():
             found.sort(key=lambda act: act.time_us)
         for parts in self.slices.values():
@@ -131,16 +133,16 @@ class Trace:
                 has_events = True
                 for index, record in enumerate(stream.elements()):
                     if not isinstance(record, dict):
-                        refuse("JSON that has no list of traceEvents", "a trace in Chrome's format")
+                        refuse_pickle("JSON that has no list of traceEvents", "a trace in Chrome's format")
                     if index > 1000 and index * _CHARS_PER_RECORD > stream.num_chars:
-                        refuse("a list of traceEvents that say hardly anything", "a trace of torch.profiler")
+                        refuse_pickle("a list of traceEvents that say hardly anything", "a trace of torch.profiler")
                     self._add(index, _with_whole_characters(record) if stream.may_have_halves else record)
             else:
                 value = stream.value()
                 self.entries[key] = _with_whole_characters(value) if stream.may_have_halves else value
         stream.expect_end()
         if not has_events or "traceEvents" in self.entries:
-            refuse("JSON that has no list of traceEvents", "a trace in Chrome's format")
+            refuse_pickle("JSON that has no list of traceEvents", "a trace in Chrome's format")
 
     def _add(self, index: int, record: dict[str, Any]) -> None:
         """Keep what is needed of an event."""
@@ -157,13 +159,13 @@ class Trace:
     def _add_act(self, index: int, record: Mapping[str, Any], args: Mapping[str, Any]) -> None:
         change = args.get("Bytes")
         if type(change) is not int or abs(change) >= 2**63:
-            refuse(f"traceEvents[{index}]: Bytes={short(change)}", "an integer below 2**63")
+            refuse_pickle(f"traceEvents[{index}]: Bytes={short(change)}", "an integer below 2**63")
         device = (_number(args, "Device Type", 0), args.get("Device Id", -1))
         if type(device[1]) is not int:
-            refuse(f"traceEvents[{index}]: Device Id={short(device[1])}", "an integer")
+            refuse_pickle(f"traceEvents[{index}]: Device Id={short(device[1])}", "an integer")
         self._num_acts += 1
         if self._num_acts > _MOST_ACTS:
-            refuse(f"over {_MOST_ACTS} memory events", "a shorter profile")
+            refuse_pickle(f"over {_MOST_ACTS} memory events", "a shorter profile")
         totals = (_count(args, "Total Allocated"), _count(args, "Total Reserved"))
         act = _Act(_time(record, "ts"), self._thread(record), _count(args, "Addr"), change, *totals)
         self.acts.setdefault(device, []).append(act)
@@ -201,7 +203,7 @@ def read_profile(trace: Trace, name: str, first_run: int) -> Imported:
     base_s = _number(trace.entries, "baseTimeNanoseconds", 0) / 1e9
     acts = trace.acts
     if not acts:
-        refuse(f"a trace without {_MEMORY} events", "a profile with profile_memory=True")
+        refuse_pickle(f"a trace without {_MEMORY} events", "a profile with profile_memory=True")
     problems = []
     used = [device for device in sorted(acts) if device[0] != 0] or sorted(acts)
     if len(used) < len(acts):
@@ -278,7 +280,7 @@ class _Run:
         found = [part for parts in self._slices.values() for part in parts if _STEP.fullmatch(part.name)]
         bounds = [self._bounds(part) for part in found]
         if sum(end - start for start, end in bounds) > _MOST_LEVELS * len(self._acts):
-            refuse(f"{len(found)} steps that lie over each other", "one step after the other")
+            refuse_pickle(f"{len(found)} steps that lie over each other", "one step after the other")
         return sorted(found, key=lambda part: -part.end_us)
 
     def _bounds(self, part: _Slice) -> tuple[int, int]:
@@ -314,7 +316,7 @@ class _Run:
             while stack and stack[-1].end_us < act.time_us:
                 stack.pop()
             if len(stack) > _MOST_LEVELS:
-                refuse(f"{len(stack)} slices inside each other", f"at most {_MOST_LEVELS}")
+                refuse_pickle(f"{len(stack)} slices inside each other", f"at most {_MOST_LEVELS}")
             yield _place(stack)
 
     def _split(self, places: Sequence[_Place], best: int) -> dict[str, Any]:
@@ -373,7 +375,7 @@ def _wall(base_s: float, time_us: float) -> float | None:
 def _time(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
     if type(value) not in (int, float) or not 0 <= value <= 2**63:  # type: ignore[operator]  # NaN fails it as well
-        refuse(f"{name}={short(value)}", "microseconds")
+        refuse_pickle(f"{name}={short(value)}", "microseconds")
     return float(value)  # type: ignore[arg-type]
 
 

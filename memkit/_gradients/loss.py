@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -118,6 +119,10 @@ class Loss:
         value, outputs = self.value.detach(), None if self.outputs is None else detached(self.outputs)
         value = value.reshape(()) if value.dim() else value
         return _unchecked(None, value, count, outputs) if self.mean is None else _unchecked(value, None, count, outputs)
+
+
+LossFn: TypeAlias = Callable[[Any, Any], Tensor | Loss]
+"""``loss_fn(model, batch)``."""
 
 
 def _unchecked(mean: Tensor | None, sum_: Tensor | None, count: float | Tensor | None, outputs: Any) -> Loss:

@@ -84,7 +84,7 @@ def sum_of_chunks(
     Memory cost: per chunk its graph and one gradient of all parameters; throughout, one gradient of all parameters
     and of the rows that require grad.
     """
-    num_rows = count_rows(rows, call)
+    num_rows = num_rows_of(rows, call)
     cut = [index for index, each in enumerate(rows) if _is_cut(each)]
     is_grad_enabled = torch.is_grad_enabled()
 
@@ -214,7 +214,7 @@ def _is_cut(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def count_rows(rows: Sequence[Any], call: str) -> int:
+def num_rows_of(rows: Sequence[Any], call: str) -> int:
     """Return how many rows the tensors have that are cut; refuse where they differ, or where there is none."""
     counts = {len(each) for each in rows if _is_cut(each)}
     if len(counts) != 1:

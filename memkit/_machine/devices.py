@@ -116,7 +116,7 @@ def peak_bytes(device: torch.device) -> int | None:
 def reset_peak(device: torch.device) -> None:
     """Let the peak counters of a device start again from what is allocated now: for everybody in this process."""
     if device.type not in _WITHOUT_PEAK:
-        machine.reset_peak(device)
+        machine.reset_allocator_peak(device)
 
 
 def device_name(device: torch.device) -> str:

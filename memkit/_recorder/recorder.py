@@ -26,8 +26,8 @@ from memkit._recorder.recording import (
     Category,
     IntArray,
     Label,
-    Phase,
     Recording,
+    StepPhase,
     lifetimes,
     resolve_categories,
 )
@@ -111,19 +111,19 @@ class Marks(Protocol):
     def end(self) -> None:
         """End with the recorder's block."""
 
-    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], RecorderMark]) -> Any:
         """Run an operator between two marks."""
 
     def added_to(self, recording: Recording) -> Recording:
         """Return a recording with what was seen between the marks."""
 
 
-class Moment(NamedTuple):
+class RecorderMark(NamedTuple):
     """How far a recorder is: events and phases so far, and where the operator that runs now comes from."""
 
     num_events: int
     num_phases: int
-    place: Place
+    place: OperatorPlace
 
 
 class Events(NamedTuple):
@@ -141,7 +141,7 @@ class Events(NamedTuple):
     live: IntArray
     operators: tuple[str, ...]
     is_growth: tuple[bool, ...]
-    places: tuple[Place, ...]
+    places: tuple[OperatorPlace, ...]
     bounds: IntArray
 
 
@@ -199,14 +199,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._event_bytes: list[int] = []
         self._adopted: list[tuple[int, int, int]] = []
         self._step_start = 0  # first event of the current step
-        self._phases: list[tuple[int, Phase]] = []
-        self._phase: Phase | None = None
+        self._phases: list[tuple[int, StepPhase]] = []
+        self._phase: StepPhase | None = None
         self._plain_types: set[type] = set()  # of tensors that are no wrappers around others
         # One entry per storage.
         self._bytes: list[int] = []
         self._devices: list[torch.device] = []
         self._operators: list[Any] = []  # the operator, or "" for what was there before
-        self._places: list[Place] = []
+        self._places: list[OperatorPlace] = []
         self._nodes: list[int] = []  # sequence number of the autograd node that ran; -1 outside of backward
         self._categories: dict[int, Category] = {}
         self._untracked: dict[str, None] = {}
@@ -279,9 +279,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             bounds=_int64([int(live[index - event]) + bound for index, bound in self._bounds if index >= event]),
         )
 
-    def moment(self) -> Moment:
+    def moment(self) -> RecorderMark:
         """How far it is."""
-        return Moment(len(self._event_bytes), len(self._phases), self._where.place())
+        return RecorderMark(len(self._event_bytes), len(self._phases), self._where.place())
 
     @property
     def operator(self) -> Any:
@@ -413,7 +413,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if operator is None:
             self._adopted.append((self._step_start, number, nbytes))
             self._operators.append("")
-            self._places.append(Place("other", "", None))
+            self._places.append(OperatorPlace("other", "", None))
             self._nodes.append(-1)
         else:
             self._event_storage.append(number)
@@ -609,7 +609,7 @@ def running_node() -> torch.autograd.graph.Node | None:
     return current_node()
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of code. The code object holds names and constants, never values as a frame would."""
 
     code: CodeType
@@ -619,12 +619,12 @@ class Line(NamedTuple):
         return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
 
 
-class Place(NamedTuple):
+class OperatorPlace(NamedTuple):
     """Phase, module and source line of an operator; module "" and line None where there is none."""
 
-    phase: Phase
+    phase: StepPhase
     module: str
-    line: Line | None
+    line: SourceLine | None
 
 
 class Whereabouts:
@@ -639,11 +639,11 @@ class Whereabouts:
     """
 
     def __init__(self) -> None:
-        self.phase: Phase = "other"
-        self.outside_backward: Phase = "other"
+        self.phase: StepPhase = "other"
+        self.outside_backward: StepPhase = "other"
         self._thread = threading.get_ident()
         self._next_sequence_number = next_sequence_number()
-        self._origins: dict[int, tuple[str, Line | None]] = {}
+        self._origins: dict[int, tuple[str, SourceLine | None]] = {}
         self._backward = _NO_BACKWARD
         self._backward_depth = 0
         self._modules: list[str] = []
@@ -672,12 +672,12 @@ class Whereabouts:
         else:
             self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
 
-    def place(self) -> Place:
+    def place(self) -> OperatorPlace:
         """Where the operator that runs now comes from."""
         line, by_engine = self._line()
         module = self._modules[-1] if self._modules else ""
         if self.phase != "backward":
-            return Place(self.phase, module, line)
+            return OperatorPlace(self.phase, module, line)
         node = running_node()
         origin = self._origins.get(sequence_number(node)) if node is not None else None
         if origin is not None:
@@ -685,7 +685,7 @@ class Whereabouts:
                 module = origin[0]
             if by_engine:
                 line = origin[1]
-        return Place("backward", module, line)
+        return OperatorPlace("backward", module, line)
 
     def called_by_engine(self) -> bool:
         """Whether the operator comes from autograd's C++ code, not from Python that runs inside the backward."""
@@ -725,7 +725,7 @@ class Whereabouts:
             self._module_names.setdefault(child, f"{prefix}{path}" if path else root)
         return self._module_names[module]
 
-    def _line(self) -> tuple[Line | None, bool]:
+    def _line(self) -> tuple[SourceLine | None, bool]:
         """Innermost line of the user's own code, and whether autograd's engine lies between it and the operator."""
         by_engine = False
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public form
@@ -735,7 +735,7 @@ class Whereabouts:
             if is_internal is None:
                 is_internal = self._is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
             if not is_internal:
-                return Line(code, frame.f_lineno), by_engine
+                return SourceLine(code, frame.f_lineno), by_engine
             by_engine = by_engine or code is ENGINE
             frame = frame.f_back
         return None, True  # a thread of the engine: it has no Python frames of its own

@@ -16,7 +16,7 @@ from memkit._core.errors import InputError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 Category: TypeAlias = Literal["parameter", "buffer", "gradient", "optimizer", "input", "activation", "temporary"]
-Phase: TypeAlias = Literal["forward", "backward", "optimizer", "other"]
+StepPhase: TypeAlias = Literal["forward", "backward", "optimizer", "other"]
 Label: TypeAlias = Literal["category", "device", "module", "operator", "phase", "source"]
 Moment: TypeAlias = Literal["peak", "end"]
 
@@ -70,7 +70,7 @@ class Recording:
     event_bytes: IntArray
     codes: Mapping[Label, IntArray]
     names: Mapping[Label, tuple[str, ...]]
-    phases: tuple[tuple[int, Phase], ...]
+    phases: tuple[tuple[int, StepPhase], ...]
     untracked: tuple[str, ...]
 
     @property

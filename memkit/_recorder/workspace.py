@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from memkit._core.errors import StateError
-from memkit._recorder.recorder import Moment
+from memkit._recorder.recorder import RecorderMark
 from memkit._recorder.recording import IntArray, Label, Recording, lifetimes
 from memkit._torch.profiler import (
     ActiveProfilerType,
@@ -32,7 +32,7 @@ _Memory = Literal["cpu", "accelerator"]
 class _Call(NamedTuple):
     """One call of an operator."""
 
-    end: Moment
+    end: RecorderMark
     operator: Any
     accelerator: torch.device | None  # the one that was in use, if any
 
@@ -93,7 +93,7 @@ class WorkspaceMarks:
             for number, memory, nbytes in risen
         ]
 
-    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], Moment]) -> Any:
+    def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], RecorderMark]) -> Any:
         """Run an operator between two marks."""
         number = next(self._numbers)
         try:

@@ -18,10 +18,10 @@ from memkit._gradients.loss import Loss
 from memkit._machine.devices import release_cached_memory
 from memkit._recovery.attempt import Caught, Failed, Kinds, OutOfMemory, insist
 from memkit._recovery.plan import Part, Plan
-from memkit._recovery.sizes import Entry, SizeMemory
+from memkit._recovery.sizes import SizeEntry, SizeMemory
 
 Failure = OutOfMemory | Failed
-Cut = Callable[[Part, int], list[Part]]
+CutPart = Callable[[Part, int], list[Part]]
 
 
 class Sums(Protocol):
@@ -46,7 +46,7 @@ class Undo(Protocol):
         """Put everything back."""
 
 
-class Remedies(Protocol):
+class RemedySource(Protocol):
     """What can be done about an out-of-memory before parts are made smaller."""
 
     @property
@@ -93,7 +93,7 @@ class Means:
     """
 
     sizes: SizeMemory
-    remedies: Remedies | None
+    remedies: RemedySource | None
     snapshot: Callable[[], Undo]
     peers: Peers
     unit: str = "rows"
@@ -128,7 +128,7 @@ class Attempt:
         part: Part,
         batch_size: int,
         *,
-        remedies: Remedies | None = None,
+        remedies: RemedySource | None = None,
         rollback: Undo | None = None,
         watching: AbstractContextManager[None] | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class BatchRun:
         *,
         means: Means,
         sums: Sums,
-        cut: Cut,
+        cut: CutPart,
         key: str = "",
         is_intact: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -249,7 +249,7 @@ class BatchRun:
         self.is_complete = self.is_cut_anew = self.was_cut = False
         self.forced: Forced | None = None
         self.done: list[Attempt] = []
-        self._before_cut: tuple[Attempt, Plan, Entry | None] | None = None
+        self._before_cut: tuple[Attempt, Plan, SizeEntry | None] | None = None
         self.rollback = self.take_rollback()
         self.plan = Plan((self._whole,))
         if num_parts > 1 or means.remedies is not None:

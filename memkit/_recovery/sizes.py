@@ -13,7 +13,7 @@ _BEYOND = 4  # times the patience before a size is tried that is known to have f
 
 
 @dataclass(slots=True)
-class Entry:
+class SizeEntry:
     """What is known of one key."""
 
     proven: int = 0  # the largest size that ran
@@ -26,11 +26,11 @@ class SizeMemory:
     """What is known of micro-batch sizes. A size is rows, or elements for packed batches; a key is an input shape."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, SizeEntry] = {}
 
     def largest(self, key: str) -> int | None:
         """Return the largest size that may be expected to fit; None where nothing ever failed."""
-        entry = self._entries.setdefault(key, Entry())
+        entry = self._entries.setdefault(key, SizeEntry())
         return None if entry.failed is None else max(1, entry.proven, entry.failed // 2)
 
     def num_parts(self, key: str, size: int, at_least: int) -> int:
@@ -67,7 +67,7 @@ class SizeMemory:
 
     def note_success(self, key: str, size: int) -> None:
         """Note that a micro-batch of this size ran."""
-        entry = self._entries.setdefault(key, Entry())
+        entry = self._entries.setdefault(key, SizeEntry())
         if entry.failed is not None and size > entry.proven > 0:
             entry.patience, entry.clean = _PATIENCE, _BEYOND * _PATIENCE  # it grows: go on without waiting
         entry.proven = max(entry.proven, size)
@@ -76,7 +76,7 @@ class SizeMemory:
 
     def note_failure(self, key: str, size: int) -> None:
         """Note that a micro-batch of this size ran out of memory."""
-        entry = self._entries.setdefault(key, Entry())
+        entry = self._entries.setdefault(key, SizeEntry())
         if 0 < entry.proven < size:  # a trial: what ran before still does
             entry.patience = min(2 * entry.patience, _MAX_PATIENCE)
         entry.failed = size
@@ -86,14 +86,14 @@ class SizeMemory:
 
     def note_clean_step(self, key: str) -> None:
         """Note an optimiser step without any failure."""
-        self._entries.setdefault(key, Entry()).clean += 1
+        self._entries.setdefault(key, SizeEntry()).clean += 1
 
-    def entry(self, key: str) -> Entry | None:
+    def entry(self, key: str) -> SizeEntry | None:
         """Return a copy of what is known of a key."""
         entry = self._entries.get(key)
         return None if entry is None else replace(entry)
 
-    def put_entry(self, key: str, entry: Entry | None) -> None:
+    def put_entry(self, key: str, entry: SizeEntry | None) -> None:
         """Know of a key what `entry` said."""
         self._entries.pop(key, None)
         if entry is not None:
@@ -105,4 +105,4 @@ class SizeMemory:
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore `state_dict`."""
-        self._entries = {key: Entry(**entry) for key, entry in state.items()}
+        self._entries = {key: SizeEntry(**entry) for key, entry in state.items()}

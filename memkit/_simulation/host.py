@@ -33,7 +33,7 @@ def _operators(*names: str) -> frozenset[Any]:
     return overloads(*(f"{name}.default" for name in names))
 
 
-class HostMemory:
+class HostKernels:
     """What kernels of the CPU take inside; nothing is known of an allocator."""
 
     def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - as beneath all places

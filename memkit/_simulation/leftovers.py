@@ -30,7 +30,7 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.modules import BUFFERS, CHILDREN, PARAMETERS
 
 T = TypeVar("T")
-Kind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
+ContainerKind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
 
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 _MOST_OBJECTS = 50_000  # that are looked at: what lies farther away is found afterwards, and refused
@@ -116,7 +116,7 @@ class _Saved(NamedTuple):
 
     container: Any
     content: Any
-    kind: Kind
+    kind: ContainerKind
 
 
 class _Surroundings:
@@ -209,13 +209,13 @@ class _Surroundings:
         own = {name: child for name, child in names.items() if name not in _OF_EVERY_MODULE}
         yield from ((child, f".{name}") for name, child in (own | names.get(CHILDREN, {})).items())
 
-    def _named(self, owner: Any, names: Mapping[str, Any], kind: Kind) -> Iterator[tuple[Any, str]]:
+    def _named(self, owner: Any, names: Mapping[str, Any], kind: ContainerKind) -> Iterator[tuple[Any, str]]:
         self._save(owner, dict(names), kind)
         for name, child in list(names.items()):
             if type(child) not in _ATOMS:
                 yield child, f".{name}"
 
-    def _save(self, container: Any, content: Any, kind: Kind) -> None:
+    def _save(self, container: Any, content: Any, kind: ContainerKind) -> None:
         self._saved[id(container), kind] = _Saved(container, content, kind)
 
     def _has_slots(self, kind: type) -> bool:

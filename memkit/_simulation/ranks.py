@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, StateError
 from memkit._simulation.shard import REPLICATED, Shard
-from memkit._simulation.simulation import MakeOptimizer, Part, optimizer_maker
+from memkit._simulation.simulation import MakeOptimizer, RankPart, optimizer_maker
 from memkit._torch.dispatch import without_modes
 from memkit._torch.fake_ranks import FakeStore, composable_states
 
@@ -30,7 +30,7 @@ from memkit._torch.fake_ranks import FakeStore, composable_states
 @contextmanager
 def as_first_rank(
     shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str
-) -> Iterator[Part]:
+) -> Iterator[RankPart]:
     """Spread a model, which holds fake tensors, over ranks of which only the first is there."""
     _refuse_own_ranks(shard.kind, model, optimizer)
     make_optimizer = optimizer_maker(optimizer)
@@ -40,10 +40,10 @@ def as_first_rank(
             replica = _replica(model, shard.gradient_as_bucket_view, buckets)
             if shard.kind == "zero1":
                 make_optimizer = _sharing(make_optimizer)
-            yield Part(replica, make_optimizer(model.parameters()), buckets)
+            yield RankPart(replica, make_optimizer(model.parameters()), buckets)
         else:
             with _sharded(model, shard, mesh):
-                yield Part(model, make_optimizer(model.parameters()), ())
+                yield RankPart(model, make_optimizer(model.parameters()), ())
 
 
 def _refuse_own_ranks(kind: str, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer) -> None:

@@ -10,7 +10,7 @@ import torch
 from memkit._core.errors import ConfigError
 from memkit._core.settings import Checker
 
-Kind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+ShardKind = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 REPLICATED = ("ddp", "zero1")
 
 
@@ -48,7 +48,7 @@ class Shard:
         True
     """
 
-    kind: Kind
+    kind: ShardKind
     ranks: int
     units: tuple[str, ...] = ()
     reshard_after_forward: bool | int | None = None
@@ -58,7 +58,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         """Refuse what no kind knows, and what another kind knows."""
-        self._check("kind", self.kind in get_args(Kind), f"one of {', '.join(get_args(Kind))}")
+        self._check("kind", self.kind in get_args(ShardKind), f"one of {', '.join(get_args(ShardKind))}")
         Checker(f"Shard({self.kind!r}, ...)").whole("ranks", self.ranks, 2)
         self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')
         every = self.reshard_after_forward

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memkit._core.errors import ConfigError, InputTypeError
-from memkit._core.protocols import Card
-from memkit._gradients.loss import Loss, detached, read_loss
+from memkit._core.protocols import SimulatedGpu
+from memkit._gradients.loss import Loss, LossFn, detached, read_loss
 from memkit._machine import random_state
 from memkit._recorder.recorder import UNSHARD, Events, Recorder, Whereabouts
 from memkit._recorder.recording import Recording
@@ -33,7 +33,7 @@ from memkit._simulation.cuda.history import History
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CudaTensors, on_cuda
 from memkit._simulation.guesses import READING, Guesses
-from memkit._simulation.host import INSTEAD, RESULTS, HostMemory
+from memkit._simulation.host import INSTEAD, RESULTS, HostKernels
 from memkit._simulation.leftovers import Patches, Shared, leaving_nothing
 from memkit._simulation.tensors import Tensors
 from memkit._torch.cuda import Rules, rules_of
@@ -41,7 +41,6 @@ from memkit._torch.fake import FakeTensor
 from memkit._torch.pytree import tree_leaves
 
 T = TypeVar("T")
-LossFn: TypeAlias = Callable[[Any, Any], Any]
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 _UNLIMITED = 2**60
 _PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
@@ -50,7 +49,7 @@ _PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 # ----------------------------------------------------------------------------------------------- places
 
 
-class Figures(NamedTuple):
+class AllocatorFigures(NamedTuple):
     """What only an allocator knows: peaks of what it handed out and of what it holds, and what lies outside of it."""
 
     allocated_bytes: int
@@ -78,7 +77,7 @@ class Place(Protocol):
     def on_stage(self, tensors: Any) -> AbstractContextManager[Sequence[Patches]]:
         """Have everything around these tensors in place; yields what is changed of torch."""
 
-    def figures(self) -> Figures | None:
+    def figures(self) -> AllocatorFigures | None:
         """What the allocator says of the latest recorder's block; None where there is none."""
 
 
@@ -111,7 +110,7 @@ class Host:
 
     def make_recorder(self) -> Recorder:
         """A recorder that knows what the CPU's kernels may take inside."""
-        return Recorder(beneath=HostMemory())
+        return Recorder(beneath=HostKernels())
 
     def on_stage(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
         """Everything is there."""
@@ -139,7 +138,7 @@ class Gpu:
 
     def __init__(
         self,
-        card: Card,
+        card: SimulatedGpu,
         *,
         capacity_bytes: int | None = None,
         settings: AllocatorSettings | str | None = None,
@@ -171,10 +170,10 @@ class Gpu:
         answers = answer_patches(self._card, self.memory, tensors)
         return on_cuda(tensors, self._card.compute_capability or (0, 0), self._rules, answers)
 
-    def figures(self) -> Figures:
+    def figures(self) -> AllocatorFigures:
         """What the allocator handed out and holds at most since the latest recorder began."""
         allocator = self.memory.allocator
-        return Figures(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, self._card.context_bytes)
+        return AllocatorFigures(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, self._card.context_bytes)
 
 
 # ------------------------------------------------------------------------------------------- simulations
@@ -341,7 +340,7 @@ class Record:
     """
 
     recording: Recording
-    figures: Figures | None
+    figures: AllocatorFigures | None
     highest_bytes: int
     guesses: tuple[str, ...]
     doubts: tuple[str, ...]
@@ -419,7 +418,7 @@ def _leaves(batch: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------ training steps
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """What one rank runs: its model, its optimizer, and flat gradients that live on from step to step."""
 
     model: nn.Module
@@ -427,13 +426,13 @@ class Part(NamedTuple):
     buckets: Sequence[Tensor]
 
 
-Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str], AbstractContextManager[Part]]
+Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str], AbstractContextManager[RankPart]]
 
 
 @contextmanager
-def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[Part]:  # noqa: ARG001 - as all that spread
+def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[RankPart]:  # noqa: ARG001 - as all that spread
     """One process has all."""
-    yield Part(model, optimizer_maker(optimizer)(model.parameters()), ())
+    yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), ())
 
 
 @dataclass(frozen=True)

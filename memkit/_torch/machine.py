@@ -23,7 +23,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     return info
 
 
-def reset_peak(device: torch.device) -> None:
+def reset_allocator_peak(device: torch.device) -> None:
     """Let an accelerator's peak counters start again."""
     if hasattr(torch.accelerator, "reset_peak_memory_stats"):  # 2.8 lacks it
         torch.accelerator.reset_peak_memory_stats(device)

@@ -69,7 +69,7 @@ def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
     return tensor.grad_dtype if _HAS_GRADIENT_DTYPE else tensor.dtype
 
 
-def set_gradient_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+def assign_gradient_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Choose the dtype that autograd keeps a tensor's gradient in.
 
     Raises:

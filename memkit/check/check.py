@@ -15,7 +15,7 @@ from typing import Any
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError
 from memkit.check import evaluation, graphs, launch, precision, setup, steps
-from memkit.check.findings import Finding, Place, Rule
+from memkit.check.findings import Finding, Rule, SourceSpan
 from memkit.check.launch import Launcher
 from memkit.check.script import Script
 from memkit.check.source import SUFFIXES, Source, read_source
@@ -162,7 +162,7 @@ def _parse(source: Source) -> Script:
     ) from None
 
 
-def _findings(source: Source, found: set[tuple[Rule[Any], Place]], wanted: set[str]) -> list[Finding]:
+def _findings(source: Source, found: set[tuple[Rule[Any], SourceSpan]], wanted: set[str]) -> list[Finding]:
     """The findings of a file in the order of its lines, without those that a comment takes out."""
     ignored = dict(_comments(source))
     findings = []

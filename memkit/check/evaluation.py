@@ -6,19 +6,19 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 from memkit.check.script import Script, dotted, method, position
 
 _VALIDATES = re.compile(r"(^|[^a-z])(val|valid|validation|test|eval|dev)([^a-z]|$)", re.IGNORECASE)
 _EVALUATES = re.compile(r"eval|valid|test|infer|predict", re.IGNORECASE)
 
 
-def _find_graphs_in_evaluation(script: Script) -> Iterator[Place]:
+def _find_graphs_in_evaluation(script: Script) -> Iterator[SourceSpan]:
     tests = {"pytest", "unittest"}.intersection(script.imports)
     if tests or any(script.qualified(call.func).endswith("set_grad_enabled") for call in script.calls):
         return
     found = dict.fromkeys((*_after_eval(script), *_in_loops_that_validate(script)))
-    yield from (Place.of(call) for call in found)
+    yield from (SourceSpan.of(call) for call in found)
 
 
 def _in_loops_that_validate(script: Script) -> Iterator[ast.Call]:
@@ -108,7 +108,7 @@ def _called_under_no_grad(script: Script, node: ast.AST) -> bool:
     return bool(callers) and all(map(script.under_no_grad, callers))
 
 
-def _find_outputs_on_device(script: Script) -> Iterator[Place]:
+def _find_outputs_on_device(script: Script) -> Iterator[SourceSpan]:
     if not script.on_accelerator:
         return
     for call in script.calls:
@@ -127,7 +127,7 @@ def _find_outputs_on_device(script: Script) -> Iterator[Place]:
                 script.inside(b.statement, each) for each in script.loops_of(call) for b in script.bound[target]
             )
         ):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 RULES: tuple[Rule[Script], ...] = (

@@ -60,7 +60,7 @@ class Finding:
         return dataclasses.asdict(self)
 
 
-class Place(NamedTuple):
+class SourceSpan(NamedTuple):
     """Where a rule points, from 1, and the last line of the code that it points at."""
 
     line: int
@@ -68,7 +68,7 @@ class Place(NamedTuple):
     last_line: int
 
     @classmethod
-    def of(cls, node: ast.expr | ast.stmt) -> Place:
+    def of(cls, node: ast.expr | ast.stmt) -> SourceSpan:
         """The place of a node of the syntax tree."""
         return cls(node.lineno, node.col_offset + 1, node.end_lineno or node.lineno)
 
@@ -96,10 +96,10 @@ class Rule(Generic[Code]):
     fix: str
     example: str
     near_miss: str
-    find: Callable[[Code], Iterable[Place]]
+    find: Callable[[Code], Iterable[SourceSpan]]
     figure: str | None = None
 
-    def finding(self, path: str, place: Place, cell: int | None = None) -> Finding:
+    def finding(self, path: str, place: SourceSpan, cell: int | None = None) -> Finding:
         """The finding at a place of a file."""
         message = f"{self.what}: {self.why}"
         return Finding(self.id, self.level, path, place.line, place.column, message, self.fix, self.figure, cell)

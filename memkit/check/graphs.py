@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 from memkit.check.script import (
     Binding,
     Loop,
@@ -89,7 +89,7 @@ def _starts_anew(script: Script, loop: Loop, name: str) -> bool:
     return any(script.inside(node, loop) and not script.is_guarded(node, loop) for node in (*made, *emptied))
 
 
-def _find_kept_graphs(script: Script) -> Iterator[Place]:
+def _find_kept_graphs(script: Script) -> Iterator[SourceSpan]:
     in_loss = set[str]().union(*map(backward_names, script.backwards))
     in_loss |= {leaf for b in script.bindings if b.name in in_loss for leaf in _names_in(b.value)}
     for loop in script.step_loops:
@@ -103,14 +103,14 @@ def _find_kept_graphs(script: Script) -> Iterator[Place]:
                 and not _starts_anew(script, loop, name)
                 and any(_holds_graph(script, loop, part, node) for part in added)
             ):
-                yield Place.of(node)
+                yield SourceSpan.of(node)
 
 
 def _names_in(value: ast.expr) -> set[str]:
     return {dotted(node) for node in ast.walk(value)} - {""}
 
 
-def _find_wasted_generators(script: Script) -> Iterator[Place]:
+def _find_wasted_generators(script: Script) -> Iterator[SourceSpan]:
     for binding in script.bindings:
         loop = script.hot_loop(binding.statement)
         maker = binding.value
@@ -130,7 +130,7 @@ def _find_wasted_generators(script: Script) -> Iterator[Place]:
             and any(dotted(given) == binding.name for given in call.args)
         ]
         if uses and all(_trains_another(script, loop, use, dotted(maker.func)) for use in uses):
-            yield Place.of(uses[0])
+            yield SourceSpan.of(uses[0])
 
 
 def _later(script: Script, loop: Loop, binding: Binding) -> Iterator[Binding]:
@@ -155,7 +155,7 @@ def _trains_another(script: Script, loop: Loop, use: ast.Call, generator: str) -
     return generator not in trained
 
 
-def _find_retained(script: Script) -> Iterator[Place]:
+def _find_retained(script: Script) -> Iterator[SourceSpan]:
     for loop in script.step_loops:
         inside = [call for call in script.backwards if script.inside(call, loop)]
         steps = [call for call in script.optimizer_steps if script.loop_of(call) is loop]
@@ -163,16 +163,16 @@ def _find_retained(script: Script) -> Iterator[Place]:
             c for c in script.calls if script.inside(c, loop) and script.qualified(c.func) == "torch.autograd.grad"
         ]
         if len(inside) == 1 and steps and not other and is_constant(keyword(inside[0], "retain_graph"), value=True):
-            yield Place.of(inside[0])
+            yield SourceSpan.of(inside[0])
 
 
-def _find_created(script: Script) -> Iterator[Place]:
+def _find_created(script: Script) -> Iterator[SourceSpan]:
     for call in script.backwards:
         if is_constant(keyword(call, "create_graph"), value=True):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_cut_generators(script: Script) -> Iterator[Place]:
+def _find_cut_generators(script: Script) -> Iterator[SourceSpan]:
     for binding in script.bindings:
         value = binding.value
         if not (isinstance(value, ast.Call) and _is_network(script, value) and script.under_no_grad(binding.statement)):
@@ -189,7 +189,7 @@ def _find_cut_generators(script: Script) -> Iterator[Place]:
             for b in script.bound[name]
         )
         if from_network and _is_revived(script, binding.name, function):
-            yield Place.of(value)
+            yield SourceSpan.of(value)
 
 
 def _is_network(script: Script, call: ast.Call) -> bool:

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 
 _CARDS = re.compile(r"CUDA_VISIBLE_DEVICES=[\"']?([0-9]+(?:,[0-9]+)*)(?![\w,$])")
 _PROCESSES = re.compile(r"--nproc[_-]per[_-]node[= ]\s*([0-9]+)(?!\w)")
@@ -37,7 +37,7 @@ class Launcher:
             self.commands.append((first, first + len(parts) - 1, " ".join(parts)))
 
 
-def _find_shared(launcher: Launcher) -> Iterator[Place]:
+def _find_shared(launcher: Launcher) -> Iterator[SourceSpan]:
     busy: set[str] = set()
     for first, last, command in launcher.commands:
         if _WAITS.search(command) or _BLOCKS.search(command):
@@ -47,12 +47,12 @@ def _find_shared(launcher: Launcher) -> Iterator[Place]:
             continue
         used = set(cards[1].split(","))
         if used & busy:
-            yield Place(first, 1, last)
+            yield SourceSpan(first, 1, last)
         if _BACKGROUND.search(command):
             busy |= used
 
 
-def _find_crowded(launcher: Launcher) -> Iterator[Place]:
+def _find_crowded(launcher: Launcher) -> Iterator[SourceSpan]:
     exported: int | None = None
     for first, last, command in launcher.commands:
         cards, processes = _CARDS.search(command), _PROCESSES.search(command) or _MPI.search(command)
@@ -63,14 +63,14 @@ def _find_crowded(launcher: Launcher) -> Iterator[Place]:
             exported = here or exported
         visible = here or exported
         if processes is not None and visible is not None and int(processes[1]) > visible:
-            yield Place(first, 1, last)
+            yield SourceSpan(first, 1, last)
 
 
-def _find_same_arguments(launcher: Launcher) -> Iterator[Place]:
+def _find_same_arguments(launcher: Launcher) -> Iterator[SourceSpan]:
     for first, last, command in launcher.commands:
         processes = _MPI.search(command)
         if processes is not None and int(processes[1]) > 1 and _GIVEN.search(processes[2]):
-            yield Place(first, 1, last)
+            yield SourceSpan(first, 1, last)
 
 
 RULES: tuple[Rule[Launcher], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 from memkit.check.script import Script, dotted, is_constant, keyword, method, position
 
 _CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value")
@@ -15,7 +15,7 @@ def _scaler_calls(script: Script, name: str) -> list[ast.Call]:
     return [call for call in script.calls if method(call)[1] == name and method(call)[0] in script.scalers]
 
 
-def _find_clipped_scaled(script: Script) -> Iterator[Place]:
+def _find_clipped_scaled(script: Script) -> Iterator[SourceSpan]:
     scales, unscales, steps = (_scaler_calls(script, name) for name in ("scale", "unscale_", "step"))
     for clip in script.calls:
         if dotted(clip.func).rpartition(".")[2] not in _CLIPS:
@@ -26,10 +26,10 @@ def _find_clipped_scaled(script: Script) -> Iterator[Place]:
         earlier = (u for u in unscales if script.function_of(u) is function and position(u) < position(clip))
         scaled = (c for c in scales if script.function_of(c) is function and position(c) < position(clip))
         if any(scaled) and any(not script.are_exclusive(clip, step) for step in later) and not any(earlier):
-            yield Place.of(clip)
+            yield SourceSpan.of(clip)
 
 
-def _find_mixed(script: Script) -> Iterator[Place]:
+def _find_mixed(script: Script) -> Iterator[SourceSpan]:
     for unscale in _scaler_calls(script, "unscale_"):
         loop, target = script.loop_of(unscale), _target(unscale)
         steps = [s for s in _scaler_calls(script, "step") if script.loop_of(s) is loop and _target(s) == target]
@@ -42,14 +42,14 @@ def _find_mixed(script: Script) -> Iterator[Place]:
                 and script.function_of(call) is script.function_of(unscale)
                 and not script.are_exclusive(unscale, call)
             ):
-                yield Place.of(call)
+                yield SourceSpan.of(call)
 
 
 def _target(call: ast.Call) -> str:
     return dotted(call.args[0]) if call.args else ""
 
 
-def _find_updated_between(script: Script) -> Iterator[Place]:
+def _find_updated_between(script: Script) -> Iterator[SourceSpan]:
     events = [
         *((position(c), "backward", c) for c in script.backwards),
         *((position(c), "step", c) for c in _scaler_calls(script, "step")),
@@ -65,10 +65,10 @@ def _find_updated_between(script: Script) -> Iterator[Place]:
             and _target(first[2]) != _target(third[2])
             and not any(script.are_exclusive(calls[0], call) for call in calls[1:])
         ):
-            yield Place.of(second[2])
+            yield SourceSpan.of(second[2])
 
 
-def _find_schedules(script: Script) -> Iterator[Place]:
+def _find_schedules(script: Script) -> Iterator[SourceSpan]:
     names = {getattr(node, "attr", None) for node in script.nodes}
     if "get_scale" in names or "_scale" in names:
         return
@@ -78,10 +78,10 @@ def _find_schedules(script: Script) -> Iterator[Place]:
         loop = script.hot_loop(call)
         steps = [s for s in _scaler_calls(script, "step") if loop is not None and script.loop_of(s) is loop]
         if any(not script.are_exclusive(call, step) for step in steps):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_early_schedules(script: Script) -> Iterator[Place]:
+def _find_early_schedules(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls:
         if not _is_schedule(script, call):
             continue
@@ -90,7 +90,7 @@ def _find_early_schedules(script: Script) -> Iterator[Place]:
         same = [s for s in steps if script.function_of(s) is script.function_of(call)]
         is_first = bool(same) and position(call) < min(map(position, same))
         if loop is not None and is_first and not script.is_guarded(call, loop) and not _is_told(call):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _is_schedule(script: Script, call: ast.Call) -> bool:
@@ -104,10 +104,10 @@ def _is_told(call: ast.Call) -> bool:
     return bool(call.args or call.keywords)
 
 
-def _find_low_penalties(script: Script) -> Iterator[Place]:
+def _find_low_penalties(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls_of("torch.autograd.grad"):
         if is_constant(keyword(call, "create_graph"), value=True) and _autocast_around(script, call):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _autocast_around(script: Script, node: ast.AST) -> bool:

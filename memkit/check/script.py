@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
-Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FunctionNode: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 _NETWORK = re.compile(
     r"(^|[._])(model|net|network|encoder|decoder|backbone|generator|discriminator|critic|classifier|net_?[DG]|[DG])$"
@@ -139,12 +139,12 @@ class Script:
 
     def function_of(self, node: ast.AST) -> ast.AST:
         """The innermost function around a node, or the module."""
-        return next((up for _, up in self.ancestors(node) if isinstance(up, Function)), self.tree)
+        return next((up for _, up in self.ancestors(node) if isinstance(up, FunctionNode)), self.tree)
 
     def loops_of(self, node: ast.AST) -> Iterator[Loop]:
         """The loops of the same function in whose body a node is, innermost first."""
         for child, parent in self.ancestors(node):
-            if isinstance(parent, Function):
+            if isinstance(parent, FunctionNode):
                 return
             if isinstance(parent, Loop) and child in parent.body:
                 yield parent
@@ -162,7 +162,7 @@ class Script:
         for child, parent in self.ancestors(node):
             if parent is outer:
                 return False
-            if isinstance(parent, ast.ExceptHandler | Function):
+            if isinstance(parent, ast.ExceptHandler | FunctionNode):
                 return True
             if isinstance(parent, ast.If) and child is not parent.test and not self._is_setting(parent.test, outer):
                 return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 from memkit.check.script import Script, dotted, has_unpacked, is_constant, keyword, method
 
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
@@ -13,10 +13,10 @@ _CHECKPOINTS = ("torch.utils.checkpoint.checkpoint", "torch.utils.checkpoint.che
 _MOST_AHEAD = 64  # half of the 128 batches that filled 90% of 500 GB in pytorch#97432
 
 
-def _find_defaults(script: Script) -> Iterator[Place]:
+def _find_defaults(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls_of("torch.set_default_tensor_type", "torch.set_default_device"):
         if call.args and _is_cuda(call.args[0]):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _is_cuda(value: ast.expr) -> bool:
@@ -24,11 +24,11 @@ def _is_cuda(value: ast.expr) -> bool:
     return any("cuda" in part for part in parts if isinstance(part, str))
 
 
-def _find_anomaly(script: Script) -> Iterator[Place]:
+def _find_anomaly(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls_of("torch.autograd.set_detect_anomaly", "torch.autograd.anomaly_mode.set_detect_anomaly"):
         mode = call.args[0] if call.args else keyword(call, "mode")
         if is_constant(mode, value=True) and not any(_is_choice(up) for _, up in script.ancestors(call)):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _is_choice(node: ast.AST) -> bool:
@@ -50,35 +50,35 @@ def _loaders(script: Script) -> Iterator[tuple[ast.Call, int | None]]:
             yield call, workers.value
 
 
-def _find_workerless(script: Script) -> Iterator[Place]:
+def _find_workerless(script: Script) -> Iterator[SourceSpan]:
     for call, workers in _loaders(script):
         prefetch = keyword(call, "prefetch_factor")
         is_set = prefetch is not None and isinstance(prefetch, ast.Constant) and prefetch.value is not None
         if workers == 0 and (is_set or is_constant(keyword(call, "persistent_workers"), value=True)):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_pinning(script: Script) -> Iterator[Place]:
+def _find_pinning(script: Script) -> Iterator[SourceSpan]:
     for call, workers in _loaders(script):
         if workers == 0 and is_constant(keyword(call, "pin_memory"), value=True):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_crowds(script: Script) -> Iterator[Place]:
+def _find_crowds(script: Script) -> Iterator[SourceSpan]:
     for call, workers in _loaders(script):
         prefetch = keyword(call, "prefetch_factor")
         ahead = prefetch.value if isinstance(prefetch, ast.Constant) and isinstance(prefetch.value, int) else 2
         if workers is not None and workers * ahead > _MOST_AHEAD:
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_placed_loads(script: Script) -> Iterator[Place]:
+def _find_placed_loads(script: Script) -> Iterator[SourceSpan]:
     if any(method(call)[1] == "cpu" and isinstance(script.parents[call], ast.Expr) for call in script.calls):
         return  # the network goes to the CPU before it is saved
     for call in script.calls_of("torch.load"):
         is_placed = len(call.args) > 1 or keyword(call, "map_location") is not None
         if script.on_accelerator and not is_placed and not has_unpacked(call) and _is_copied(script, call):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _is_copied(script: Script, loaded: ast.Call) -> bool:
@@ -93,10 +93,10 @@ def _is_copied(script: Script, loaded: ast.Call) -> bool:
     return False
 
 
-def _find_checkpoints(script: Script) -> Iterator[Place]:
+def _find_checkpoints(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls_of(*_CHECKPOINTS):
         if keyword(call, "use_reentrant") is None and not has_unpacked(call):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 RULES: tuple[Rule[Script], ...] = (

@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from memkit.check.findings import Place, Rule
+from memkit.check.findings import Rule, SourceSpan
 from memkit.check.script import (
     Loop,
     Script,
@@ -25,18 +25,18 @@ _NOT_MODULES = frozenset({"torch.nn.Parameter", "torch.nn.Buffer"})
 _READS = frozenset({"item", "cpu", "numpy", "tolist"})
 
 
-def _find_cache(script: Script) -> Iterator[Place]:
+def _find_cache(script: Script) -> Iterator[SourceSpan]:
     for call in script.calls_of("torch.cuda.empty_cache", "torch.mps.empty_cache", "torch.accelerator.empty_cache"):
         if script.hot_loop(call) is not None:
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_built(script: Script) -> Iterator[Place]:
+def _find_built(script: Script) -> Iterator[SourceSpan]:
     modules = [call for call in script.calls if _is_module(script, call)]
     for call in modules:
         loop = script.hot_loop(call)
         if loop is not None and _trains_on(script, loop) and not any(script.inside(call, other) for other in modules):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 def _is_module(script: Script, call: ast.Call) -> bool:
@@ -51,7 +51,7 @@ def _trains_on(script: Script, loop: Loop) -> bool:
     return bool(stepped) and not any(script.inside(statement, loop) for statement in made)
 
 
-def _find_reads(script: Script) -> Iterator[Place]:
+def _find_reads(script: Script) -> Iterator[SourceSpan]:
     if not script.on_accelerator:
         return
     seen: set[Loop] = set()
@@ -60,7 +60,7 @@ def _find_reads(script: Script) -> Iterator[Place]:
             loop = find(script, call)
             if loop is not None and loop not in seen:
                 seen.add(loop)
-                yield Place.of(call)
+                yield SourceSpan.of(call)
 
 
 def _read_in_loop(script: Script, call: ast.Call) -> Loop | None:
@@ -86,7 +86,7 @@ def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
     return what in _READS and name.removesuffix(".data") in losses
 
 
-def _find_blocking_copies(script: Script) -> Iterator[Place]:
+def _find_blocking_copies(script: Script) -> Iterator[SourceSpan]:
     if not any(is_constant(keyword(call, "pin_memory"), value=True) for call in script.calls):
         return  # of memory that is not pinned a copy waits in any case
     seen = set()
@@ -95,7 +95,7 @@ def _find_blocking_copies(script: Script) -> Iterator[Place]:
         if loop is None or loop in seen or not isinstance(loop, ast.For) or not _copies(loop, call):
             continue
         seen.add(loop)
-        yield Place.of(call)
+        yield SourceSpan.of(call)
 
 
 def _copies(loop: ast.For, call: ast.Call) -> bool:
@@ -120,7 +120,7 @@ def _names_device(call: ast.Call) -> bool:
     return given is not None and "device" in (dotted(given) or dotted(getattr(given, "func", given)))
 
 
-def _find_retries(script: Script) -> Iterator[Place]:
+def _find_retries(script: Script) -> Iterator[SourceSpan]:
     for node in script.nodes:
         if isinstance(node, ast.Try):
             tried = {dotted(call.func) for each in node.body for call in ast.walk(each) if isinstance(call, ast.Call)}
@@ -128,7 +128,7 @@ def _find_retries(script: Script) -> Iterator[Place]:
                 calls = (call for each in handler.body for call in _calls_in(each))
                 again = next((call for call in calls if _runs_again(script, call, tried)), None)
                 if again is not None and _catches_shortage(handler):
-                    yield Place.of(again)
+                    yield SourceSpan.of(again)
 
 
 def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
@@ -152,17 +152,17 @@ def _catches_shortage(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def _find_zeros(script: Script) -> Iterator[Place]:
+def _find_zeros(script: Script) -> Iterator[SourceSpan]:
     added = {dotted(node.target).rpartition(".")[2] for node in script.nodes if isinstance(node, ast.AugAssign)}
     names = {getattr(node, "attr", None) for node in script.nodes}
     if "grad" in added or names & {"CUDAGraph", "make_graphed_callables"}:
         return  # something else holds on to the gradients' tensors
     for call in script.calls:
         if method(call)[1] == "zero_grad" and is_constant(keyword(call, "set_to_none"), value=False):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
-def _find_lost_tails(script: Script) -> Iterator[Place]:
+def _find_lost_tails(script: Script) -> Iterator[SourceSpan]:
     for step in script.optimizer_steps:
         loop = script.loop_of(step)
         if not isinstance(loop, ast.For) or not any(script.inside(call, loop) for call in script.backwards):
@@ -171,7 +171,7 @@ def _find_lost_tails(script: Script) -> Iterator[Place]:
             if isinstance(up, ast.If) and script.inside(up, loop) and _counts(up.test, loop):
                 stepped = (other for other in script.optimizer_steps if script.stepped(other) == script.stepped(step))
                 if all(script.inside(other, up) for other in stepped):
-                    yield Place.of(up)
+                    yield SourceSpan.of(up)
 
 
 def _counts(test: ast.expr, loop: ast.For) -> bool:
@@ -191,7 +191,7 @@ def _counts(test: ast.expr, loop: ast.For) -> bool:
     )
 
 
-def _find_reduced_chunks(script: Script) -> Iterator[Place]:
+def _find_reduced_chunks(script: Script) -> Iterator[SourceSpan]:
     if not any(script.qualified(call.func).endswith("DistributedDataParallel") for call in script.calls):
         return
     names = {getattr(node, "attr", None) or getattr(node, "id", None) for node in script.nodes}
@@ -206,7 +206,7 @@ def _find_reduced_chunks(script: Script) -> Iterator[Place]:
         outer_steps = [s for s in script.optimizer_steps if around and script.loop_of(s) is around[0]]
         later = [s for s in outer_steps if position(s) > position(call)]
         if (not steps and later) or (steps and all(script.is_guarded(s, loop) for s in steps)):
-            yield Place.of(call)
+            yield SourceSpan.of(call)
 
 
 RULES: tuple[Rule[Script], ...] = (

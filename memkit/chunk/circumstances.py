@@ -14,7 +14,7 @@ from memkit.chunk.independence import modules_of
 
 
 @dataclass(slots=True)
-class Piece:
+class ReplayedChunk:
     """A chunk that was run with a graph.
 
     Attributes:
@@ -45,10 +45,10 @@ class Circumstances:
             if torch.amp.is_autocast_available(kind)
         ]
         self._at_start = None if fn is None else RandomNumbers(held_generators(modules_of(fn)))
-        self.kept: list[Piece] = []
+        self.kept: list[ReplayedChunk] = []
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[list[Piece]]:
+    def again(self) -> Iterator[list[ReplayedChunk]]:
         """A block that runs the pieces again, in order, but for those that it is given: a kept graph serves once."""
         kept, self.kept = self.kept, []
         with contextlib.ExitStack() as stack:

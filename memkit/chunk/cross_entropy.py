@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
-from memkit.chunk.loss import check_reduction
+from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
 _MIN_LOGITS_BYTES = 2**20  # measured: chunks of less are dominated by the cost of calling operators
@@ -76,7 +76,7 @@ def chunked_linear_cross_entropy(
         True
     """
     call = f"chunked_linear_cross_entropy(x, weight, targets, reduction={reduction!r}, chunk_size={chunk_size!r})"
-    check_reduction(reduction, call)
+    check_row_reduction(reduction, call)
     _check_shapes(x, weight, targets, bias, call)
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(

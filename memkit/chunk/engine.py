@@ -28,10 +28,10 @@ from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
 from memkit._torch.tensors import version_of
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
-from memkit.chunk.circumstances import Circumstances, Piece
+from memkit.chunk.circumstances import Circumstances, ReplayedChunk
 from memkit.chunk.independence import NUM_PROBED, check_independence, modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
-from memkit.chunk.params import parameters_of
+from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Measurement, Sizer, plan_of
 
 Strategy = Literal["auto", "checkpoint", "save"]
@@ -51,7 +51,7 @@ class Gathered:
     pick: Tensor
 
 
-class Tensors(NamedTuple):
+class CallTensors(NamedTuple):
     """What a call computes on.
 
     Attributes:
@@ -163,12 +163,12 @@ class ChunkedCall:
         tensors = self._prepare(self._take_arguments(args, kwargs), params)
         return self.plan or plan_of(CallProblem(self, tensors), self.chunk_size)
 
-    def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> Tensors:
+    def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> CallTensors:
         """Check the function, and choose the size where it is not given."""
         self._check(inputs)
         is_enabled = torch.is_grad_enabled()
-        own = parameters_of(self.name, self.fn, params) if is_enabled else []
-        tensors = Tensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
+        own = used_parameters(self.name, self.fn, params) if is_enabled else []
+        tensors = CallTensors(inputs, own, [is_enabled and tensor.requires_grad for tensor in (*inputs, *own)])
         if isinstance(self.size, Sizer):
             self.plan = self.size.plan(CallProblem(self, tensors))
             self.size, self.num_kept = self.plan.chunk_size, self.plan.num_kept
@@ -222,7 +222,7 @@ class ChunkedCall:
     def _spans(self) -> Iterator[tuple[int, int]]:
         return spans(self._num_rows, self.chunk_size, self._head)
 
-    def pieces(self, tensors: Tensors, replay: Circumstances | None) -> Pieces:
+    def pieces(self, tensors: CallTensors, replay: Circumstances | None) -> Pieces:
         """The forward of a call; with a replay it may be followed by a backward."""
         chunks = list(self._spans())
         first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
@@ -238,7 +238,7 @@ class ChunkedCall:
         return Pieces(results(), self._num_rows, for_backward=replay is not None and any(tensors.needs))
 
     def _recorded(
-        self, tensors: Tensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
+        self, tensors: CallTensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
     ) -> list[Tensor]:
         """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
         # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
@@ -251,12 +251,12 @@ class ChunkedCall:
             replay.kept.append(piece)
         return [result.detach() for result in piece.results]
 
-    def _piece(self, tensors: Tensors, start: int, length: int) -> Piece:
+    def _piece(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
         """Run the function on one chunk."""
         parts = self._parts(tensors.inputs, start, length)
         for part, need in zip(parts, tensors.needs, strict=False):
             part.requires_grad_(need)
-        return Piece(parts, self._call(parts, length))
+        return ReplayedChunk(parts, self._call(parts, length))
 
     def _parts(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
         # Detached, so that what follows makes no node: a slice's gradient would be as large as the whole.
@@ -324,7 +324,7 @@ class ChunkedCall:
         return functools.partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=keeps_random, **settings)
 
     def gradients(
-        self, tensors: Tensors, upstream: Upstream, kept: list[Piece], totals: list[Tensor | None]
+        self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Add gradients of inputs and parameters to what is there, chunk by chunk; of the kept pieces first."""
         chunks = list(self._spans())
@@ -340,11 +340,16 @@ class ChunkedCall:
         ]
 
     @torch.enable_grad()
-    def _again(self, tensors: Tensors, start: int, length: int) -> Piece:
+    def _again(self, tensors: CallTensors, start: int, length: int) -> ReplayedChunk:
         return self._piece(tensors, start, length)
 
     def _add_gradients(
-        self, totals: list[Tensor | None], tensors: Tensors, piece: Piece, upstream: list[Tensor | None], start: int
+        self,
+        totals: list[Tensor | None],
+        tensors: CallTensors,
+        piece: ReplayedChunk,
+        upstream: list[Tensor | None],
+        start: int,
     ) -> None:
         ends = [(y, g.to(y.device)) for y, g in zip(piece.results, upstream, strict=True) if g is not None]
         ends = [(y, g) for y, g in ends if y.requires_grad]
@@ -385,7 +390,7 @@ class _InPieces(torch.autograd.Function):
         replay = Circumstances(inputs, call.fn if call.preserve_rng_state else None)
         versions = _versions(inputs)
         outputs, saved = call.assembly.collect(
-            call.pieces(Tensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
+            call.pieces(CallTensors(inputs, tensors[num_inputs:], ctx.needs_input_grad[2:]), replay)
         )
         if versions != _versions(inputs):
             raise InputError(
@@ -416,7 +421,7 @@ class _InPieces(torch.autograd.Function):
         upstream = call.assembly.upstream(gradients, saved[ctx.num_tensors : ctx.num_tensors + ctx.num_saved])
         with replay.again() as kept, without_hooks(params):
             needs = ctx.needs_input_grad[2:]
-            found = call.gradients(Tensors(inputs, params, needs), upstream, kept, [None] * len(needs))
+            found = call.gradients(CallTensors(inputs, params, needs), upstream, kept, [None] * len(needs))
         return None, None, *found
 
 
@@ -428,7 +433,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 class CallProblem:
     """A call whose chunk size is to be chosen: a `memkit.chunk.sizing.Problem`."""
 
-    def __init__(self, call: ChunkedCall, tensors: Tensors) -> None:
+    def __init__(self, call: ChunkedCall, tensors: CallTensors) -> None:
         self._call, self._tensors = call, tensors
         self.name, self.num_rows = call.name, call.count
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*tensors.inputs, *tensors.params))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._gradients.loss import Loss
-from memkit._gradients.streamed import accumulator_dtype, count_rows, sum_of_chunks
+from memkit._gradients.streamed import accumulator_dtype, num_rows_of, sum_of_chunks
 from memkit._torch import pytree
 from memkit.chunk.independence import check_independence, modules_of, undone, unpacked
 from memkit.chunk.measured import HEAD, cast_bytes, kind_of, sum_bytes, watched
-from memkit.chunk.params import describe, parameters_of
+from memkit.chunk.params import function_name, used_parameters
 from memkit.chunk.sizing import ChunkSize, Measurement, Sizer, as_size
 
 
@@ -79,7 +79,7 @@ def chunked_loss(
         >>> torch.allclose(loss, squared_error(x, y).mean())
         True
     """
-    call = f"chunked_loss({describe(fn)}, ..., reduction={reduction!r})"
+    call = f"chunked_loss({function_name(fn)}, ..., reduction={reduction!r})"
     return loss_call(
         call,
         fn,
@@ -104,7 +104,7 @@ def loss_call(
     check: bool,
 ) -> Tensor:
     """Run `chunked_loss`, in the name of a call."""
-    check_reduction(reduction, call)
+    check_row_reduction(reduction, call)
     if reduction == "sum" and weight_total is not None:
         raise ConfigError(
             call,
@@ -112,7 +112,7 @@ def loss_call(
             expected="a divisor only where something is divided",
             fix="drop weight_total, or use reduction='mean'.",
         )
-    problem = _Problem(call, fn, rows, parameters_of(call, fn, params))
+    problem = _Problem(call, fn, rows, used_parameters(call, fn, params))
     if check:
         check_independence(fn, rows, call=call)
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
@@ -129,7 +129,7 @@ class _Problem:
     def __init__(self, call: str, fn: Callable[..., Any], rows: tuple[Any, ...], params: Sequence[Tensor]) -> None:
         self.name, self._fn, self._params = call, fn, params
         self.rows, self._tree = pytree.tree_flatten(rows)  # what containers hold is cut as well
-        self.num_rows = count_rows(self.rows, call)
+        self.num_rows = num_rows_of(self.rows, call)
         self._tensors = [each for each in self.rows if isinstance(each, Tensor)]
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*self._tensors, *params))
 
@@ -189,7 +189,7 @@ def _gradient_bytes(rows: Sequence[Tensor], params: Sequence[Tensor]) -> int:
     return sum(each.nbytes for each in rows if each.requires_grad) + sum(map(sum_bytes, params))
 
 
-def check_reduction(reduction: object, call: str) -> None:
+def check_row_reduction(reduction: object, call: str) -> None:
     """Check that a loss becomes one number."""
     if reduction not in ("mean", "sum"):
         raise ConfigError(

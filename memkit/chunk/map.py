@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memkit.chunk.assembly import Assembly, Pieces, Upstream
 from memkit.chunk.engine import ChunkedCall, Strategy
-from memkit.chunk.params import describe
+from memkit.chunk.params import function_name
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
 
 
@@ -74,7 +74,7 @@ def chunked_map(
         >>> torch.allclose(y, mlp(x), atol=1e-6), mlp[0].weight.grad is not None
         (True, True)
     """
-    name = f"chunked_map({describe(fn)}, ...)"
+    name = f"chunked_map({function_name(fn)}, ...)"
     call = map_call(
         name,
         fn,

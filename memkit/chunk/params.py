@@ -13,12 +13,12 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._torch import pytree
 
 
-def describe(fn: Callable[..., Any]) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
     """Name a function as a message does."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
-def parameters_of(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | None) -> list[Tensor]:
+def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] | None) -> list[Tensor]:
     """Return the tensors that need a gradient besides the arguments, each once.
 
     Args:

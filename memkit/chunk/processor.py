@@ -11,7 +11,7 @@ from torch import Tensor
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.loss import loss_call
 from memkit.chunk.map import map_call
-from memkit.chunk.params import describe, listed
+from memkit.chunk.params import function_name, listed
 from memkit.chunk.segments import segment_call
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce
@@ -68,7 +68,7 @@ class ChunkedProcessor:
         preserve_rng_state: bool = True,
         check: bool = True,
     ) -> None:
-        self._fn, self._name = fn, f"ChunkedProcessor({describe(fn)})"
+        self._fn, self._name = fn, f"ChunkedProcessor({function_name(fn)})"
         self._size = as_size(self._name, chunk_size, memory_budget)
         self._params = listed(self._name, params)
         self._preserve_rng_state, self._check = preserve_rng_state, check

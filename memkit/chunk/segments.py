@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
-from memkit.chunk.params import describe
+from memkit.chunk.params import function_name
 from memkit.chunk.segments_index import Segments
 from memkit.chunk.segments_reductions import Reduce, like_rows, reduction
 from memkit.chunk.sizing import ChunkSize, Sizer, as_size
@@ -92,7 +92,7 @@ def chunked_segment_reduce(
         >>> torch.allclose(out, expected, atol=1e-5)
         True
     """
-    name = f"chunked_segment_reduce({describe(fn)}, ...)"
+    name = f"chunked_segment_reduce({function_name(fn)}, ...)"
     return segment_call(
         name,
         fn,

@@ -18,10 +18,10 @@ from memkit._recovery.snapshot import RandomNumbers, held_generators
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.halo import REFUSALS, find_reach
 from memkit.chunk.sparse_rows import CALL, check_submanifold, pointwise, pointwise_everywhere, submanifold
-from memkit.chunk.sparse_tiles import Cut, cut_blocks, cut_box, run_patches
+from memkit.chunk.sparse_tiles import TileChoice, cut_blocks, cut_box, run_patches
 from memkit.chunk.tiles import ExactAxis, Reach
 
-Mode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
+SparseMode = Literal["auto", "pointwise", "submanifold", "blocks", "bbox", "dense"]
 _DIMS = (-3, -2, -1)
 _ALONE = Reach(0, 0)
 _FIX = 'pass mode="dense".'
@@ -38,7 +38,7 @@ class SparsePlan:
         why: The reason, in words.
     """
 
-    mode: Mode
+    mode: SparseMode
     occupancy: float
     computed: float
     why: str
@@ -47,9 +47,9 @@ class SparsePlan:
 class _Option(NamedTuple):
     """A mode that gives the network's own result, and what it runs over."""
 
-    mode: Mode
+    mode: SparseMode
     computed: float
-    cut: Cut | None = None
+    cut: TileChoice | None = None
 
 
 class SparsityAwareProcessor:
@@ -92,7 +92,7 @@ class SparsityAwareProcessor:
     """
 
     def __init__(
-        self, fn: nn.Module, *, mode: Mode = "auto", block_size: int = 8, dense_threshold: float = 0.5
+        self, fn: nn.Module, *, mode: SparseMode = "auto", block_size: int = 8, dense_threshold: float = 0.5
     ) -> None:
         if not isinstance(fn, nn.Module):
             raise InputTypeError(
@@ -102,7 +102,7 @@ class SparsityAwareProcessor:
                 fix="put the function into the forward of a module that holds its layers.",
             )
         check = Checker("SparsityAwareProcessor(fn, ...)")
-        check.choice("mode", mode, get_args(Mode))
+        check.choice("mode", mode, get_args(SparseMode))
         self._fn, self._mode = fn, mode
         self._block_size = check.whole("block_size", block_size, 1)
         self._threshold = check.number("dense_threshold", dense_threshold, 0, 1)
@@ -208,7 +208,7 @@ class SparsityAwareProcessor:
             for size, reach in zip(occupied.shape[1:], reaches, strict=True)
         )
         tile_out_sizes = self._tile_out_sizes(form, kind, tuple(axis.length for axis in axes))
-        cuts: dict[Mode, Callable[..., Cut]] = {"blocks": cut_blocks, "bbox": cut_box}
+        cuts: dict[SparseMode, Callable[..., TileChoice]] = {"blocks": cut_blocks, "bbox": cut_box}
         options = []
         for mode, make in cuts.items():
             if self._mode in ("auto", mode):

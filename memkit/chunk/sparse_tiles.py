@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative
 from memkit.chunk.sparse_rows import CALL
-from memkit.chunk.tiles import ExactAxis, Piece, Reach, place_of
+from memkit.chunk.tiles import ExactAxis, Reach, TileSpan, place_of
 
 
 class Patch(NamedTuple):
@@ -30,11 +30,11 @@ class Patch(NamedTuple):
     """
 
     sample: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TileSpan, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TileChoice:
     """Which parts of a volume are run.
 
     Attributes:
@@ -68,7 +68,7 @@ class Cut:
         return found
 
 
-def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> Cut:
+def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> TileChoice:
     """The tiles that see an occupied voxel.
 
     Args:
@@ -84,10 +84,10 @@ def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tu
         Patch(sample, tuple(along[number] for along, number in zip(pieces, numbers, strict=True)))
         for sample, *numbers in seen.nonzero().tolist()
     )
-    return Cut(axes, tile_out_sizes, tuple(axis.length for axis in axes), patches)
+    return TileChoice(axes, tile_out_sizes, tuple(axis.length for axis in axes), patches)
 
 
-def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> Cut:
+def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> TileChoice:
     """The smallest box that holds all that an occupied voxel changes, in each sample."""
     pieces, lengths = [], []
     for dim, (axis, size) in enumerate(zip(axes, tile_out_sizes, strict=True), start=1):
@@ -97,10 +97,10 @@ def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple
         pieces.append(piece)
         lengths.append(length)
     patches = tuple(Patch(sample, tuple(pieces)) for sample in range(len(occupied)))
-    return Cut(axes, tile_out_sizes, tuple(lengths), patches)
+    return TileChoice(axes, tile_out_sizes, tuple(lengths), patches)
 
 
-def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) -> tuple[Piece, int]:
+def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) -> tuple[TileSpan, int]:
     """The part of the result that places ``first`` to ``last`` of the input change, and what it needs to be read."""
     period, step = reach.period, reach.step
     begin = max((first - reach.after) // period, 0)
@@ -108,10 +108,10 @@ def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) ->
     start = max((begin - -(-reach.before // period)) * period, 0)
     length = min(end * period + reach.after, size) - start
     length += (size - length) % period  # fits: start is a multiple of the period
-    return Piece(start, begin * step, min(end * step, out_size), begin * step - start // period * step), length
+    return TileSpan(start, begin * step, min(end * step, out_size), begin * step - start // period * step), length
 
 
-def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: Cut, *, background: bool) -> Tensor:
+def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: TileChoice, *, background: bool) -> Tensor:
     """Run the patches, and put the result together.
 
     Args:
@@ -134,7 +134,7 @@ def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: Cut, *, background: bo
     return result
 
 
-def _windows(voxels: SparseVoxels, cut: Cut) -> Tensor:
+def _windows(voxels: SparseVoxels, cut: TileChoice) -> Tensor:
     """(patches, C, *lengths): what the patches read, picked from the rows of the voxels."""
     rows = voxels.features
     number = torch.full((voxels.batch_size, *voxels.shape), len(rows), dtype=torch.int32, device=rows.device)
@@ -151,7 +151,7 @@ class _Paste(torch.autograd.Function):
     """Copies parts into a volume; a slice in a graph would cost a gradient of the whole volume for each part."""
 
     @staticmethod
-    def forward(ctx: Any, cut: Cut, batch_size: int, parts: Tensor, empty: Tensor | None) -> Tensor:
+    def forward(ctx: Any, cut: TileChoice, batch_size: int, parts: Tensor, empty: Tensor | None) -> Tensor:
         ctx.cut, ctx.parts, ctx.empty = cut, parts.shape, None if empty is None else empty.shape
         out = parts.new_zeros(batch_size, parts.shape[1], *cut.out_sizes)
         if empty is not None:
@@ -186,6 +186,6 @@ class _Paste(torch.autograd.Function):
         return None, None, parts, total.to(rest.dtype)
 
 
-def _part(pieces: Sequence[Piece]) -> tuple[Any, ...]:
+def _part(pieces: Sequence[TileSpan]) -> tuple[Any, ...]:
     """A piece's place in its own result."""
     return ..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces)

@@ -16,7 +16,7 @@ from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
 from memkit.chunk.tiles import Axis, BlendedAxis, ExactAxis, Reach
 
-Mode = Literal["exact", "constant", "gaussian"]
+TilingMode = Literal["exact", "constant", "gaussian"]
 
 
 def tiled_apply(
@@ -26,7 +26,7 @@ def tiled_apply(
     *,
     halo: int | Sequence[int] | Literal["auto"] = "auto",
     dims: Sequence[int] | None = None,
-    mode: Mode = "exact",
+    mode: TilingMode = "exact",
     overlap: float = 0.25,
     online_reduce: Callable[[Tensor], Tensor] | None = None,
     output_device: torch.device | str | None = None,
@@ -154,7 +154,7 @@ def _check_input(module: object, x: object) -> None:
 
 
 def _check_settings(
-    x: Tensor, module: nn.Module, mode: Mode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
+    x: Tensor, module: nn.Module, mode: TilingMode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
 ) -> None:
     if mode not in ("exact", "constant", "gaussian"):
         raise ConfigError(

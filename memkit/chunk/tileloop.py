@@ -14,7 +14,7 @@ from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivati
 from memkit._torch.autocast import without_gradients
 from memkit.chunk.circumstances import Circumstances
 from memkit.chunk.independence import undone
-from memkit.chunk.tiles import Axis, BlendedAxis, Piece, place_of, tiles
+from memkit.chunk.tiles import Axis, BlendedAxis, TileSpan, place_of, tiles
 
 CALL = "tiled_apply(module, x)"
 
@@ -41,11 +41,11 @@ class TileJob:
         return not any(isinstance(axis, BlendedAxis) for axis in self.axes)
 
     @property
-    def first(self) -> list[Piece]:
+    def first(self) -> list[TileSpan]:
         """A tile at the origin, for `read`: how large its result is shows when it ran."""
-        return [Piece(0, 0, 0, 0)] * len(self.axes)
+        return [TileSpan(0, 0, 0, 0)] * len(self.axes)
 
-    def read(self, pieces: Sequence[Piece]) -> tuple[Any, ...]:
+    def read(self, pieces: Sequence[TileSpan]) -> tuple[Any, ...]:
         """The tile's place in the input."""
         return ..., *(slice(p.start, p.start + axis.length) for p, axis in zip(pieces, self.axes, strict=True))
 
@@ -126,7 +126,7 @@ def _gradients(
     wanted = [index for index, is_needed in enumerate(needs) if is_needed]
     sums: list[Tensor | None] = [None] * len(sources)
 
-    def run(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+    def run(pieces: Sequence[TileSpan]) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             leaf = x[job.read(pieces)].detach().requires_grad_(needs[0])
             return leaf, job.module(leaf.clone())
@@ -159,7 +159,7 @@ def _add(sums: list[Tensor | None], index: int, source: Tensor, gradient: Tensor
     total[where] += gradient
 
 
-def _part(y: Tensor, pieces: Sequence[Piece]) -> Tensor:
+def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
     """The places of a tile's result that it gives."""
     places: Any = (..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces))
     part = y[places]
@@ -173,7 +173,7 @@ def _part(y: Tensor, pieces: Sequence[Piece]) -> Tensor:
     return part
 
 
-def _shares(pieces: Sequence[Piece], part: Tensor) -> Tensor | None:
+def _shares(pieces: Sequence[TileSpan], part: Tensor) -> Tensor | None:
     """The product of the weights of all dimensions, in the shape of a window; None for exact tiles."""
     product: Tensor | None = None
     for dim, piece in enumerate(pieces):

@@ -42,7 +42,7 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TileSpan:
     """One tile in one dimension.
 
     Attributes:
@@ -96,14 +96,14 @@ class ExactAxis:
         """Length of the whole result, from the length of one tile's."""
         return tile_out_size + (self.size - self.length) // self.reach.period * self.reach.step
 
-    def pieces(self, tile_out_size: int) -> Iterator[Piece]:
+    def pieces(self, tile_out_size: int) -> Iterator[TileSpan]:
         """The tiles in ascending order, the first one at 0.
 
         Args:
             tile_out_size: Length of one tile's result, the same for all.
         """
         if self.length == self.size:
-            yield Piece(0, 0, tile_out_size, 0)
+            yield TileSpan(0, 0, tile_out_size, 0)
             return
         period, step = self.reach.period, self.reach.step
         before = -(-self.reach.before // period) * period
@@ -111,7 +111,7 @@ class ExactAxis:
         for out_start in range(0, out_size, self.core * step):
             start = min(max(out_start // step * period - before, 0), self.size - self.length)
             offset = out_start - start // period * step
-            yield Piece(start, out_start, min(out_start + self.core * step, out_size), offset)
+            yield TileSpan(start, out_start, min(out_start + self.core * step, out_size), offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class BlendedAxis:
         """Length of the whole result."""
         return self.size
 
-    def pieces(self, tile_out_size: int) -> Iterator[Piece]:
+    def pieces(self, tile_out_size: int) -> Iterator[TileSpan]:
         """The windows in ascending order, the first one at 0."""
         if tile_out_size != self.length:
             raise InputError(
@@ -155,7 +155,7 @@ class BlendedAxis:
         for start in starts:
             stop = start + tile_out_size
             shares = tuple(weight / total for weight, total in zip(window, totals[start:stop], strict=True))
-            yield Piece(start, start, stop, 0, shares)
+            yield TileSpan(start, start, stop, 0, shares)
 
     def _weight(self, place: int) -> float:
         if not self.is_gaussian:
@@ -166,12 +166,12 @@ class BlendedAxis:
 Axis = ExactAxis | BlendedAxis
 
 
-def place_of(pieces: Iterable[Piece]) -> tuple[Any, ...]:
+def place_of(pieces: Iterable[TileSpan]) -> tuple[Any, ...]:
     """The index of a tile's places in the whole result, one piece for each of the last dimensions."""
     return ..., *(slice(piece.out_start, piece.out_stop) for piece in pieces)
 
 
-def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[Piece, ...]]:
+def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[TileSpan, ...]]:
     """All tiles: one piece per dimension, the last dimension fastest.
 
     Args:

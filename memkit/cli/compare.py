@@ -9,7 +9,7 @@ from memkit.cli._codes import NO, NOT_KNOWN, YES
 from memkit.cli._collector import without_collector
 from memkit.cli._terminal import say, say_all
 from memkit.report.build import build_comparison
-from memkit.report.write import check_target, render, save_report
+from memkit.report.write import check_target, render_report, save_report
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,7 +31,7 @@ def _run(arguments: argparse.Namespace) -> int:
     report = build_comparison(before, after, language=arguments.language)
     growth = report.figures()["peak_share"]
     if arguments.output is None:
-        say_all(render(report, ".txt"))
+        say_all(render_report(report, ".txt"))
     else:
         save_report(report, arguments.output)
         say(report.verdict)

@@ -9,9 +9,9 @@ import sys
 from memkit._core.units import format_bytes
 from memkit.cli._codes import NO, YES
 from memkit.cli._terminal import say_all
-from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Name, Run, run_demo
+from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, DemoRun, RunName, run_demo
 
-_TITLES: dict[Name, str] = {
+_TITLES: dict[RunName, str] = {
     "plain_limited": "full batch, limited",
     "memkit": "memkit, limited",
     "plain_unlimited": "full batch, no limit",
@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return YES if result.succeeded else NO
 
 
-def _draw_progress(name: Name, num_done: int) -> None:
+def _draw_progress(name: RunName, num_done: int) -> None:
     bar = "#" * num_done + "." * (NUM_STEPS - num_done)
     sys.stderr.write(f"\r\x1b[K{_TITLES[name]:<20} [{bar}] step {num_done} of {NUM_STEPS}")
     sys.stderr.flush()
@@ -45,7 +45,7 @@ def render(result: DemoResult) -> str:
     Args:
         result: What `run_demo` returned.
     """
-    runs: dict[Name, Run] = {name: getattr(result, name) for name in _TITLES}
+    runs: dict[RunName, DemoRun] = {name: getattr(result, name) for name in _TITLES}
     device = result.plain_unlimited.versions.get("device", "an unknown device")
     lines = [
         f"A character transformer learns the source of Python's standard library: float32, AdamW, on {device}.",
@@ -69,7 +69,7 @@ def render(result: DemoResult) -> str:
     return "\n".join(lines)
 
 
-def _row(name: Name, run: Run) -> str:
+def _row(name: RunName, run: DemoRun) -> str:
     peak = "-" if run.peak_bytes is None else format_bytes(run.peak_bytes)
     time = "-" if run.seconds is None else f"{run.seconds:.1f} s"
     if run.error:

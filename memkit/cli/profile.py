@@ -16,7 +16,7 @@ from memkit._core.units import format_bytes
 from memkit.cli._codes import FAILED, NO, NOT_KNOWN, YES
 from memkit.cli._functions import load_function
 from memkit.cli._terminal import say, say_all
-from memkit.predict.scaling.journal import Journal
+from memkit.predict.scaling.journal import SweepJournal
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.recipes.memory_test.config import MemoryTestConfig
 
@@ -98,13 +98,13 @@ def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
     return config.replace(**changes)
 
 
-def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> Journal:
+def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> SweepJournal:
     """The points so far, of a sweep with the same settings and the same code."""
     file = arguments.step and Path(arguments.step.rpartition(":")[0])
     code = zlib.crc32(file.read_bytes()) if file and file.is_file() else None
     step = [arguments.step, arguments.sizes, code]
     sweep = {"config": config.model_dump(mode="json"), "memory_limit": arguments.memory_limit, "step": step}
-    journal = Journal(arguments.output_dir / _JOURNAL, sweep)
+    journal = SweepJournal(arguments.output_dir / _JOURNAL, sweep)
     num_known = sum(map(len, journal.known.values()))
     if num_known:
         say(f"going on where a sweep was interrupted: {num_known} points are there", is_error=True)
@@ -112,7 +112,7 @@ def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> Journal
 
 
 def _results(
-    arguments: argparse.Namespace, config: MemoryTestConfig, journal: Journal | None
+    arguments: argparse.Namespace, config: MemoryTestConfig, journal: SweepJournal | None
 ) -> list[MemoryTestResult]:
     from memkit.recipes.memory_test.sweep import run_memory_test, run_own_step  # these import torch
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from memkit._core.errors import ConfigError, FileFormatError, MemkitWarning
 from memkit._gradients.loss import Loss
-from memkit.integrations.lightning_parts import Part, Parts, detached, rows_of, with_places
+from memkit.integrations.lightning_parts import BatchPart, BatchParts, detached_part, rows_of, with_places
 from memkit.memory.manager import MemoryManager
 from memkit.recipes.order import tell_epoch
 from memkit.train.gradients import list_parameters, multiply_gradients
@@ -73,7 +73,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
     split_options: Mapping[str, Any] = MappingProxyType({})
     _split_loss: SplitLoss | None = None
-    _part: Part | None = None  # the part that runs now
+    _part: BatchPart | None = None  # the part that runs now
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -107,7 +107,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
     def _run_in_parts(self, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plugins = _check_owner(self, step)
-        parts = Parts(self)
+        parts = BatchParts(self)
         is_packed = self.split_options.get("split_fn") is not None
         if self._compiler_ctx is not None:  # Lightning has compiled the step around the parts, which turns it off
             step = self._compiler_ctx["dynamo_ctx"](step)
@@ -116,7 +116,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
             micro, place = item
             key, num_rows = (place, None) if isinstance(place, tuple) else ((int(place[0]),), len(place))
             # In a check of the split, what the step logs is nothing to keep.
-            part = (Parts(nn.Module()) if self.split_loss.is_checking else parts).begin(key, num_rows)
+            part = (BatchParts(nn.Module()) if self.split_loss.is_checking else parts).begin(key, num_rows)
             return model._run_part(part, step, micro, *args, **kwargs)  # noqa: SLF001
 
         scaler = getattr(plugins, "scaler", None)
@@ -134,7 +134,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         outputs = parts.outputs()
         return {"loss": loss, **outputs} if outputs else loss
 
-    def _run_part(self, part: Part, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_part(self, part: BatchPart, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step; return the loss, and leave the rest of its output with the part."""
         self._part = part
         try:
@@ -144,7 +144,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         loss = output
         if isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
-            part.outputs = detached({name: value for name, value in output.items() if name != "loss"})
+            part.outputs = detached_part({name: value for name, value in output.items() if name != "loss"})
         if loss is None:
             raise _SkippedError
         if isinstance(loss, Loss) and loss.count is not None:

@@ -22,7 +22,7 @@ _States = dict[str, torch.Tensor | list[torch.Tensor]]
 
 
 @dataclass(slots=True)
-class Part:
+class BatchPart:
     """One part of a batch.
 
     Attributes:
@@ -53,7 +53,7 @@ class Part:
         self.logged.append((arguments, said.detach() if isinstance(said, torch.Tensor) else said))
 
 
-class Parts:
+class BatchParts:
     """The parts of one batch, in order. A part that ran out of memory is forgotten when its rows come again.
 
     Args:
@@ -62,9 +62,9 @@ class Parts:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
-        self._parts: list[Part] = []
+        self._parts: list[BatchPart] = []
 
-    def begin(self, key: tuple[int, ...], num_rows: int | None) -> Part:
+    def begin(self, key: tuple[int, ...], num_rows: int | None) -> BatchPart:
         """Begin a part; what is there from its place on has failed."""
         kept = [part for part in self._parts if part.key < key and part.key != key[: len(part.key)]]
         if len(kept) < len(self._parts):
@@ -73,7 +73,7 @@ class Parts:
                     setattr(metric, name, state)
                 metric._update_count, metric._computed = num_updates, None  # noqa: SLF001 - there is no public form
         before = [(_copy_states(metric), metric.update_count) for metric in self._metrics]
-        part = Part(key, num_rows, float(num_rows or 0), before=before)
+        part = BatchPart(key, num_rows, float(num_rows or 0), before=before)
         self._parts = [*kept, part]
         return part
 
@@ -158,10 +158,10 @@ def with_places(split_fn: Callable[[Any, int], list[Any]]) -> Callable[[Any, int
     return split
 
 
-def detached(outputs: Mapping[str, Any]) -> dict[str, Any]:
+def detached_part(outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the outputs without their graphs."""
-    detached: dict[str, Any] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, dict(outputs))
-    return detached
+    detached_part: dict[str, Any] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, dict(outputs))
+    return detached_part
 
 
 def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> Any:

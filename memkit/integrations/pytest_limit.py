@@ -9,7 +9,7 @@ from memkit._core.errors import ConfigError
 from memkit._core.units import parse_bytes
 from memkit.predict.gpus import capability_of, find_gpu
 
-Mode = Literal["tensors", "allocator", "fake"]
+LimitMode = Literal["tensors", "allocator", "fake"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Limit:
     """What a marker asks for."""
 
     num_bytes: int
-    mode: Mode
+    mode: LimitMode
     device: str | None
     gpu: str | None
     selected_fraction: float | None
@@ -26,7 +26,7 @@ class Limit:
 def memory_limit(
     limit: SupportsIndex | str,
     *,
-    mode: Mode = "tensors",
+    mode: LimitMode = "tensors",
     device: str | None = None,
     gpu: str | None = None,
     selected_fraction: float | None = None,
@@ -48,7 +48,7 @@ def memory_limit(
         InputTypeError: ``limit`` is neither an int nor text.
     """
     rules = {
-        f"a mode of {get_args(Mode)}": mode in get_args(Mode),
+        f"a mode of {get_args(LimitMode)}": mode in get_args(LimitMode),
         "gpu and selected_fraction with mode='fake'": mode == "fake" or (gpu is None and selected_fraction is None),
         "no device with mode='fake': gpu names one": mode != "fake" or device is None,
         "selected_fraction in (0, 1]": selected_fraction is None or 0 < selected_fraction <= 1,

@@ -23,7 +23,7 @@ _SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs stay below it
 _ROWS = 8  # lines of code that are named where no holder is found
 
 
-class Watch(NamedTuple):
+class LimitWatch(NamedTuple):
     """A block of code to be, and what can be asked when it is over.
 
     Attributes:
@@ -40,13 +40,13 @@ class Watch(NamedTuple):
 
 
 class AssertNoLeak(Protocol):
-    """The type of the fixture's value, `assert_no_leak`."""
+    """The type of the fixture's value, `watch_for_leaks`."""
 
     def __call__(self, step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
         """Fail the test if calls of ``step`` leave more and more behind."""
 
 
-def watch(limit: Limit, *held: object) -> Watch:
+def watch(limit: Limit, *held: object) -> LimitWatch:
     """Make ready to measure a test as its marker says.
 
     Args:
@@ -62,12 +62,12 @@ def watch(limit: Limit, *held: object) -> Watch:
         def table() -> str:  # the summary names its own way to count more
             return tracker.summary().replace("track(workspace=True)", "mode='allocator'")
 
-        return Watch(tracker, lambda: tracker.peak_bytes, table)
+        return LimitWatch(tracker, lambda: tracker.peak_bytes, table)
     if limit.gpu is not None:
         from memkit.predict.virtual_gpu import VirtualGPU  # fake tensors are heavy: on demand
 
         card = VirtualGPU(limit.gpu, selected_fraction=limit.selected_fraction)
-        return Watch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
+        return LimitWatch(card, lambda: card.peak_bytes, lambda: card.estimate().explain(), card.estimate)
     from memkit._simulation.leftovers import empty_caches
     from memkit._simulation.simulation import Host, Simulation, as_by_itself
     from memkit.predict.estimate import MemoryEstimate
@@ -86,10 +86,10 @@ def watch(limit: Limit, *held: object) -> Watch:
     def estimate() -> MemoryEstimate:
         return MemoryEstimate.of(recorded.record())
 
-    return Watch(without_data(), lambda: estimate().peak_bytes, lambda: estimate().explain(), estimate)
+    return LimitWatch(without_data(), lambda: estimate().peak_bytes, lambda: estimate().explain(), estimate)
 
 
-def assert_no_leak(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
+def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
     """Fail the test if calls of a function leave more and more behind.
 
     Two things are looked at after each call: what the leak watch names (`docs/leaks.md`), and the bytes of live tensors

@@ -1,4 +1,4 @@
-"""The pytest plugin: the marker `memory_limit`, the fixture `assert_no_leak`, the option ``--memkit-peaks``.
+"""The pytest plugin: the marker `memory_limit`, the fixture `watch_for_leaks`, the option ``--memkit-peaks``.
 
 pytest loads this file at every start, so nothing here imports torch before a test needs it: `docs/pytest-plugin.md`.
 """
@@ -17,7 +17,7 @@ from memkit._core.units import format_bytes
 from memkit.integrations.pytest_limit import Limit, memory_limit
 
 if TYPE_CHECKING:  # importing it imports torch
-    from memkit.integrations.pytest_memory import AssertNoLeak, Watch
+    from memkit.integrations.pytest_memory import AssertNoLeak, LimitWatch
 
 _PROPERTY = "memkit_peak_bytes"
 _HELP = (
@@ -93,10 +93,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture
 def assert_no_leak() -> AssertNoLeak:
-    """``assert_no_leak(step, repeat=5, warmup=1)``: fail if calls of ``step`` leave more and more memory behind."""
-    from memkit.integrations.pytest_memory import assert_no_leak
+    """``watch_for_leaks(step, repeat=5, warmup=1)``: fail if calls of ``step`` leave more and more memory behind."""
+    from memkit.integrations.pytest_memory import watch_for_leaks
 
-    return assert_no_leak
+    return watch_for_leaks
 
 
 def _limit_of(item: pytest.Item) -> Limit | None:
@@ -110,7 +110,7 @@ def _limit_of(item: pytest.Item) -> Limit | None:
         raise pytest.fail.Exception(f"{item.nodeid}: {error}", pytrace=False) from None
 
 
-def _refuse_guesses(item: pytest.Item, measured: Watch) -> None:
+def _refuse_guesses(item: pytest.Item, measured: LimitWatch) -> None:
     """Fail a test within its limit if it does not say so much: tensors without data have no values to assert on.
 
     Assertions of the code under test are taken to hold, as in all predictions, and warned of.
@@ -133,7 +133,7 @@ def _refuse_guesses(item: pytest.Item, measured: Watch) -> None:
         warnings.warn_explicit(text, MemkitWarning, str(item.path), (item.location[1] or 0) + 1)
 
 
-def _note(item: pytest.Item, limit: Limit, measured: Watch) -> tuple[int, str]:
+def _note(item: pytest.Item, limit: Limit, measured: LimitWatch) -> tuple[int, str]:
     """Attach the peak to the test's report; return it with a text for people."""
     peak_bytes = measured.peak_bytes()
     item.user_properties.append((_PROPERTY, peak_bytes))

@@ -14,7 +14,7 @@ _GENERAL_NAME = "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Tip:
     """One thing to change.
 
     Attributes:
@@ -31,9 +31,9 @@ class Advice:
         return f"{self.topic}: {self.evidence}. {self.action}"
 
 
-def advise(
+def find_tips(
     device: DeviceMemory, host: HostMemory, settings: Mapping[str, str], sharing: tuple[int, ...]
-) -> list[Advice]:
+) -> list[Tip]:
     """Give the advice that the figures call for.
 
     Args:
@@ -50,7 +50,7 @@ def advise(
     ]
 
 
-def _about_fragmentation(device: DeviceMemory, settings: Mapping[str, str]) -> list[Advice]:
+def _about_fragmentation(device: DeviceMemory, settings: Mapping[str, str]) -> list[Tip]:
     """Compare peaks: what is reserved now and not in tensors is a cache, which the next step takes again."""
     allocated, reserved = device.peak_bytes, device.reserved_peak_bytes
     if allocated is None or reserved is None or reserved - allocated < max(GIB, _LARGE_SHARE * reserved):
@@ -68,24 +68,24 @@ def _about_fragmentation(device: DeviceMemory, settings: Mapping[str, str]) -> l
             f"Start the process with {_GENERAL_NAME}=expandable_segments:True in its environment: after the first use "
             "of the device it has no effect."
         )
-    return [Advice("fragmentation", evidence, action)]
+    return [Tip("fragmentation", evidence, action)]
 
 
-def _about_settings(settings: Mapping[str, str]) -> list[Advice]:
+def _about_settings(settings: Mapping[str, str]) -> list[Tip]:
     topic = "allocator settings"
     found = []
     older = ", ".join(name for name in settings if name != _GENERAL_NAME)
     if older and _GENERAL_NAME in settings:
         evidence = f"{older} and {_GENERAL_NAME} are both set, and parts of torch prefer the one or the other"
-        found.append(Advice(topic, evidence, f"Keep {_GENERAL_NAME} and remove {older}."))
+        found.append(Tip(topic, evidence, f"Keep {_GENERAL_NAME} and remove {older}."))
     for name, text in settings.items():
         if "max_split_size_mb" in text and "expandable_segments:true" in text.lower():
             evidence = f"{name} sets max_split_size_mb, which is for segments that do not grow, and expandable_segments"
-            found.append(Advice(topic, evidence, "Remove max_split_size_mb."))
+            found.append(Tip(topic, evidence, "Remove max_split_size_mb."))
     return found
 
 
-def _about_host(host: HostMemory) -> list[Advice]:
+def _about_host(host: HostMemory) -> list[Tip]:
     if host.available_bytes >= _TIGHT * host.total_bytes:
         return []
     evidence = (
@@ -93,10 +93,10 @@ def _about_host(host: HostMemory) -> list[Advice]:
         f"{host.limited_by}"
     )
     action = "Use fewer DataLoader workers, a smaller prefetch_factor, or less pinned memory; or raise the limit."
-    return [Advice("host memory", evidence, action)]
+    return [Tip("host memory", evidence, action)]
 
 
-def advise_about_sharing(sharing: tuple[int, ...]) -> list[Advice]:
+def advise_about_sharing(sharing: tuple[int, ...]) -> list[Tip]:
     """Give the advice about the other processes that use the device, if there are any."""
     if not sharing:
         return []
@@ -108,4 +108,4 @@ def advise_about_sharing(sharing: tuple[int, ...]) -> list[Advice]:
         "Its free memory is less than its size. If that is a mistake of the launcher, give each process a card of its "
         "own (LOCAL_RANK, CUDA_VISIBLE_DEVICES)."
     )
-    return [Advice("shared device", evidence, action)]
+    return [Tip("shared device", evidence, action)]

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from memkit._torch.modules import CHILDREN
-from memkit.memory.sources import Place
+from memkit.memory.sources import NamePlace
 
 _WIDEST, _DEEPEST = 48, 14  # bounds of a search: objects in a level, levels
 _LOCALS_ARE_FAST = 0x1  # code flag: a function's locals, not a module's dict
@@ -68,11 +68,11 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class NamedReference:
     """A reference that has a name: "global", `losses`, "in train.py"."""
 
     kind: str
-    place: Place
+    place: NamePlace
     owner: str = ""
 
     def text(self, suffix: str = "") -> str:
@@ -81,7 +81,7 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Referrer:
     """Who holds an object.
 
     Attributes:
@@ -92,7 +92,7 @@ class Holder:
 
     text: str
     referrers: tuple[str, ...]
-    place: Place | None
+    place: NamePlace | None
 
 
 class References:
@@ -110,7 +110,7 @@ class References:
         self._objects = objects
         self._known = set(map(id, objects))
         self._globals: dict[int, dict[str, Any]] = {}  # by id() of a variable's value, where it is
-        self._locals: dict[int, Name] = {}
+        self._locals: dict[int, NamedReference] = {}
         self._arrays: dict[int, Any] = {}
         self._untracked: list[dict[Any, Any]] = []
         self.files: list[str] = []
@@ -147,7 +147,7 @@ class References:
                 if is_object_array(value):
                     self._arrays[id(value)] = value
 
-    def name_of(self, value: object) -> Name | None:
+    def name_of(self, value: object) -> NamedReference | None:
         """The variable that is this object."""
         namespace = self._globals.get(id(value))
         if namespace is None:
@@ -155,9 +155,9 @@ class References:
         key = next((str(key) for key, each in list(namespace.items()) if each is value), "")
         module, file = str(namespace.get("__name__")), namespace.get("__file__")
         if module == "sys" and key in _LAST_ERRORS:
-            return Name("the last exception's traceback", Place(f"sys.{key}", None))
+            return NamedReference("the last exception's traceback", NamePlace(f"sys.{key}", None))
         file = file if isinstance(file, str) else None
-        return Name("global", Place(key, file), f"in {Path(file).name if file else module}")
+        return NamedReference("global", NamePlace(key, file), f"in {Path(file).name if file else module}")
 
     # ---- one step up
 
@@ -192,12 +192,12 @@ class References:
 
     # ---- the way up
 
-    def holder_of(self, value: object) -> Holder:
+    def holder_of(self, value: object) -> Referrer:
         """Name the holder of an object."""
         nodes = _without_carriers(self._way_up(value))
         texts: list[str] = []
         first: str | None = None
-        place: Place | None = None
+        place: NamePlace | None = None
         suffix = context = ""
         for below, child, parent in zip([value, *nodes], nodes, nodes[1:], strict=False):
             name = reference(child, parent)
@@ -217,12 +217,12 @@ class References:
                 first, place = text, name.place
         end = self.name_of(nodes[-1])
         if first is None and end is not None:
-            return Holder(end.text(suffix), (*texts, end.text()), end.place)
+            return Referrer(end.text(suffix), (*texts, end.text()), end.place)
         end_text = self._end(nodes[-1])
         context = context or end_text
         if first is None:
-            return Holder(f"a {type(value).__name__} under no variable that can be read", tuple(texts), None)
-        return Holder(first if context in ("", first) else f"{first} ({context})", (*texts, end_text), place)
+            return Referrer(f"a {type(value).__name__} under no variable that can be read", tuple(texts), None)
+        return Referrer(first if context in ("", first) else f"{first} ({context})", (*texts, end_text), place)
 
     def _way_up(self, value: object) -> list[Any]:
         """The shortest chain of referrers to a variable or a layer; the longest one where there is none."""
@@ -258,7 +258,7 @@ class References:
 # ---- one reference
 
 
-def reference(child: object, parent: Any) -> Name | str:
+def reference(child: object, parent: Any) -> NamedReference | str:
     """How one object refers to another: a name, or a short text; one that starts with ``[`` is a subscript."""
     kind = type(parent).__name__
     if type(parent) is functools.partial:
@@ -271,14 +271,14 @@ def reference(child: object, parent: Any) -> Name | str:
     return next((name for name, value in _names_in(parent) if value is child), f"a {kind}")
 
 
-def _names_in(parent: Any) -> Iterator[tuple[Name, Any]]:
+def _names_in(parent: Any) -> Iterator[tuple[NamedReference, Any]]:
     """Yield what an object refers to by a name."""
     if type(parent) is FunctionType:
         yield from _names_in_function(parent)
     elif type(parent) is _CACHE:
         function = parent.__wrapped__
-        place = Place(function.__qualname__, function.__code__.co_filename, function.__code__.co_firstlineno)
-        yield from ((Name("lru_cache of function", place), value) for value in gc.get_referents(parent))
+        place = NamePlace(function.__qualname__, function.__code__.co_filename, function.__code__.co_firstlineno)
+        yield from ((NamedReference("lru_cache of function", place), value) for value in gc.get_referents(parent))
     elif type(parent) is FrameType:
         yield from ((_local(key, parent.f_code), value) for key, value in locals_of(parent))
     elif type(parent) in (GeneratorType, CoroutineType, AsyncGeneratorType):
@@ -288,7 +288,9 @@ def _names_in(parent: Any) -> Iterator[tuple[Name, Any]]:
             yield from ((_local(key, frame.f_code, "generator"), value) for key, value in locals_of(frame))
     elif is_a(parent, threading.local):
         for each in _dicts_of_threads(parent):
-            yield from ((Name("thread-local attribute", Place(str(key), None)), each[key]) for key in list(each))
+            yield from (
+                (NamedReference("thread-local attribute", NamePlace(str(key), None)), each[key]) for key in list(each)
+            )
     else:
         owner = parent if is_a(parent, type) else type(parent)
         file = getattr(sys.modules.get(owner.__module__), "__file__", None)
@@ -296,11 +298,12 @@ def _names_in(parent: Any) -> Iterator[tuple[Name, Any]]:
             file = None
         text = f"of class {owner.__qualname__}" if owner is parent else f"of {owner.__qualname__}"
         yield from (
-            (Name("attribute", Place(str(key), file, owner.__name__), text), v) for key, v in attributes(parent).items()
+            (NamedReference("attribute", NamePlace(str(key), file, owner.__name__), text), v)
+            for key, v in attributes(parent).items()
         )
 
 
-def _names_in_function(function: FunctionType) -> Iterator[tuple[Name, Any]]:
+def _names_in_function(function: FunctionType) -> Iterator[tuple[NamedReference, Any]]:
     code, owner = function.__code__, f"of function {function.__qualname__}"
     named: list[tuple[str, str, Any]] = []
     for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -311,12 +314,17 @@ def _names_in_function(function: FunctionType) -> Iterator[tuple[Name, Any]]:
     named += [("default argument", key, value) for key, value in defaults_by_name.items()]
     named += [("attribute", key, value) for key, value in attributes(function).items()]
     for kind, key, value in named:
-        yield Name(kind, Place(key, code.co_filename, code.co_firstlineno, is_local=kind != "attribute"), owner), value
+        yield (
+            NamedReference(
+                kind, NamePlace(key, code.co_filename, code.co_firstlineno, is_local=kind != "attribute"), owner
+            ),
+            value,
+        )
 
 
-def _local(key: str, code: CodeType, kind: str = "function") -> Name:
-    place = Place(key, code.co_filename, code.co_firstlineno, is_local=True)
-    return Name("local", place, f"of {kind} {code.co_qualname}")
+def _local(key: str, code: CodeType, kind: str = "function") -> NamedReference:
+    place = NamePlace(key, code.co_filename, code.co_firstlineno, is_local=True)
+    return NamedReference("local", place, f"of {kind} {code.co_qualname}")
 
 
 def _dicts_of_threads(value: threading.local) -> list[dict[Any, Any]]:

@@ -15,7 +15,7 @@ from memkit._events.writer import EventWriter, parse_event, rank_path, save_even
 from memkit._machine import devices
 
 
-class Journal:
+class EventJournal:
     """The events of a `MemoryManager`. Iterating gives those in memory, oldest first.
 
     Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``.

@@ -16,15 +16,15 @@ from memkit._core.units import KIB, format_bytes
 from memkit._torch.graph import next_sequence_number
 from memkit._torch.modules import HOOKS
 from memkit.memory.graphs import grad_of, spanning
-from memkit.memory.holders import Holder, References, attributes
+from memkit.memory.holders import References, Referrer, attributes
 from memkit.memory.sources import Growth, find_call, find_growth
-from memkit.memory.suspects import CONTAINERS, Kind, Suspect, growing_containers, growing_graph, hook_dicts
+from memkit.memory.suspects import CONTAINERS, GrowthKind, Suspect, growing_containers, growing_graph, hook_dicts
 
 _PATIENCE = 2  # intervals in a row in which a holder must grow
 _PATIENCE_IF_EMPTIED = 30  # the same for what its source empties now and then
 _SMALLEST_GROWTH_BYTES = KIB  # per interval, without a graph: logged scalars stay below it
 _MOST_TARGETS, _MOST_GRAPHS = 32, 8  # bounds of the search
-_FIXES: dict[Kind, str] = {
+_FIXES: dict[GrowthKind, str] = {
     "tensors": "empty it when its values are used, keep less (`.item()`, `.cpu()`), or bound it"
     " (`collections.deque(maxlen=...)`).",
     "graph": "detach what goes from one step to the next: `x.detach()` or `x.item()`; `running += loss` keeps each"
@@ -54,7 +54,7 @@ class Leak:
         fix: What to do.
     """
 
-    kind: Kind
+    kind: GrowthKind
     holder: str
     line: str | None
     num_tensors: int
@@ -304,17 +304,17 @@ def _all_of(base: type, objects: list[object]) -> list[Any]:
     return [each for each in objects if type(each) in kinds]
 
 
-def _holder_of(suspect: Suspect, references: References, tensors: list[Tensor]) -> Holder:
+def _holder_of(suspect: Suspect, references: References, tensors: list[Tensor]) -> Referrer:
     holder = references.holder_of(suspect.value)
     if holder.place is None:
         for tensor in tensors:
             if grad_of(tensor) is suspect.value:
                 owner = references.holder_of(tensor)
-                return Holder(f"gradient of {owner.text}", ("gradient", *owner.referrers), None)
+                return Referrer(f"gradient of {owner.text}", ("gradient", *owner.referrers), None)
     return holder
 
 
-def _growth_of(holder: Holder, files: list[str]) -> Growth:
+def _growth_of(holder: Referrer, files: list[str]) -> Growth:
     if holder.place is None:
         return Growth(None, is_certain=False, is_emptied=False, is_restarted=False)
     if holder.place.name in HOOKS:
@@ -323,7 +323,7 @@ def _growth_of(holder: Holder, files: list[str]) -> Growth:
     return find_growth(holder.place, files)
 
 
-def _leak(suspect: Suspect, holder: Holder, line: str | None) -> Leak:
+def _leak(suspect: Suspect, holder: Referrer, line: str | None) -> Leak:
     return Leak(
         kind=suspect.kind,
         holder=holder.text,

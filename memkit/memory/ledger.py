@@ -21,15 +21,15 @@ from memkit._core.records import DeviceMemory
 from memkit._events.log import Event
 from memkit._events.writer import event_text
 from memkit._machine import devices
-from memkit.memory.journal import Journal
-from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, larger, peak_by_record
+from memkit.memory.journal import EventJournal
+from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, larger, peak_by_record
 from memkit.memory.track import Tracker
 
 _INTERVAL_NS = 100_000_000
 _NO_COUNTERS = DeviceMemory()
 
 
-class Block:
+class Interval:
     """A stretch of a run: a phase or a step. It notes the counters at its ends; `Ledger.settle` makes sense of them.
 
     Args:
@@ -58,8 +58,8 @@ class Block:
     error: str | None = None
     tracker: Tracker | None = None
     live_bytes: int | None = None
-    peak: Peak | None = None
-    host_peak: Peak | None = None
+    peak: IntervalPeak | None = None
+    host_peak: IntervalPeak | None = None
 
     def __init__(self, ledger: Ledger, name: str) -> None:
         self._ledger = ledger
@@ -89,13 +89,13 @@ class Block:
             self.live_bytes = tracker.live_bytes
             if self.tracker is tracker and self.last.peak_bytes is None:
                 watched = tracker.peak_since(self.mark)  # no counter, but somebody counted
-                self.peak = Peak(watched, watched)
+                self.peak = IntervalPeak(watched, watched)
         ledger.ended.append(self)
         if end_ns - ledger.settled_ns >= _INTERVAL_NS or self.error is not None:  # after an error all may be over
             ledger.settle()
 
 
-class Phase(Block):
+class Phase(Interval):
     """The block that `MemoryManager.phase` measures, once; inside the innermost open one of its thread."""
 
     def __enter__(self) -> None:
@@ -200,9 +200,9 @@ class Ledger:
         read_host: Reads the largest resident bytes since their count was restarted.
     """
 
-    def __init__(self, device: torch.device, journal: Journal, *, reset_peaks: bool) -> None:
+    def __init__(self, device: torch.device, journal: EventJournal, *, reset_peaks: bool) -> None:
         self.here = OpenBlocks()
-        self.ended: deque[Block] = deque()
+        self.ended: deque[Interval] = deque()
         self.settled_ns = 0
         self.phases: dict[str, PhaseTotals] = {}
         self._host_peak = devices.ResidentPeak()
@@ -236,9 +236,9 @@ class Ledger:
         self._step = self._begin_step()
         return self._num_steps - 1
 
-    def _begin_step(self) -> Block:
+    def _begin_step(self) -> Interval:
         self._num_steps += 1
-        step = Block(self, f"step_{self._num_steps}")
+        step = Interval(self, f"step_{self._num_steps}")
         step.step = self._num_steps
         if self.here.trackers:
             step.tracker = self.here.trackers[-1]
@@ -250,13 +250,13 @@ class Ledger:
         """Keep the largest bytes of a tracker that has ended."""
         self.watched_bytes = larger(self.watched_bytes, peak_bytes)
 
-    def begin_peaks(self, block: Block) -> None:
+    def begin_peaks(self, block: Interval) -> None:
         """Restart the counters of largest values for a block."""
         self._peaks.begin(block, block.first.peak_bytes)
         if self._host_peaks is not None:
             self._host_peaks.begin(block, block.host_first)
 
-    def end_peaks(self, block: Block) -> None:
+    def end_peaks(self, block: Interval) -> None:
         """Note what they say at the block's end."""
         block.peak = self._peaks.end(block, block.last.peak_bytes)
         if self._host_peaks is not None:
@@ -287,7 +287,7 @@ class Ledger:
         if texts:
             self._journal.add(texts)
 
-    def _take_ended(self) -> Iterator[Block]:
+    def _take_ended(self) -> Iterator[Interval]:
         while True:
             try:
                 block = self.ended.popleft()

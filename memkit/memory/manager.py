@@ -23,8 +23,8 @@ from memkit._core.settings import Checker
 from memkit._core.units import parse_budget
 from memkit._machine import devices
 from memkit._recovery.attempt import telling_errors
-from memkit.memory.advice import Advice, advise, advise_about_sharing
-from memkit.memory.journal import Journal, header_of
+from memkit.memory.advice import Tip, advise_about_sharing, find_tips
+from memkit.memory.journal import EventJournal, header_of
 from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
 from memkit.memory.phases import PhaseTotals
@@ -106,7 +106,7 @@ class MemoryManager(Uncopied, Closing):
         self._line_every = line_every
         self._released_at = float("-inf")
         self._leak_watch = LeakWatch()
-        self._journal = Journal(header_of(self.device, total_bytes), path=log, max_events=max_events)
+        self._journal = EventJournal(header_of(self.device, total_bytes), path=log, max_events=max_events)
         self._ledger = Ledger(self.device, self._journal, reset_peaks=reset_peaks)
         weakref.finalize(self, _finish, self._ledger, self._journal)  # also at the end of the program
         identity = devices.device_identity(self.device)
@@ -166,7 +166,7 @@ class MemoryManager(Uncopied, Closing):
         watched_bytes = self._ledger.watched_bytes
         return summarize(self.snapshot(), str(self.device), self.phases, self.advice(), watched_bytes)
 
-    def advice(self) -> list[Advice]:
+    def advice(self) -> list[Tip]:
         """Return what to change in the environment, with the figures that say so. Nothing is changed."""
         counters = replace(
             self._ledger.read(),
@@ -174,7 +174,7 @@ class MemoryManager(Uncopied, Closing):
             reserved_peak_bytes=self._ledger.reserved_peak_bytes,
         )
         others = self._claim.others() if self._claim else ()
-        return advise(counters, devices.host_memory(), devices.allocator_settings(), others)
+        return find_tips(counters, devices.host_memory(), devices.allocator_settings(), others)
 
     # ------------------------------------------------------------------------------------ phases and steps
 
@@ -185,7 +185,7 @@ class MemoryManager(Uncopied, Closing):
         return self._ledger.phases
 
     @property
-    def events(self) -> Journal:
+    def events(self) -> EventJournal:
         """The events up to now; ``events.save(path)`` writes them."""
         self._ledger.settle()
         return self._journal
@@ -338,7 +338,7 @@ class MemoryManager(Uncopied, Closing):
             warnings.warn(f"MemoryManager({str(self.device)!r}): {advice}", MemkitWarning, stacklevel=3)
 
 
-def _finish(ledger: Ledger, journal: Journal) -> None:
+def _finish(ledger: Ledger, journal: EventJournal) -> None:
     """Write what waits, and close the log file."""
     ledger.settle()
     journal.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Peak(NamedTuple):
+class IntervalPeak(NamedTuple):
     """The largest bytes of a block, as far as they are known.
 
     Attributes:
@@ -19,10 +19,10 @@ class Peak(NamedTuple):
     at_most: int | None
 
 
-_UNKNOWN = Peak(None, None)
+_UNKNOWN = IntervalPeak(None, None)
 
 
-def peak_by_record(first: int | None, last: int | None) -> Peak:
+def peak_by_record(first: int | None, last: int | None) -> IntervalPeak:
     """Tell a block's peak from a counter of the largest bytes that nobody restarts: what it said at the block's ends.
 
     A block that set a new record reached it; any other is known to be at most the record. Where somebody did restart
@@ -30,7 +30,7 @@ def peak_by_record(first: int | None, last: int | None) -> Peak:
     """
     if first is None or last is None or last < first:  # no counter, or it was restarted
         return _UNKNOWN
-    return Peak(last if last > first else None, last)
+    return IntervalPeak(last if last > first else None, last)
 
 
 class RestartedPeaks:
@@ -51,11 +51,11 @@ class RestartedPeaks:
         self._fold(peak)
         self._open[block] = self._restart()
 
-    def end(self, block: object, peak: int | None) -> Peak:
+    def end(self, block: object, peak: int | None) -> IntervalPeak:
         """End a block; the counter says so much now."""
         self._fold(peak)
         largest = self._open.pop(block)
-        return Peak(largest, largest)
+        return IntervalPeak(largest, largest)
 
     def _fold(self, peak: int | None) -> None:
         for block in tuple(self._open):
@@ -85,7 +85,7 @@ class PhaseTotals:
     host_peak_bytes: int | None = None
     host_peak_at_most_bytes: int | None = None
 
-    def add(self, duration_ns: int, peak: Peak, host_peak: Peak) -> None:
+    def add(self, duration_ns: int, peak: IntervalPeak, host_peak: IntervalPeak) -> None:
         """Add one block."""
         if self.num_calls == 0:
             self.peak_at_most_bytes, self.host_peak_at_most_bytes = peak.at_most, host_peak.at_most

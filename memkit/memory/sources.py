@@ -13,7 +13,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NamePlace:
     """Where a name lives in the source.
 
     Attributes:
@@ -47,7 +47,7 @@ class Growth:
     is_restarted: bool
 
 
-def find_growth(place: Place, other_files: Iterable[str]) -> Growth:
+def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
     """Look for the statement that makes a name's value grow.
 
     Args:
@@ -121,7 +121,7 @@ def _names(node: ast.AST) -> set[str]:
 class _Search(ast.NodeVisitor):
     """Collects the statements about one name, each with the loops and functions around it."""
 
-    def __init__(self, place: Place, *, in_scope: bool) -> None:
+    def __init__(self, place: NamePlace, *, in_scope: bool) -> None:
         self._place = place
         self._blocks: tuple[ast.AST, ...] = ()
         self._inside = not in_scope

@@ -16,7 +16,7 @@ from memkit._torch.modules import HOOKS
 from memkit.memory.graphs import GraphWalk, graph_of, nodes_before, storages_of
 from memkit.memory.holders import References, is_a, is_object_array, namespace_of
 
-Kind = Literal["tensors", "graph", "tensors and graph", "hooks"]
+GrowthKind = Literal["tensors", "graph", "tensors and graph", "hooks"]
 Grew = Callable[[Any, list[tuple[int, int]]], bool]
 Age = Callable[[Tensor], int | None]
 CONTAINERS = (list, tuple, dict, set, deque)
@@ -41,7 +41,7 @@ class Suspect:
     """
 
     value: Any
-    kind: Kind
+    kind: GrowthKind
     size: int
     num_tensors: int = 0
     nbytes: int = 0

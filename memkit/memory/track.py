@@ -12,7 +12,7 @@ from memkit._core.protocols import Uncopied
 from memkit._core.units import format_bytes
 from memkit._machine.devices import resolve_device
 from memkit._recorder.recorder import Recorder
-from memkit._recorder.recording import IntArray, Label, Moment, Phase, Recording, StorageRecord
+from memkit._recorder.recording import IntArray, Label, Moment, Recording, StepPhase, StorageRecord
 
 _ROWS = 8  # rows that a summary gives to each table
 
@@ -199,7 +199,7 @@ class Tracker(Uncopied):
         return recording.timeline(device)
 
     @property
-    def phases(self) -> tuple[tuple[int, Phase], ...]:
+    def phases(self) -> tuple[tuple[int, StepPhase], ...]:
         """``(index into timeline, phase)`` wherever the part of the step changes."""
         return self._asked[0].phases
 

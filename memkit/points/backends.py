@@ -13,7 +13,7 @@ from memkit.points import passes
 from memkit.points.passes import Passes
 
 HostBackend = Literal["numpy", "numba"]
-Backend = Literal["auto", "numpy", "numba", "torch", "triton"]
+GridBackend = Literal["auto", "numpy", "numba", "torch", "triton"]
 
 
 def host_passes(backend: HostBackend, call: str) -> Passes:
@@ -30,13 +30,13 @@ def host_passes(backend: HostBackend, call: str) -> Passes:
     return cast("Passes", importlib.import_module("memkit.points.compiled"))  # only here: numba takes a second
 
 
-def resolved(backend: Backend, device: torch.device, call: str) -> Backend:
+def resolved(backend: GridBackend, device: torch.device, call: str) -> GridBackend:
     """The back end for a device.
 
     Raises:
         ConfigError: It does not run there, or is not installed.
     """
-    fitting: tuple[Backend, ...] = ("torch", "triton") if device.type != "cpu" else get_args(Backend)
+    fitting: tuple[GridBackend, ...] = ("torch", "triton") if device.type != "cpu" else get_args(GridBackend)
     if backend == "auto":
         with_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return "numpy" if device.type == "cpu" else "triton" if with_triton else "torch"
@@ -58,7 +58,7 @@ def _refuse_without_interpreter(call: str) -> None:
         )
 
 
-def _check_installed(backend: Backend, call: str) -> None:
+def _check_installed(backend: GridBackend, call: str) -> None:
     if backend in ("numba", "triton") and importlib.util.find_spec(backend) is None:
         raise ConfigError(
             call,

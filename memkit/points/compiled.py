@@ -16,8 +16,8 @@ from memkit.points import passes
 from memkit.points.passes import Bytes, Floats, Ints, Scratch
 from memkit.points.philox import FACTORS, ROUNDS, STEPS, Key, Stream
 
-Words = NDArray[np.uint64]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Words64 = NDArray[np.uint64]
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 _MANY = 512  # blocks of random bits at a time
 _FEW = 128  # slots that are looked at together
@@ -31,8 +31,8 @@ _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 sides = passes.sides  # fast enough
 
 
-def _compiled(function: Function) -> Function:
-    return cast("Function", numba.njit(cache=True, nogil=True)(function))
+def _compiled(function: Compiled) -> Compiled:
+    return cast("Compiled", numba.njit(cache=True, nogil=True)(function))
 
 
 def number_cells(points: NDArray[Any], size: Floats, origin: Floats, low: Floats, extent: Ints) -> NDArray[Any]:
@@ -141,10 +141,10 @@ def _make_blocks(
     key: np.uint64,
     tag: np.uint64,
     stream: np.uint64,
-    a: Words,
-    b: Words,
-    c: Words,
-    d: Words,
+    a: Words64,
+    b: Words64,
+    c: Words64,
+    d: Words64,
 ) -> None:
     """`philox.blocks`, so many as there is room for."""
     for block in range(len(a)):

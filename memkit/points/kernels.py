@@ -13,7 +13,7 @@ _BLOCKS = 32  # of 16 numbers each, in a program: so few that most need no block
 _PIECES = 128
 
 
-def choose(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
+def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> Tensor:
     """`draw_below` and `keep` of `passes`: (N,) uint8, 1 in the slots that are kept."""
     num, num_pieces = len(left) - 1, len(needed)
     below = torch.empty(num, dtype=torch.uint8, device=left.device)

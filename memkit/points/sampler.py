@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from memkit._core.errors import FileFormatError, InputError
 from memkit._core.settings import Checker
 from memkit._core.units import MIB, parse_bytes
-from memkit.points.backends import Backend, HostBackend, host_passes, resolved
+from memkit.points.backends import GridBackend, HostBackend, host_passes, resolved
 from memkit.points.cache import IndexCache, ProcessLock, fingerprint, spot_check
 from memkit.points.cells import Lengths, Points, host_array
 from memkit.points.device import DeviceDraws, brought
@@ -30,11 +30,10 @@ from memkit.points.draw import (
     pieces_kept,
 )
 from memkit.points.grid import GridIndex
+from memkit.points.passes import Floats, Ints
 from memkit.points.philox import Key, Stream, draw_key, random_bits
 from memkit.points.sample import GridSample, Scenario
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # the key of a draw, and the draw
 
 _VERSION = 1
@@ -99,7 +98,7 @@ class GridAwareSampler:
         seed: int = 0,
         rounding: Rounding = "nearest",
         cache_bytes: SupportsIndex | str = 256 * MIB,
-        backend: Backend = "auto",
+        backend: GridBackend = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
         check = Checker("GridAwareSampler(...)")
@@ -114,7 +113,7 @@ class GridAwareSampler:
         self.cache = IndexCache(parse_bytes(cache_bytes, name="cache_bytes"))
         self.device = torch.device(device)
         call = f"GridAwareSampler(backend={backend!r}, device={str(self.device)!r})"
-        self.backend: Backend = resolved(backend, self.device, call)
+        self.backend: GridBackend = resolved(backend, self.device, call)
         self._host_backend: HostBackend = "numba" if self.backend == "numba" else "numpy"
         self._draws = (
             DeviceDraws(self.device, with_triton=self.backend == "triton")

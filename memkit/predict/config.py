@@ -8,7 +8,7 @@ from pydantic import Field
 
 from memkit.predict.settings import Settings
 
-Precision = Literal["fp32", "bf16-mixed", "fp16-mixed"]
+PresetPrecision = Literal["fp32", "bf16-mixed", "fp16-mixed"]
 OptimizerName = Literal["adamw", "sgd"]
 
 
@@ -45,7 +45,7 @@ class TrainingConfig(Settings):
     """width of the VAE at full resolution, a multiple of 8; the next levels have 2 and 4 times as many"""
     resolution: int = Field(default=128, ge=32, multiple_of=32)
     """voxels along each edge of the cubic volume, a multiple of 32"""
-    precision: Precision = "bf16-mixed"
+    precision: PresetPrecision = "bf16-mixed"
     """'fp32', 'bf16-mixed' or 'fp16-mixed'; mixed keeps parameters, gradients and optimizer state in float32"""
     checkpointing: bool = False
     """True computes the inside of each residual block again in the backward pass instead of keeping it"""

@@ -16,7 +16,7 @@ from memkit._core.units import GIB, MIB
 from memkit.predict.config import TrainingConfig
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, all_gpus
-from memkit.predict.tape import Block, Tape, allocated_bytes
+from memkit.predict.tape import Tape, TapeStorage, allocated_bytes
 
 IN_CHANNELS = 4
 LATENT_CHANNELS = 4
@@ -46,7 +46,7 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
             expected="a TrainingConfig, or a model with a sample batch",
             fix="pass get_preset_config('medium') or TrainingConfig(...), or (model, sample_batch, loss_fn=loss_fn).",
         )
-    batch = Block(0, wants_grad=False)  # the batch is counted as other_bytes
+    batch = TapeStorage(0, wants_grad=False)  # the batch is counted as other_bytes
     family = _Family(config)
     family.run(batch)
     tape = family.tape
@@ -86,7 +86,7 @@ def _cards(config: TrainingConfig) -> list[GPU]:
 class _Map:
     """A (batch, channels, edge, edge, edge) tensor."""
 
-    block: Block
+    block: TapeStorage
     channels: int
     edge: int
 
@@ -100,13 +100,13 @@ class _Family:
         self.itemsize = 2 if self.mixed else 4
         self.tape = Tape(cast_itemsize=2 if self.mixed else None)
 
-    def run(self, batch: Block) -> None:
+    def run(self, batch: TapeStorage) -> None:
         """Record `loss_fn` of the example: encoder, posterior, U-Net, decoder and the three losses."""
         tape, edge = self.tape, self.config.resolution
         latent_bytes = 4 * self.config.batch_size * LATENT_CHANNELS * (edge // 4) ** 3
         statistics = self.single(self.encoder(_Map(batch, IN_CHANNELS, edge)), 2 * latent_bytes)
         spread = tape.apply("loss_fn", [statistics], latent_bytes, saves_output=True)
-        drawn, variance, noise, noisy = (Block(latent_bytes, wants_grad=False) for _ in range(4))
+        drawn, variance, noise, noisy = (TapeStorage(latent_bytes, wants_grad=False) for _ in range(4))
         latent = tape.apply("loss_fn", [statistics, spread], latent_bytes, saves=[drawn])
         divergence = tape.apply("loss_fn", [statistics], 4, saves=[statistics, variance])
         noise_loss = self.mse(self.unet(_Map(noisy, LATENT_CHANNELS, edge // 4)), noise)
@@ -152,16 +152,16 @@ class _Family:
                 h = self.upsample(f"unet.grow.{level - 1}", h, widths[level - 1])
         return self.norm_silu_conv("unet.leave", h, LATENT_CHANNELS)
 
-    def embed(self, channels: int) -> Block:
-        emb = Block(self.itemsize * self.config.batch_size * channels, wants_grad=False)
+    def embed(self, channels: int) -> TapeStorage:
+        emb = TapeStorage(self.itemsize * self.config.batch_size * channels, wants_grad=False)
         for index, (a, b) in enumerate(itertools.pairwise((channels, 4 * channels, 4 * channels))):
             emb = self.silu(f"unet.embed.{2 * index + 1}", self.linear(f"unet.embed.{2 * index}", emb, a, b))
         return emb
 
-    def two_blocks(self, name: str, x: _Map, out_channels: int, emb: Block) -> _Map:
+    def two_blocks(self, name: str, x: _Map, out_channels: int, emb: TapeStorage) -> _Map:
         return self.res_block(f"{name}.1", self.res_block(f"{name}.0", x, out_channels, emb), out_channels, emb)
 
-    def res_block(self, name: str, x: _Map, out_channels: int, emb: Block | None = None) -> _Map:
+    def res_block(self, name: str, x: _Map, out_channels: int, emb: TapeStorage | None = None) -> _Map:
         inputs = [x.block] if emb is None else [x.block, emb]
         with self.tape.checkpoint(*inputs) if self.config.checkpointing else contextlib.nullcontext():
             h = self.norm_silu_conv(f"{name}.first", x, out_channels)
@@ -186,7 +186,7 @@ class _Family:
         active = self.silu(f"{name}.{first + 1}", h.block)
         return self.conv(f"{name}.{first + 2}", _Map(active, x.channels, x.edge), out_channels)
 
-    def silu(self, name: str, x: Block) -> Block:
+    def silu(self, name: str, x: TapeStorage) -> TapeStorage:
         return self.tape.apply(name, [x], x.num_bytes, saves=[x])
 
     def norm(self, name: str, x: _Map) -> _Map:
@@ -214,11 +214,11 @@ class _Family:
         )
         return _Map(output, out_channels, edge)
 
-    def linear(self, name: str, x: Block, in_channels: int, out_channels: int) -> Block:
+    def linear(self, name: str, x: TapeStorage, in_channels: int, out_channels: int) -> TapeStorage:
         output_bytes = self.itemsize * self.config.batch_size * out_channels
         return self.tape.apply(name, [x], output_bytes, saves=[x], weights=[in_channels * out_channels, out_channels])
 
-    def add(self, name: str, x: _Map, other: Block) -> _Map:
+    def add(self, name: str, x: _Map, other: TapeStorage) -> _Map:
         return _Map(self.tape.apply(name, [x.block, other], x.block.num_bytes, shares_grad=True), x.channels, x.edge)
 
     def cast(self, x: _Map) -> _Map:
@@ -228,11 +228,11 @@ class _Family:
         num_bytes = self.itemsize * self.config.batch_size * x.channels * x.edge**3
         return _Map(self.tape.apply("loss_fn", [x.block], num_bytes), x.channels, x.edge)
 
-    def single(self, x: _Map, num_bytes: int) -> Block:
+    def single(self, x: _Map, num_bytes: int) -> TapeStorage:
         """A float32 copy of a low-precision result."""
         return self.tape.apply("loss_fn", [x.block], num_bytes) if self.mixed else x.block
 
-    def mse(self, x: _Map, target: Block) -> Block:
+    def mse(self, x: _Map, target: TapeStorage) -> TapeStorage:
         """Mean squared error in float32: a number that keeps storage for all the squares, made from another one."""
         num_bytes = 4 * self.config.batch_size * x.channels * x.edge**3
         single = self.single(x, num_bytes)

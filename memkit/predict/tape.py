@@ -44,7 +44,7 @@ def allocated_bytes(sizes: Iterable[int]) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class TapeStorage:
     """The storage behind a tensor and its views. Two blocks are the same only if they are one object."""
 
     num_bytes: int
@@ -56,7 +56,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
+class TapePeak:
     """What is live at the peak of a pass; parameters, optimizer state and the batch are not counted.
 
     ``rounding_bytes`` is what the allocator adds to these tensors, but for gradients that an earlier micro-batch left;
@@ -74,11 +74,11 @@ class Peak:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Op:
     name: str
-    inputs: Sequence[Block]
-    output: Block
-    saved: Sequence[Block]
+    inputs: Sequence[TapeStorage]
+    output: TapeStorage
+    saved: Sequence[TapeStorage]
     weights: Sequence[int]
-    weight_casts: Sequence[Block]
+    weight_casts: Sequence[TapeStorage]
     shares_grad: bool
     inside_bytes: int
     workspace_bytes: int
@@ -88,11 +88,11 @@ class _Op:
 class _Segment:
     """Operators under a checkpoint: only the inputs of the whole are kept."""
 
-    inputs: Sequence[Block]
+    inputs: Sequence[TapeStorage]
     ops: list[_Op] = field(default_factory=list)
 
     @property
-    def output(self) -> Block:
+    def output(self) -> TapeStorage:
         return self.ops[-1].output
 
 
@@ -110,7 +110,7 @@ class Tape:
         self._segment: _Segment | None = None
 
     @contextlib.contextmanager
-    def checkpoint(self, *inputs: Block) -> Iterator[None]:
+    def checkpoint(self, *inputs: TapeStorage) -> Iterator[None]:
         """Operators in the block are computed again in the backward pass, from ``inputs``, which alone are kept."""
         self._segment = _Segment(inputs)
         self._steps.append(self._segment)
@@ -122,16 +122,16 @@ class Tape:
     def apply(
         self,
         name: str,
-        inputs: Sequence[Block],
+        inputs: Sequence[TapeStorage],
         output_bytes: int,
         *,
-        saves: Sequence[Block] = (),
+        saves: Sequence[TapeStorage] = (),
         saves_output: bool = False,
         weights: Sequence[int] = (),
         shares_grad: bool = False,
         inside_bytes: int = 0,
         workspace_bytes: int = 0,
-    ) -> Block:
+    ) -> TapeStorage:
         """Record one operator.
 
         Args:
@@ -148,8 +148,8 @@ class Tape:
         Returns:
             The result.
         """
-        output = Block(output_bytes, wants_grad=bool(weights) or any(block.wants_grad for block in inputs))
-        casts = [Block(number * self._cast_itemsize) for number in weights] if self._cast_itemsize else []
+        output = TapeStorage(output_bytes, wants_grad=bool(weights) or any(block.wants_grad for block in inputs))
+        casts = [TapeStorage(number * self._cast_itemsize) for number in weights] if self._cast_itemsize else []
         op = _Op(
             name=name,
             inputs=inputs,
@@ -165,7 +165,7 @@ class Tape:
         self.weights += weights
         return output
 
-    def peak(self, *, gradients_exist: bool) -> Peak:
+    def peak(self, *, gradients_exist: bool) -> TapePeak:
         """Walk one micro-batch, forward, backward and up to the optimizer's step.
 
         Args:
@@ -181,7 +181,7 @@ class _Walk:
     """The bytes that are live while a pass goes on. Gradients of parameters that exist already are added to."""
 
     def __init__(self, *, gradients_bytes: int) -> None:
-        self._peak = Peak(
+        self._peak = TapePeak(
             gradients_bytes=0, activations_bytes=0, temporaries_bytes=0, rounding_bytes=0, workspace_bytes=0, where=""
         )
         self._peak_bytes = 0
@@ -190,15 +190,15 @@ class _Walk:
         self._gradients_exist = gradients_bytes > 0
         self._live_bytes = 0  # without gradients of parameters that are done
         self._rounding_bytes = 0
-        self._holders: Counter[Block] = Counter()
-        self._savers: Counter[Block] = Counter()  # those of the holders that are autograd
-        self._grads: dict[Block, Block] = {}
+        self._holders: Counter[TapeStorage] = Counter()
+        self._savers: Counter[TapeStorage] = Counter()  # those of the holders that are autograd
+        self._grads: dict[TapeStorage, TapeStorage] = {}
 
-    def peak(self) -> Peak:
+    def peak(self) -> TapePeak:
         return replace(self._peak, workspace_bytes=self._highest_bytes - self._peak_bytes)
 
     def forward(self, steps: Sequence[_Op | _Segment]) -> None:
-        casts: list[Block] = []
+        casts: list[TapeStorage] = []
         for step, dying in zip(steps, _last_reads(steps), strict=True):
             if isinstance(step, _Segment):
                 self._save(step.inputs)
@@ -227,9 +227,9 @@ class _Walk:
                 self._run_backward(step)
         self._mark("optimizer.step")
 
-    def _run(self, op: _Op) -> Sequence[Block]:
+    def _run(self, op: _Op) -> Sequence[TapeStorage]:
         """Run an operator forward; returns the copies of its weights, held by autocast."""
-        inside = Block(op.inside_bytes)
+        inside = TapeStorage(op.inside_bytes)
         self._hold([op.output, *op.weight_casts, inside])
         self._mark(f"{op.name}, forward", op.workspace_bytes)
         self._release([inside])
@@ -240,10 +240,10 @@ class _Walk:
             return
         grad = self._grads.pop(op.output)
         readers = [block for block in op.inputs if block.wants_grad]
-        grads = [grad if op.shares_grad else Block(block.num_bytes) for block in readers]
+        grads = [grad if op.shares_grad else TapeStorage(block.num_bytes) for block in readers]
         # Under autocast the gradient of the weights has their low precision first, then float32.
-        parameter_grads = [Block(4 * number) for number in op.weights]
-        first_grads = [Block(cast.num_bytes) for cast in op.weight_casts] or parameter_grads
+        parameter_grads = [TapeStorage(4 * number) for number in op.weights]
+        first_grads = [TapeStorage(cast.num_bytes) for cast in op.weight_casts] or parameter_grads
 
         self._hold([*grads, *first_grads])
         self._mark(f"{op.name}, backward", op.workspace_bytes)
@@ -261,25 +261,25 @@ class _Walk:
             else:
                 self._grads[block] = new
 
-    def _hold(self, blocks: Iterable[Block]) -> None:
+    def _hold(self, blocks: Iterable[TapeStorage]) -> None:
         for block in blocks:
             if not self._holders[block]:
                 self._live_bytes += block.num_bytes
                 self._rounding_bytes += block.rounding_bytes
             self._holders[block] += 1
 
-    def _release(self, blocks: Iterable[Block]) -> None:
+    def _release(self, blocks: Iterable[TapeStorage]) -> None:
         for block in blocks:
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._live_bytes -= block.num_bytes
                 self._rounding_bytes -= block.rounding_bytes
 
-    def _save(self, blocks: Sequence[Block]) -> None:
+    def _save(self, blocks: Sequence[TapeStorage]) -> None:
         self._hold(blocks)
         self._savers.update(blocks)
 
-    def _unsave(self, blocks: Sequence[Block]) -> None:
+    def _unsave(self, blocks: Sequence[TapeStorage]) -> None:
         self._savers.subtract(blocks)
         self._release(blocks)
 
@@ -289,7 +289,7 @@ class _Walk:
         if num_bytes > self._peak_bytes:
             self._peak_bytes = num_bytes
             activations_bytes = sum(block.num_bytes for block, count in self._savers.items() if count)
-            self._peak = Peak(
+            self._peak = TapePeak(
                 gradients_bytes=self._gradients_bytes,
                 activations_bytes=activations_bytes,
                 temporaries_bytes=self._live_bytes - activations_bytes,
@@ -299,11 +299,11 @@ class _Walk:
             )
 
 
-def _last_reads(steps: Sequence[_Op | _Segment]) -> list[list[Block]]:
+def _last_reads(steps: Sequence[_Op | _Segment]) -> list[list[TapeStorage]]:
     """For each step, the blocks made by these steps that no later step reads."""
     made = {step.output for step in steps}
     last = {block: number for number, step in enumerate(steps) for block in step.inputs if block in made}
-    dying: list[list[Block]] = [[] for _ in steps]
+    dying: list[list[TapeStorage]] = [[] for _ in steps]
     for block, number in last.items():
         dying[number].append(block)
     return dying

@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
     from torch import nn
     from torch.optim import Optimizer
 
+    from memkit._gradients.loss import LossFn
     from memkit._simulation.shard import Shard
-    from memkit._simulation.simulation import LossFn, MakeOptimizer
+    from memkit._simulation.simulation import MakeOptimizer
 
 
 _CALL = "estimate_memory_usage(...)"

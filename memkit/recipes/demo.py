@@ -27,8 +27,8 @@ _PACKAGE = Path(__file__).parents[1]
 # 16 KiB or more is given back to the kernel when it is freed, so that the kernel's count is that of live tensors.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "16384"}
 
-Name = Literal["plain_limited", "memkit", "plain_unlimited"]
-_RUNS: tuple[tuple[Name, str, int], ...] = (
+RunName = Literal["plain_limited", "memkit", "plain_unlimited"]
+_RUNS: tuple[tuple[RunName, str, int], ...] = (
     ("plain_limited", "plain", LIMIT_BYTES),
     ("memkit", "memkit", LIMIT_BYTES),
     ("plain_unlimited", "plain", 0),
@@ -36,7 +36,7 @@ _RUNS: tuple[tuple[Name, str, int], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """What one run came to.
 
     Attributes:
@@ -70,9 +70,9 @@ class DemoResult:
         plain_unlimited: Full batch without a limit: what is right.
     """
 
-    plain_limited: Run
-    memkit: Run
-    plain_unlimited: Run
+    plain_limited: DemoRun
+    memkit: DemoRun
+    plain_unlimited: DemoRun
 
     @property
     def max_loss_difference(self) -> float | None:
@@ -90,7 +90,7 @@ class DemoResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain types: sizes in bytes, times in seconds."""
-        runs: dict[Name, Run] = {name: getattr(self, name) for name, *_ in _RUNS}
+        runs: dict[RunName, DemoRun] = {name: getattr(self, name) for name, *_ in _RUNS}
         return {
             "plain_oom": self.plain_limited.is_out_of_memory,
             "plain_error": self.plain_limited.error,
@@ -108,20 +108,20 @@ class DemoResult:
         }
 
 
-def run_demo(on_step: Callable[[Name, int], None]) -> DemoResult:
+def run_demo(on_step: Callable[[RunName, int], None]) -> DemoResult:
     """Do the three runs, one after the other; about 30 seconds.
 
     Args:
         on_step: Called with the run and the number of its steps that are done, first with 0.
     """
-    runs: dict[Name, Run] = {}
+    runs: dict[RunName, DemoRun] = {}
     for name, kind, limit_bytes in _RUNS:
         worker = ("-m", "memkit.recipes.demo_worker", kind, str(NUM_STEPS), str(limit_bytes))
         runs[name] = run_worker(worker, partial(on_step, name))
     return DemoResult(**runs)
 
 
-def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> Run:
+def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> DemoRun:
     """Run one worker to its end, whatever that is.
 
     Args:
@@ -152,7 +152,7 @@ def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> Run:
         code = process.wait()
         stderr.seek(0)
         last_words = stderr.read().strip().rpartition("\n")[2]
-    return Run(
+    return DemoRun(
         losses=tuple(step["loss"] for step in steps),
         sizes=tuple(tuple(step["sizes"]) for step in steps),
         num_ooms=sum(step["num_ooms"] for step in steps),

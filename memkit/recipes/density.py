@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError
 from memkit._core.protocols import Closing, Uncopied
-from memkit._gradients.loss import Loss
+from memkit._gradients.loss import Loss, LossFn
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
 from memkit._torch.autocast import without_gradients
@@ -23,14 +23,21 @@ from memkit.points.cells import Lengths
 from memkit.points.nested import single_within
 from memkit.points.sample import GridSample, Scenario
 from memkit.points.sampler import GridAwareSampler
-from memkit.recipes.density_records import Clock, Cloud, DensityStep, PointBatch, PointScene, SceneLosses, mean_losses
+from memkit.recipes.density_records import (
+    Clock,
+    DensityStep,
+    PointBatch,
+    PointScene,
+    ScenarioCloud,
+    SceneLosses,
+    mean_losses,
+)
 from memkit.train.contrastive import run_again_in_backward
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.split_check import CheckAttempt, scan_modules
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
-Mode = Literal["joint", "cached", "stopgrad"]
-LossFn = Callable[[Any, Any], Tensor | Loss]
+ConsistencyMode = Literal["joint", "cached", "stopgrad"]
 Distance = Callable[[Any, Any], Tensor]
 
 _CALL = "DensityInvariantTrainer.train_step(scene)"
@@ -112,20 +119,20 @@ class DensityInvariantTrainer(Uncopied, Closing):
         consistency: Literal["mse", "kl"] | Distance = "mse",
         weight: float = 0.1,
         scenarios: Iterable[Scenario] = ("dense", "half", "single"),
-        mode: Mode = "joint",
+        mode: ConsistencyMode = "joint",
         *,
         optimizer: Optimizer | None = None,
         grid_size: Lengths = 0.05,
         memory: MemoryManager | None = None,
     ) -> None:
         self._scenarios = _by_density(list(scenarios))
-        if mode not in get_args(Mode):
-            _refuse("mode", mode, ", ".join(map(repr, get_args(Mode))))
+        if mode not in get_args(ConsistencyMode):
+            _refuse("mode", mode, ", ".join(map(repr, get_args(ConsistencyMode))))
         if not callable(consistency) and consistency not in _CONSISTENCIES:
             _refuse("consistency", consistency, ", ".join(map(repr, _CONSISTENCIES)) + " or a function")
         if not weight >= 0:
             _refuse("weight", weight, "0 or more")
-        self._mode: Mode = mode
+        self._mode: ConsistencyMode = mode
         self._sampler, self._grid_size, self._weight = sampler, grid_size, weight
         self._loss_fn = loss_fn
         self._compare = consistency if callable(consistency) else _CONSISTENCIES[consistency]
@@ -188,7 +195,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         """Close the wrapper and the manager that were made here; what was given stays open."""
         self._cleanup.close()
 
-    def _draw(self, number: int, scene: PointScene) -> Iterator[Cloud]:
+    def _draw(self, number: int, scene: PointScene) -> Iterator[ScenarioCloud]:
         """Draw the scenarios of a scene, each within the one before."""
         index = self._sampler.index(scene.coords, self._grid_size, key=scene.key)
         rows: Tensor | None = None
@@ -201,9 +208,9 @@ class DensityInvariantTrainer(Uncopied, Closing):
                 rows = single_within(self._sampler, index, half)
             elif scenario == "single":
                 rows = self._sampler.sample_single_per_grid(index).indices
-            yield Cloud(number, scene, scenario, rows)
+            yield ScenarioCloud(number, scene, scenario, rows)
 
-    def _run(self, clouds: list[Cloud], clock: Clock) -> dict[int, SceneLosses]:
+    def _run(self, clouds: list[ScenarioCloud], clock: Clock) -> dict[int, SceneLosses]:
         """Run forward and backward for the clouds of some scenes; return the losses of each scene."""
         with clock.phase("data"):
             groups = self._groups(clouds)
@@ -231,20 +238,20 @@ class DensityInvariantTrainer(Uncopied, Closing):
             self._trainer.backward(total)
         return {number: each.detached() for number, each in losses.items()}
 
-    def _task(self, cloud: Cloud, output: Any, target: Tensor) -> Tensor | None:
+    def _task(self, cloud: ScenarioCloud, output: Any, target: Tensor) -> Tensor | None:
         """The task loss of a cloud; None where none of its points has a label."""
         loss = self._loss_fn(output, target)
         if isinstance(loss, Loss):
             return loss.average() if bool(loss.weight) else None
         return None if cloud.is_unlabeled() else _scalar(loss, "loss_fn")
 
-    def _is_densest(self, cloud: Cloud) -> bool:
+    def _is_densest(self, cloud: ScenarioCloud) -> bool:
         return cloud.scenario == self._scenarios[0]
 
-    def _is_teacher(self, cloud: Cloud) -> bool:
+    def _is_teacher(self, cloud: ScenarioCloud) -> bool:
         return self._mode == "stopgrad" and self._is_densest(cloud)
 
-    def _groups(self, clouds: list[Cloud]) -> list[list[Cloud]]:
+    def _groups(self, clouds: list[ScenarioCloud]) -> list[list[ScenarioCloud]]:
         """Clouds that run through the model together."""
         if self._mode == "joint":
             return [clouds]
@@ -252,14 +259,14 @@ class DensityInvariantTrainer(Uncopied, Closing):
             return [[each] for each in clouds]
         return [[each for each in clouds if self._is_densest(each) == is_densest] for is_densest in (True, False)]
 
-    def _gather(self, clouds: list[Cloud]) -> PointBatch:
+    def _gather(self, clouds: list[ScenarioCloud]) -> PointBatch:
         return PointBatch(
             torch.cat([each.take(each.scene.coords, self._device) for each in clouds]),
             torch.cat([each.take(each.scene.features, self._device) for each in clouds]),
             torch.tensor([each.num_points for each in clouds]).cumsum(0).to(self._device, non_blocking=True),
         )
 
-    def _forward(self, clouds: list[Cloud], batch: PointBatch) -> Iterator[Any]:
+    def _forward(self, clouds: list[ScenarioCloud], batch: PointBatch) -> Iterator[Any]:
         """Run the model; yield each cloud's part of the output, as views that live as long as the step."""
         if self._mode == "cached":
             output = run_again_in_backward(self._model, batch, self._watch)

@@ -108,7 +108,7 @@ class DensityStep:
         return f"{self.seconds:.3f} s: {', '.join(shares)}"
 
 
-class Cloud(NamedTuple):
+class ScenarioCloud(NamedTuple):
     """One scenario of one scene.
 
     Attributes:
@@ -146,7 +146,7 @@ class Cloud(NamedTuple):
         chosen = targets if self.rows is None else targets.index_select(0, self.rows.to(targets.device))
         return bool((chosen == _IGNORED).all())
 
-    def within(self, denser: Cloud) -> Tensor:
+    def within(self, denser: ScenarioCloud) -> Tensor:
         """Rows of these points in a denser cloud of the scene."""
         rows = cast("Tensor", self.rows)  # only the densest cloud may have all
         return rows if denser.rows is None else torch.searchsorted(denser.rows, rows)

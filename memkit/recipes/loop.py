@@ -11,12 +11,12 @@ from typing import Any, Literal, Protocol, final
 
 from memkit._core.errors import ConfigError, InputError, warn_user
 from memkit._core.settings import Checker
+from memkit._gradients.loss import LossFn
 from memkit.recipes.position import Position
 from memkit.recipes.reducers import Reducer
 from memkit.recipes.stopping import StopSignal
 from memkit.recipes.timeline import Timeline, memory_figures, memory_line
 from memkit.recipes.validation import ValidationFn, ValidationMonitor, metric_of, rows_of_loss, validate
-from memkit.train.drive import LossFn
 from memkit.train.loader import to_device
 from memkit.train.models import device_of
 from memkit.train.settings import StepResult

@@ -18,18 +18,19 @@ from torch.optim import Optimizer
 from memkit._core.errors import ConfigError
 from memkit._core.protocols import Scheduler
 from memkit._core.units import format_bytes
+from memkit._gradients.loss import LossFn
 from memkit._machine import random_state
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.workspace import WorkspaceMarks
-from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, check_model, optimizer_maker
+from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, check_model, optimizer_maker
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import fastest, search
 from memkit.predict.plan.speeds import card_speeds, host_speeds
-from memkit.predict.plan.trial import Arrangement, Rehearsal, TrainStep, Trial
+from memkit.predict.plan.trial import Arrangement, StepTrials, TrainStep, Trial
 from memkit.recipes.planned_checks import (
-    PrecisionName,
+    PlannedPrecision,
     allowed_counts,
     check_measurable,
     check_precisions,
@@ -58,7 +59,7 @@ def plan_training(
     *,
     budget: CapacityLike,
     target: str | GPU | None = None,
-    precisions: Sequence[PrecisionName | None] = (None,),
+    precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     measure: bool = False,
     selected_fraction: float | None = None,
@@ -123,7 +124,7 @@ def plan_training(
     num_rows = rows_to_plan(sample_batch)
     counts, notes, is_exact = allowed_counts(model, sample_batch, loss_fn, num_rows, micro_batch_size)
     speeds = host_speeds() if gpu is None else card_speeds(gpu)
-    rehearsal = Rehearsal(
+    rehearsal = StepTrials(
         model=model,
         batch=sample_batch,
         loss_fn=loss_fn,
@@ -185,7 +186,7 @@ def prepare(
     *,
     budget: CapacityLike,
     target: str | GPU | None = None,
-    precisions: Sequence[PrecisionName | None] = (None,),
+    precisions: Sequence[PlannedPrecision | None] = (None,),
     micro_batch_size: int | None = None,
     measure: bool = False,
     selected_fraction: float | None = None,

@@ -9,19 +9,19 @@ from torch import nn
 from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
-from memkit._simulation.simulation import LossFn
+from memkit._gradients.loss import LossFn
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.predict.plan.search import micro_batch_counts
 from memkit.train.models import device_of, unwrap_model
 from memkit.train.split import count_rows
 from memkit.train.split_check import check_split, scan_modules
 
-PrecisionName = Literal["bf16-mixed", "fp16-mixed"]
+PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 
 
 def check_precisions(precisions: Any) -> None:
     """Refuse what is no list of precisions."""
-    check, known = Checker("plan_training(...)"), (None, *get_args(PrecisionName))
+    check, known = Checker("plan_training(...)"), (None, *get_args(PlannedPrecision))
     if not check.items("precisions", precisions) or any(each not in known for each in precisions):
         raise check.refuse("precisions", precisions, f"a list of one or more of {known}")
 

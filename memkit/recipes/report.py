@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from memkit._events.reader import EventLog
 from memkit.predict.gpus import all_gpus, find_gpu
 from memkit.report.build import build_report
-from memkit.report.cards import Card
+from memkit.report.cards import CatalogueRow
 from memkit.report.nodes import Report, SectionMaker
 from memkit.report.write import check_target, save_report
 
@@ -71,7 +71,7 @@ def make_report(
     """Make a report without writing it; arguments and errors as for `write_report`."""
     return build_report(
         log,
-        cards=[Card(each.name, each.usable_bytes, each.confidence) for each in all_gpus()],
+        cards=[CatalogueRow(each.name, each.usable_bytes, each.confidence) for each in all_gpus()],
         baseline=baseline,
         total_bytes=None if gpu is None else find_gpu(gpu).total_bytes,
         language=language,

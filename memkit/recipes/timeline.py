@@ -25,9 +25,9 @@ class Timeline:
         self.seconds: dict[str, float] = {}
         self.num_steps = 0
 
-    def phase(self, name: str) -> Phase:
+    def phase(self, name: str) -> TimedBlock:
         """A context whose time counts for ``name``."""
-        return Phase(self.seconds, name)
+        return TimedBlock(self.seconds, name)
 
     def line(self) -> str:
         """Return, for example, ``"12.3 ms a step: data 3%, transfer 1%, step 96%"``."""
@@ -36,7 +36,7 @@ class Timeline:
         return f"{1000 * total / max(1, self.num_steps):.1f} ms a step: {shares}"
 
 
-class Phase:
+class TimedBlock:
     """A block whose time is added to its name; a class, because it runs several times in every step."""
 
     __slots__ = ("_name", "_seconds", "_start")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memkit._core.units import GIB
-from memkit.report.figures import Figures
+from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Share, Size, clean
 from memkit.report.words import Words, share_text
 
@@ -20,7 +20,7 @@ _TIGHT, _ROOMY = 0.1, 0.5  # of the device, free at the peak
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
+class Recommendation:
     """One thing to change.
 
     Attributes:
@@ -37,43 +37,45 @@ class Advice:
     saves_bytes: int | None
 
 
-def advise(figures: Figures, words: Words) -> tuple[Advice, ...]:
+def recommend(figures: ReportFigures, words: Words) -> tuple[Recommendation, ...]:
     """Give the advice that the figures call for, by horizon, within it the largest saving first."""
     found = [*_about_components(figures, words), *_about_cache(figures, words), *_about_growth(figures, words)]
     found += [*_about_work(figures, words), *_about_room(figures, words), *_about_log(figures, words)]
     return tuple(sorted(found, key=lambda each: (HORIZONS.index(each.horizon), -(each.saves_bytes or 0))))
 
 
-def _about_components(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_components(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     peak = figures.peak.num_bytes if figures.peak else 0
     for load in figures.components.loads:
         if load.num_bytes is None or load.num_bytes < _LARGE_PART * peak or not peak:
             continue
         name, size, share = clean(load.name), _gib(load.num_bytes, words), _percent(load.num_bytes, peak)
         evidence = words("evidence_component", name=name, size=size, share=share)
-        yield Advice("short", words("advice_offload", name=name), evidence, load.num_bytes)
-        yield Advice("middle", words("advice_halve", name=name), evidence, load.num_bytes // 2)
-        yield Advice("long", words("advice_replace", name=name), evidence, None)
+        yield Recommendation("short", words("advice_offload", name=name), evidence, load.num_bytes)
+        yield Recommendation("middle", words("advice_halve", name=name), evidence, load.num_bytes // 2)
+        yield Recommendation("long", words("advice_replace", name=name), evidence, None)
 
 
-def _about_cache(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_cache(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     reserved = figures.layers.reserved_bytes
     if figures.peak is None or reserved is None:
         return
     cache = reserved - figures.peak.num_bytes
     if cache >= max(GIB, _LARGE_CACHE * reserved):
         evidence = words("evidence_cache", size=_gib(cache, words), share=_percent(cache, reserved))
-        yield Advice("short", words("advice_segments"), evidence, cache)
+        yield Recommendation("short", words("advice_segments"), evidence, cache)
 
 
-def _about_growth(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_growth(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     trend = figures.steps.trend if figures.steps else None
     if trend is not None and trend.is_growth:
         slope, low, high = (f"{round(each):,}" for each in (trend.slope, trend.low, trend.high))
-        yield Advice("short", words("advice_leak"), words("evidence_growth", slope=slope, low=low, high=high), None)
+        yield Recommendation(
+            "short", words("advice_leak"), words("evidence_growth", slope=slope, low=low, high=high), None
+        )
 
 
-def _about_work(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_work(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     """Advise about what is there beside what was loaded: activations and temporaries."""
     if figures.peak is None or figures.components.whole_bytes is None:
         return
@@ -81,33 +83,33 @@ def _about_work(figures: Figures, words: Words) -> Iterator[Advice]:
     work = peak - figures.components.whole_bytes
     if work >= _LARGE_PART * peak > 0:
         evidence = words("evidence_work", size=_gib(work, words), share=_percent(work, peak))
-        yield Advice("middle", words("advice_checkpoint"), evidence, work)
+        yield Recommendation("middle", words("advice_checkpoint"), evidence, work)
 
 
-def _about_room(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_room(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     held, total = figures.held_bytes, figures.layers.total_bytes
     if held is None or not total:
         return
     free = 1 - held / total
     evidence = words("evidence_room", share=f"{free:.1%}", size=_gib(total, words))
     if free < _TIGHT:
-        yield Advice("middle", words("advice_accumulate"), evidence, None)
-        yield Advice("long", words("advice_larger_card"), evidence, None)
+        yield Recommendation("middle", words("advice_accumulate"), evidence, None)
+        yield Recommendation("long", words("advice_larger_card"), evidence, None)
     elif free > _ROOMY:
-        yield Advice("middle", words("advice_larger_batch"), evidence, None)
+        yield Recommendation("middle", words("advice_larger_batch"), evidence, None)
 
 
-def _about_log(figures: Figures, words: Words) -> Iterator[Advice]:
+def _about_log(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
     if figures.is_cumulative:
-        yield Advice("short", words("advice_reset_peaks"), words("evidence_cumulative"), None)
+        yield Recommendation("short", words("advice_reset_peaks"), words("evidence_cumulative"), None)
     peak, unattributed = figures.peak, figures.unattributed.low
     if peak and unattributed is not None and unattributed >= _LARGE_PART * peak.num_bytes and not figures.splits:
         evidence = words(
             "evidence_unattributed", size=_gib(unattributed, words), share=_percent(unattributed, peak.num_bytes)
         )
-        yield Advice("short", words("advice_track"), evidence, None)
+        yield Recommendation("short", words("advice_track"), evidence, None)
     if figures.layers.reserved_bytes is None:
-        yield Advice("long", words("advice_record"), words("evidence_no_reserved"), None)
+        yield Recommendation("long", words("advice_record"), words("evidence_no_reserved"), None)
 
 
 def _gib(num_bytes: int, words: Words) -> str:

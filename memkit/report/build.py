@@ -9,11 +9,11 @@ from typing import Any
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._events.reader import EventLog
-from memkit.report.advice import Advice, advise
-from memkit.report.cards import Card, Fit, card_nodes, find_fits
+from memkit.report.advice import Recommendation, recommend
+from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
 from memkit.report.comparing import compare_figures, compare_section
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
-from memkit.report.figures import Figures, read_figures
+from memkit.report.figures import ReportFigures, read_figures
 from memkit.report.nodes import Cell, Paragraph, Report, Section, SectionMaker, Share, Size
 from memkit.report.rating import Rating, rate
 from memkit.report.usage import usage_sections
@@ -23,7 +23,7 @@ from memkit.report.words import Words
 def build_report(
     log: EventLog,
     *,
-    cards: Iterable[Card],
+    cards: Iterable[CatalogueRow],
     baseline: EventLog | None = None,
     total_bytes: int | None = None,
     language: str = "en",
@@ -48,7 +48,7 @@ def build_report(
     figures = _figures("log", log, total_bytes)
     before = None if baseline is None else _figures("baseline", baseline, total_bytes)
     fits = () if figures.held_bytes is None else find_fits(figures.held_bytes, cards)
-    rating, advice = rate(figures), advise(figures, words)
+    rating, advice = rate(figures), recommend(figures, words)
     built = [overview(log, figures, words)]
     if before is not None:
         built.append(compare_section(before, figures, words))
@@ -90,7 +90,7 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
     )
 
 
-def _figures(name: str, log: object, total_bytes: int | None) -> Figures:
+def _figures(name: str, log: object, total_bytes: int | None) -> ReportFigures:
     call = f"{name}=..."
     if not isinstance(log, EventLog):
         raise InputTypeError(
@@ -119,10 +119,14 @@ def _own_section(maker: SectionMaker, log: EventLog, language: str) -> Section |
 
 
 def _plain(
-    figures: Figures, rating: Rating, advice: Sequence[Advice], fits: Sequence[Fit], before: Figures | None
+    figures: ReportFigures,
+    rating: Rating,
+    advice: Sequence[Recommendation],
+    fits: Sequence[Fit],
+    before: ReportFigures | None,
 ) -> dict[str, Any]:
     """Return all figures as plain JSON values; names as they stand in the log."""
-    kept = [each.name for each in dataclasses.fields(Figures) if each.name not in ("observed", "header")]
+    kept = [each.name for each in dataclasses.fields(ReportFigures) if each.name not in ("observed", "header")]
     values = {name: _jsonable(getattr(figures, name)) for name in kept}
     values["header"] = _jsonable(figures.header)
     values["unattributed_bytes"] = figures.unattributed.low

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from memkit.report.figures import Figures
+from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Node, Paragraph, Share, Size, Table
 from memkit.report.words import Words
 
 _FITS_UP_TO = 0.85  # of what is usable; above, another allocation order or a longer input can be the end
 _NEAR = 6  # rows on either side of the border
 
-Verdict = Literal["fits", "tight", "no"]
+CardVerdict = Literal["fits", "tight", "no"]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class CatalogueRow:
     """A row of the card catalogue.
 
     Attributes:
@@ -35,12 +35,12 @@ class Card:
 class Fit:
     """Whether a card holds the run."""
 
-    card: Card
+    card: CatalogueRow
     share: float
-    verdict: Verdict
+    verdict: CardVerdict
 
 
-def find_fits(held_bytes: int, cards: Iterable[Card]) -> tuple[Fit, ...]:
+def find_fits(held_bytes: int, cards: Iterable[CatalogueRow]) -> tuple[Fit, ...]:
     """Compare with every card, the smallest first."""
     fits = []
     for card in sorted(cards, key=lambda each: (each.usable_bytes, each.name)):
@@ -54,7 +54,7 @@ def smallest_card(fits: Iterable[Fit]) -> Fit | None:
     return next((fit for fit in fits if fit.verdict == "fits"), None)
 
 
-def card_nodes(figures: Figures, fits: tuple[Fit, ...], words: Words) -> Iterator[Node]:
+def card_nodes(figures: ReportFigures, fits: tuple[Fit, ...], words: Words) -> Iterator[Node]:
     """Make the fit table: the cards near the border, and all of them folded."""
     if figures.held_bytes is None:
         yield Paragraph(words("cards_none"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from memkit.report.figures import Figures
+from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Cell, Node, Paragraph, Section, Share, Size, Table, clean
 from memkit.report.words import Words
 
@@ -16,7 +16,7 @@ Presence = Literal["both", "new", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class FigureChange:
     """One figure in both logs; None where a log does not have it, or knows only a bound.
 
     Attributes:
@@ -45,18 +45,18 @@ class Change:
         return self.change_bytes / self.before_bytes if self.change_bytes is not None and self.before_bytes else None
 
 
-def compare_figures(before: Figures, after: Figures) -> tuple[Change, ...]:
+def compare_figures(before: ReportFigures, after: ReportFigures) -> tuple[FigureChange, ...]:
     """Compare two logs by name; the order is the second one's, what is gone comes last."""
     changes = []
     for group in ("peak", "component", "stage", "step"):
         old, new = _named(before, group), _named(after, group)
         for name in {**new, **old}:
             presence: Presence = "new" if name not in old else "gone" if name not in new else "both"
-            changes.append(Change(group, name, old.get(name), new.get(name), presence))
+            changes.append(FigureChange(group, name, old.get(name), new.get(name), presence))
     return tuple(changes)
 
 
-def _named(figures: Figures, group: str) -> dict[str, int | None]:
+def _named(figures: ReportFigures, group: str) -> dict[str, int | None]:
     if group == "peak":
         peak = figures.peak.num_bytes if figures.peak else None
         return {"tensors": peak, "allocator": figures.layers.reserved_bytes, "host": figures.layers.host_bytes}
@@ -70,12 +70,12 @@ def _named(figures: Figures, group: str) -> dict[str, int | None]:
     return {"largest": max(known), "smallest": min(known)} if known else {}
 
 
-def compare_section(before: Figures, after: Figures, words: Words) -> Section:
+def compare_section(before: ReportFigures, after: ReportFigures, words: Words) -> Section:
     """Make the section that compares with a baseline."""
     return Section(words("compare_title"), tuple(_nodes(before, after, words)))
 
 
-def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
+def _nodes(before: ReportFigures, after: ReportFigures, words: Words) -> Iterator[Node]:
     changes = compare_figures(before, after)
     yield Paragraph(words("compare_text"))
     differences = tuple(_settings(before, after))
@@ -99,20 +99,20 @@ def _nodes(before: Figures, after: Figures, words: Words) -> Iterator[Node]:
         yield Paragraph(words("left_out", count=f"{len(changes) - _MOST_ROWS:,}"))
 
 
-def _share(change: Change, words: Words) -> Cell:
+def _share(change: FigureChange, words: Words) -> Cell:
     if change.presence != "both":
         return words(f"change_{change.presence}")
     return "" if change.before_bytes == 0 else Share(change.share, is_change=True)
 
 
-def _name(change: Change, words: Words) -> str:
+def _name(change: FigureChange, words: Words) -> str:
     if change.group in ("peak", "step"):
         return words(f"compare_{change.group}_{change.name}")
     name = clean(change.name) if change.name else words("unattributed")
     return words(f"compare_{change.group}", name=name)
 
 
-def _settings(before: Figures, after: Figures) -> Iterator[tuple[Cell, ...]]:
+def _settings(before: ReportFigures, after: ReportFigures) -> Iterator[tuple[Cell, ...]]:
     """Say in what the runs' own settings differ: then a difference of memory may have other causes."""
     old, new = _flat(before), _flat(after)
     for name in sorted({*old, *new}):
@@ -120,7 +120,7 @@ def _settings(before: Figures, after: Figures) -> Iterator[tuple[Cell, ...]]:
             yield clean(name), clean(old[name]) if name in old else None, clean(new[name]) if name in new else None
 
 
-def _flat(figures: Figures) -> dict[str, str]:
+def _flat(figures: ReportFigures) -> dict[str, str]:
     header = figures.header
     if header is None:
         return {}

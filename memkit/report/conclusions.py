@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from memkit._core.printable import printable
 from memkit._events.reader import EventLog
-from memkit.report.advice import HORIZONS, Advice
+from memkit.report.advice import HORIZONS, Recommendation
 from memkit.report.cards import Fit, smallest_card
-from memkit.report.figures import Figures, Peak
+from memkit.report.figures import LogPeak, ReportFigures
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
 from memkit.report.rating import Rating
 from memkit.report.usage import rise_text, shortage_texts
@@ -19,7 +19,7 @@ _MOST_PROBLEMS = 10
 _NUM_PRIORITIES = 3
 
 
-def verdict(figures: Figures, fits: Sequence[Fit], words: Words) -> str:
+def verdict(figures: ReportFigures, fits: Sequence[Fit], words: Words) -> str:
     """Say the most important figures in one sentence."""
     if figures.peak is None:
         return words("verdict_none", count=f"{figures.num_events:,}")
@@ -33,7 +33,9 @@ def verdict(figures: Figures, fits: Sequence[Fit], words: Words) -> str:
     return words("sentence", text=words.join(parts))
 
 
-def highlights(figures: Figures, rating: Rating, fits: Sequence[Fit], words: Words) -> tuple[tuple[str, Cell], ...]:
+def highlights(
+    figures: ReportFigures, rating: Rating, fits: Sequence[Fit], words: Words
+) -> tuple[tuple[str, Cell], ...]:
     """Return the figures that stand at the top."""
     held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
     return (
@@ -44,7 +46,7 @@ def highlights(figures: Figures, rating: Rating, fits: Sequence[Fit], words: Wor
     )
 
 
-def overview(log: EventLog, figures: Figures, words: Words) -> Section:
+def overview(log: EventLog, figures: ReportFigures, words: Words) -> Section:
     """Make the section about the run and where it ran."""
     facts = tuple(_facts(log, figures, words))
     rows = tuple(fact for fact in facts if words.cell(fact[1]) != words("not_recorded"))
@@ -78,7 +80,7 @@ def clean_sentence(text: str) -> str:
     return printable(text[:500])
 
 
-def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str, Cell]]:
+def _facts(log: EventLog, figures: ReportFigures, words: Words) -> Iterator[tuple[str, Cell]]:
     header, peak = figures.header, figures.peak
     device = header.device if header else None
     yield words("fact_peak"), peak.size if peak else None
@@ -100,7 +102,7 @@ def _facts(log: EventLog, figures: Figures, words: Words) -> Iterator[tuple[str,
         yield words("fact_config"), describe(header.config)
 
 
-def _place(peak: Peak, words: Words) -> str:
+def _place(peak: LogPeak, words: Words) -> str:
     parts = [clean(peak.event)]
     if peak.step is not None:
         parts.append(words("place_step", step=peak.step))
@@ -109,7 +111,7 @@ def _place(peak: Peak, words: Words) -> str:
     return ", ".join(parts)
 
 
-def _origin(peak: Peak | None, words: Words) -> str | None:
+def _origin(peak: LogPeak | None, words: Words) -> str | None:
     if peak is None or (peak.origin.kind is None and peak.origin.source is None):
         return None
     kind = words(f"kind_{peak.origin.kind}") if peak.origin.kind else words("not_recorded")
@@ -144,7 +146,7 @@ def efficiency(rating: Rating, words: Words) -> Section:
     return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
 
 
-def advice_section(advice: Sequence[Advice], words: Words) -> Section:
+def advice_section(advice: Sequence[Recommendation], words: Words) -> Section:
     """Make the section with advice in three horizons."""
     nodes: list[Node] = []
     columns = (words("col_advice"), words("col_evidence"), words("col_saves"))
@@ -163,7 +165,7 @@ def _saving(num_bytes: int | None, words: Words) -> Cell:
 
 
 def conclusions(
-    figures: Figures, rating: Rating, advice: Sequence[Advice], fits: Sequence[Fit], words: Words
+    figures: ReportFigures, rating: Rating, advice: Sequence[Recommendation], fits: Sequence[Fit], words: Words
 ) -> Section:
     """Make the section with findings, priorities and deployment."""
     priorities = sorted(advice, key=lambda each: -(each.saves_bytes or 0))[:_NUM_PRIORITIES]
@@ -186,7 +188,7 @@ def conclusions(
     )
 
 
-def _findings(figures: Figures, rating: Rating, words: Words) -> Iterator[str]:
+def _findings(figures: ReportFigures, rating: Rating, words: Words) -> Iterator[str]:
     peak, found = figures.peak, figures.components
     yield from shortage_texts(figures, words)
     if peak is None:

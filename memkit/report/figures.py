@@ -12,7 +12,7 @@ from memkit._events.reader import EventLog
 from memkit.report.components import Components, find_components
 from memkit.report.nodes import Size
 from memkit.report.observed import Observed, observe
-from memkit.report.stages import Stage, Steps, find_stages, find_steps
+from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_steps
 
 _PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
 _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
@@ -22,7 +22,7 @@ _KINDS = ("small", "large")
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class LogPeak:
     """The largest bytes in tensors of the whole log.
 
     Attributes:
@@ -85,7 +85,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class SegmentFigures:
     """What the allocator's segments of one kind held at the end, as the note of a CUDA memory snapshot says.
 
     Attributes:
@@ -140,7 +140,7 @@ class EarlierRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ReportFigures:
     """What a report is about.
 
     Attributes:
@@ -169,14 +169,14 @@ class Figures:
     ranks: dict[int, int]
     seconds: float | None
     header: LogHeader | None
-    peak: Peak | None
+    peak: LogPeak | None
     is_cumulative: bool
     layers: Layers
     components: Components
-    stages: tuple[Stage, ...]
-    steps: Steps | None
+    stages: tuple[EventStage, ...]
+    steps: LoggedSteps | None
     splits: tuple[Split, ...]
-    segments: tuple[Segments, ...]
+    segments: tuple[SegmentFigures, ...]
     shortages: tuple[Shortage, ...]
     num_survived: int
     observed: Sequence[Observed] = field(repr=False)
@@ -201,10 +201,10 @@ class Figures:
         return Size.of(self.peak.num_bytes - self.components.named_bytes)
 
 
-_SEGMENT_NUMBERS = tuple(each.name for each in fields(Segments) if each.name != "kind")
+_SEGMENT_NUMBERS = tuple(each.name for each in fields(SegmentFigures) if each.name != "kind")
 
 
-def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
+def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
     """Read a log's figures: of the last run, where one began after another was over.
 
     Args:
@@ -220,7 +220,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> Figures:
     splits = tuple(_find_splits(events))
     header = next((log.headers[run] for run in reversed(range(len(log.headers))) if run not in is_over), None)
     own_total = header.device.total_bytes if header and header.device and header.device.backend != "cpu" else None
-    return Figures(
+    return ReportFigures(
         num_events=len(log.events),
         earlier=earlier,
         num_predicted=num_predicted,
@@ -274,7 +274,7 @@ def _earlier_run(log: EventLog, run: int, events: Sequence[Event]) -> EarlierRun
     return EarlierRun(log.headers[run].wall_s, len(events), Size.of(None) if peak is None else peak.size)
 
 
-def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) -> Peak | None:
+def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) -> LogPeak | None:
     best, winner, name = -1, None, ""
     for event in events:
         for each in _PEAK_FIELDS:
@@ -287,10 +287,10 @@ def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) 
         watched = split.whole_bytes - dict(split.parts).get("workspace", 0)
         if split.name == "peak_by_category" and watched > best:  # a tracker saw more than any event
             event = next(event for event in events if event.event == split.event and event.note)
-            return Peak(watched, event.event, event.step, event.rank, Origin("dispatch", "measured"), is_exact=False)
+            return LogPeak(watched, event.event, event.step, event.rank, Origin("dispatch", "measured"), is_exact=False)
     if winner is None:
         return None
-    return Peak(best, winner.event, winner.step, winner.rank, origin, is_exact)
+    return LogPeak(best, winner.event, winner.step, winner.rank, origin, is_exact)
 
 
 def _is_cumulative(events: Sequence[Event]) -> bool:
@@ -334,14 +334,14 @@ def _find_splits(events: Iterable[Event]) -> Iterable[Split]:
     return best.values()
 
 
-def _find_segments(events: Iterable[Event]) -> Iterable[Segments]:
+def _find_segments(events: Iterable[Event]) -> Iterable[SegmentFigures]:
     for event in events:
         noted = event.note.get("segments") if event.note else None
         for each in noted if isinstance(noted, list) else ():
             if isinstance(each, dict) and each.get("kind") in _KINDS:
                 numbers: dict[str, Any] = {name: each.get(name) for name in _SEGMENT_NUMBERS}
                 if all(type(number) is int and number >= 0 for number in numbers.values()):
-                    yield Segments(kind=each["kind"], **numbers)
+                    yield SegmentFigures(kind=each["kind"], **numbers)
 
 
 def _find_shortages(events: Iterable[Event]) -> Iterable[Shortage]:

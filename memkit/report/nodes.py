@@ -105,7 +105,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     """One curve: places along the axis, bytes, and a name for each point."""
 
     name: str
@@ -124,7 +124,7 @@ class Lines:
         caption: What it shows.
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
     x_name: str
     caption: str
 

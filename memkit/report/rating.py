@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memkit.report.figures import Figures
+from memkit.report.figures import ReportFigures
 
 _LEAST_INPUTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RatedFigure:
     """One figure of the rating.
 
     Attributes:
@@ -36,11 +36,11 @@ class Rule:
 
 
 RULES = (
-    Rule("headroom", 30, ((0.0, 0.0), (0.10, 1.0), (0.40, 1.0), (0.95, 0.3))),
-    Rule("fragmentation", 25, ((0.05, 1.0), (0.30, 0.0))),
-    Rule("growth", 20, ((0.0, 1.0), (0.10, 0.0))),
-    Rule("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
-    Rule("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
+    RatedFigure("headroom", 30, ((0.0, 0.0), (0.10, 1.0), (0.40, 1.0), (0.95, 0.3))),
+    RatedFigure("fragmentation", 25, ((0.05, 1.0), (0.30, 0.0))),
+    RatedFigure("growth", 20, ((0.0, 1.0), (0.10, 0.0))),
+    RatedFigure("spread", 15, ((0.02, 1.0), (0.30, 0.0))),
+    RatedFigure("unattributed", 10, ((0.10, 1.0), (0.60, 0.0))),
 )
 """Room at the peak; reserved, not in tensors; growth over all steps; how far their peaks lie apart; no component."""
 
@@ -49,7 +49,7 @@ RULES = (
 class Mark:
     """One rule's figure and its mark from 0 to 1; None where it is not recorded."""
 
-    rule: Rule
+    rule: RatedFigure
     value: float | None
     mark: float | None
 
@@ -74,7 +74,7 @@ class Rating:
         return sum(each.mark is not None for each in self.marks)
 
 
-def rate(figures: Figures) -> Rating:
+def rate(figures: ReportFigures) -> Rating:
     """Rate a run by its figures."""
     values = _values(figures)
     marks = tuple(
@@ -88,7 +88,7 @@ def rate(figures: Figures) -> Rating:
     return Rating(marks, round(100 * weighed / sum(weight for weight, _ in known)))
 
 
-def _values(figures: Figures) -> dict[str, float | None]:
+def _values(figures: ReportFigures) -> dict[str, float | None]:
     peak, steps = figures.peak, figures.steps
     held, reserved, total = figures.held_bytes, figures.layers.reserved_bytes, figures.layers.total_bytes
     peak_bytes = peak.num_bytes if peak else None

@@ -19,7 +19,7 @@ Measure = Literal["incremental", "held", "record"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class EventStage:
     """All events of one phase, or of one name outside of phases.
 
     Attributes:
@@ -38,14 +38,14 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoggedStep:
     """One step; of several processes the largest figures.
 
     Attributes:
         number: As the log counts.
         peak: Largest bytes meanwhile.
         held_bytes: In tensors at its end.
-        change_bytes: By `Steps.measure`; None where it is not recorded, and for the first step of a difference.
+        change_bytes: By `LoggedSteps.measure`; None where it is not recorded, and for the first step of a difference.
     """
 
     number: int
@@ -72,7 +72,7 @@ class Trend:
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class LoggedSteps:
     """All steps, in the order of their numbers.
 
     Attributes:
@@ -85,7 +85,7 @@ class Steps:
         rise: What the steps added together, and by how much a record rose over them, where that is less; else None.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[LoggedStep, ...]
     num_missing: int
     measure: Measure | None
     trend: Trend | None
@@ -138,7 +138,7 @@ class _OneStep:
     grown: int | None = None
 
 
-def find_stages(observed: Iterable[Observed]) -> tuple[Stage, ...]:
+def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
     """Gather the events of each stage; steps are no stages."""
     found: dict[str, _Bounds] = {}
     for each in observed:
@@ -146,10 +146,12 @@ def find_stages(observed: Iterable[Observed]) -> tuple[Stage, ...]:
             value is not None for value in (each.low, each.high, each.event.duration_ns, each.event.incremental_bytes)
         ):
             found.setdefault(each.event.phase or each.event.event, _Bounds()).add(each)
-    return tuple(Stage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items())
+    return tuple(
+        EventStage(name, bounds.num, bounds.size, bounds.added, bounds.host_ns) for name, bounds in found.items()
+    )
 
 
-def find_steps(observed: Sequence[Observed]) -> Steps | None:
+def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
     """Gather the steps, by number."""
     found: dict[int, _OneStep] = {}
     for each in observed:
@@ -163,12 +165,12 @@ def find_steps(observed: Sequence[Observed]) -> Steps | None:
     steps = []
     for number in numbers:
         one = found[number]
-        steps.append(Step(number, one.bounds.size, one.held, change(one, before)))
+        steps.append(LoggedStep(number, one.bounds.size, one.held, change(one, before)))
         before = one.held
     held = [(step.number, step.held_bytes) for step in steps if step.held_bytes is not None]
     added = [(number, found[number].bounds.added) for number in numbers]
     rise = _find_rise(observed, [num_bytes for _, num_bytes in added])
-    return Steps(
+    return LoggedSteps(
         tuple(steps),
         num_missing=numbers[-1] - numbers[0] + 1 - len(numbers),
         measure=measure,

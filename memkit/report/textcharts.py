@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
-from memkit.report.nodes import Bars, Line, Lines, Share
+from memkit.report.nodes import Bars, Curve, Lines, Share
 from memkit.report.words import gib_text, share_text
 
 _BAR_WIDTH, _LINE_WIDTH = 30, 60
@@ -40,7 +40,7 @@ def curve_lines(chart: Lines) -> list[str]:
     return [*lines, f"{' ' * width}  {start:g} .. {end:g}: {chart.x_name}"]
 
 
-def _curve(line: Line, start: float, end: float, top: int) -> str:
+def _curve(line: Curve, start: float, end: float, top: int) -> str:
     places: list[int | None] = [None] * _LINE_WIDTH
     for x, y in zip(line.x, line.y, strict=True):
         place = min(_LINE_WIDTH - 1, int(_LINE_WIDTH * (x - start) / (end - start or 1)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memkit.report.nodes import Line, clean
+from memkit.report.nodes import Curve, clean
 
 _NUM_BUCKETS = 240  # two points each, finer than the pixels of a chart on a phone, as fine as those on paper
 
 
-def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
+def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Curve:
     """Make a curve of at most 482 points.
 
     Every local peak that is the largest of its bucket stays, and so the largest of all, with its name; so do both ends.
@@ -33,6 +33,6 @@ def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Line:
             ends = {start + sizes.index(min(sizes)), start + sizes.index(max(sizes))}
             kept += [points[index] for index in sorted(ends)]
         kept = [*dict.fromkeys([points[0], *kept, points[-1]])]
-    return Line(
+    return Curve(
         name, tuple(x for x, _, _ in kept), tuple(y for _, y, _ in kept), tuple(clean(label) for _, _, label in kept)
     )

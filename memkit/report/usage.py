@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from memkit.report.components import Components, Load
-from memkit.report.figures import Figures
-from memkit.report.nodes import Bars, Bullets, Cell, Line, Lines, Node, Paragraph, Section, Share, Size, Table, clean
+from memkit.report.figures import ReportFigures
+from memkit.report.nodes import Bars, Bullets, Cell, Curve, Lines, Node, Paragraph, Section, Share, Size, Table, clean
 from memkit.report.observed import Observed
-from memkit.report.stages import Stage, Step, Steps
+from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
 
@@ -21,7 +21,7 @@ _EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
 _T = TypeVar("_T")
 
 
-def usage_sections(figures: Figures, words: Words, *, is_legacy: bool) -> Iterator[Section]:
+def usage_sections(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterator[Section]:
     """Make all sections about the use of memory."""
     yield Section(words("layers_title"), tuple(_layers(figures, words)))
     yield Section(words("components_title"), tuple(_components(figures, words)))
@@ -31,7 +31,7 @@ def usage_sections(figures: Figures, words: Words, *, is_legacy: bool) -> Iterat
     yield Section(words("pattern_title"), (Bullets(tuple(_pattern(figures, words))),))
 
 
-def _layers(figures: Figures, words: Words) -> Iterator[Node]:
+def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
     layers = figures.layers
     tensors = figures.peak.num_bytes if figures.peak else None
     is_exact = figures.peak is None or figures.peak.is_exact
@@ -88,7 +88,7 @@ def _layers(figures: Figures, words: Words) -> Iterator[Node]:
         )
 
 
-def _components(figures: Figures, words: Words) -> Iterator[Node]:
+def _components(figures: ReportFigures, words: Words) -> Iterator[Node]:
     found = figures.components
     if not found.loads and found.whole_bytes is None:
         yield Paragraph(words("components_none"))
@@ -133,7 +133,7 @@ def _unattributed_row(found: Components, words: Words) -> tuple[Cell, ...]:
     return words("unattributed"), Size.of(num_bytes), _share(num_bytes, found.whole_bytes), counted
 
 
-def _stages(figures: Figures, words: Words, *, is_legacy: bool) -> Iterator[Node]:
+def _stages(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterator[Node]:
     if figures.is_cumulative:
         yield Paragraph(words("cumulative_text"))
     stages, num_left = _cut(figures.stages, MOST_ROWS)
@@ -157,7 +157,7 @@ def _stages(figures: Figures, words: Words, *, is_legacy: bool) -> Iterator[Node
         yield Bars(tuple(bars), words("stages_chart"), peak)
 
 
-def _stage_row(stage: Stage, peak: int | None, *, has_added: bool, has_time: bool) -> tuple[Cell, ...]:
+def _stage_row(stage: EventStage, peak: int | None, *, has_added: bool, has_time: bool) -> tuple[Cell, ...]:
     row: list[Cell] = [clean(stage.name), stage.num_events, stage.peak]
     row.append(_share(stage.peak.low if stage.peak.is_known else None, peak))
     if has_added:
@@ -167,7 +167,7 @@ def _stage_row(stage: Stage, peak: int | None, *, has_added: bool, has_time: boo
     return tuple(row)
 
 
-def _steps(steps: Steps | None, words: Words) -> Iterator[Node]:
+def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
     if steps is None:
         yield Paragraph(words("steps_none"))
         return
@@ -205,12 +205,12 @@ def rise_text(rise: tuple[int, int], words: Words) -> str:
     return words("steps_rise", added=added, grown=grown)
 
 
-def _step_row(step: Step, *, has_peak: bool, has_held: bool) -> tuple[Cell, ...]:
+def _step_row(step: LoggedStep, *, has_peak: bool, has_held: bool) -> tuple[Cell, ...]:
     change = Size.of(step.change_bytes, is_change=True)
     return (str(step.number), *[step.peak] * has_peak, *[Size.of(step.held_bytes)] * has_held, change)
 
 
-def _step_lines(steps: Steps, words: Words) -> Iterator[Line]:
+def _step_lines(steps: LoggedSteps, words: Words) -> Iterator[Curve]:
     for key, values in (
         ("line_peak", [step.peak.low if step.peak.is_known else None for step in steps.steps]),
         ("line_held", [step.held_bytes for step in steps.steps]),
@@ -224,7 +224,7 @@ def _step_lines(steps: Steps, words: Words) -> Iterator[Line]:
         yield thin(words(key), points)
 
 
-def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
+def _timeline(figures: ReportFigures, words: Words) -> Iterator[Node]:
     events = figures.observed
     walls = [each.event.wall_s for each in events]
     has_clock = bool(walls) and None not in walls
@@ -254,7 +254,7 @@ def _timeline(figures: Figures, words: Words) -> Iterator[Node]:
         yield Paragraph(words(key, size=words.size(Size.of(None if missing is None else abs(missing)))))
 
 
-def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Words) -> Iterator[Line]:
+def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Words) -> Iterator[Curve]:
     values = {
         "line_reserved": [each.event.reserved_bytes for each in events],
         "line_record": [each.event.peak_total_bytes for each in events],
@@ -270,7 +270,7 @@ def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Word
         yield thin(words(key), points)
 
 
-def shortage_texts(figures: Figures, words: Words) -> Iterator[str]:
+def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
     """Say where memory ran out, and how far; and how often a training went on after it."""
     shown, num_left = _cut(figures.shortages, _MOST_SHORTAGES)
     for each in shown:
@@ -284,7 +284,7 @@ def shortage_texts(figures: Figures, words: Words) -> Iterator[str]:
         yield words("survived", count=f"{figures.num_survived:,}")
 
 
-def _pattern(figures: Figures, words: Words) -> Iterator[str]:
+def _pattern(figures: ReportFigures, words: Words) -> Iterator[str]:
     peak, found, steps = figures.peak, figures.components, figures.steps
     yield from shortage_texts(figures, words)
     if peak is None:

@@ -20,7 +20,7 @@ _FORMATS = {".md": to_markdown, ".html": to_html, ".txt": to_text}
 SUFFIXES = (*_FORMATS, ".json")
 
 
-def render(report: Report, suffix: str) -> str:
+def render_report(report: Report, suffix: str) -> str:
     """Return a report as text of the format of a suffix: ``".md"``, ``".html"``, ``".txt"`` or ``".json"``."""
     return _to_json(report) if suffix == ".json" else _FORMATS[suffix](report, MARK)
 
@@ -63,7 +63,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
     """Write a report, whole or not at all; see `check_target` for the errors."""
     target = check_target(path)
-    write_text(target, render(report, target.suffix.lower()))
+    write_text(target, render_report(report, target.suffix.lower()))
 
 
 def _to_json(report: Report) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memkit._gradients.loss import Loss
+from memkit._gradients.loss import LossFn
 from memkit._recovery.batch import Alone, Attempt, BatchRun, Means, Peers, Sums
 from memkit._recovery.plan import Part
 from memkit._recovery.sizes import SizeMemory
@@ -23,8 +23,6 @@ from memkit.train.split import SplitFn, cut_batch, list_tensors, measure_batch, 
 from memkit.train.split_check import CheckAttempt, Examination, SplitVerdict, scan_modules
 from memkit.train.split_watch import SplitWatch
 from memkit.train.split_ways import Way, once, ways_to_cut
-
-LossFn = Callable[[nn.Module, Any], torch.Tensor | Loss]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class Computation:
     unchecked: str = ""
 
 
-class Driver:
+class BatchDriver:
     """Takes batches of one model through their micro-batches.
 
     Args:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from memkit._core.protocols import GradScaler
 from memkit._torch import foreach
 from memkit._torch.optimizers import states_of_scaler
-from memkit._torch.tensors import accumulate_hooks, gradient_dtype, set_gradient_dtype as set_dtype_of_gradient
+from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradient_dtype
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -136,7 +136,7 @@ def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> No
     """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
     gradient = None if parameter.grad is None else parameter.grad.to(dtype)  # first: it may run out of memory
     parameter.grad = None
-    set_dtype_of_gradient(parameter, dtype)
+    assign_gradient_dtype(parameter, dtype)
     parameter.grad = gradient
 
 
@@ -144,7 +144,7 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
     """Give a parameter a gradient, also one in a wider dtype, as it is in the middle of a group."""
     parameter.grad = None
     if gradient is not None:
-        set_dtype_of_gradient(parameter, gradient.dtype)
+        assign_gradient_dtype(parameter, gradient.dtype)
         parameter.grad = gradient
 
 

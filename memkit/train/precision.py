@@ -16,7 +16,7 @@ from memkit._machine import devices
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
 
-Name = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
+PrecisionName = Literal["bf16-mixed", "fp16-mixed", "bf16-true", "auto"]
 _NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
 
 
@@ -36,7 +36,7 @@ class Precision:
         ConfigError: The name is not known.
     """
 
-    def __init__(self, model: nn.Module, name: Name | None, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, name: PrecisionName | None, device: torch.device) -> None:
         if name not in (None, *_NAMES):
             raise ConfigError(
                 f"precision={name!r}",

@@ -17,7 +17,7 @@ from memkit.train.models import device_of
 from memkit.train.offload import make_offload, offload_activations
 from memkit.train.treatments import ChangedInputError
 
-Name = Literal["recompute", "offload"]
+RemedyName = Literal["recompute", "offload"]
 
 
 class Remedies:
@@ -35,9 +35,9 @@ class Remedies:
         has: What is on already, or cannot be.
     """
 
-    def __init__(self, model: nn.Module, *, call: str, has: Collection[Name] = ()) -> None:
+    def __init__(self, model: nn.Module, *, call: str, has: Collection[RemedyName] = ()) -> None:
         self._model, self._call = model, call
-        self._can: list[Name] = [each for each in ("recompute", "offload") if each not in has]
+        self._can: list[RemedyName] = [each for each in ("recompute", "offload") if each not in has]
         self._left = [each for each in self._can if each == "recompute" or device_of(model).type != "cpu"]
         self._checkpointing: Checkpointing | None = None
         self._offload: offload_activations | None = None
@@ -166,7 +166,7 @@ def make_remedies(
     """
     has_compiled = any(is_compiled(each) for each in model.modules())
     can_recompute = may_look and checkpoint is None and not has_compiled and not is_sharded
-    has: list[Name] = [] if can_recompute else ["recompute"]
+    has: list[RemedyName] = [] if can_recompute else ["recompute"]
     if "activations" in offload or has_compiled or is_sharded:
         has.append("offload")
     return Remedies(model, call=call, has=has)

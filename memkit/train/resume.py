@@ -30,7 +30,7 @@ Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: 
 _RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta, optim.ASGD}
 
 
-class Journal:
+class StepJournal:
     """The parameters that an optimizer steps one by one, and how far the step under way has come.
 
     It holds no state alive: another one may be loaded.
@@ -57,7 +57,7 @@ class Journal:
         self._versions: list[int] = []
 
     @classmethod
-    def of(cls, optimizer: Optimizer) -> Journal | None:
+    def of(cls, optimizer: Optimizer) -> StepJournal | None:
         """Make one; None where the next step cannot be gone on with."""
         if known_kind(optimizer) not in _RESUMABLE or not _num_stepped_singly(optimizer):
             return None

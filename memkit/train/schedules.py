@@ -17,7 +17,7 @@ Decay = Literal["constant", "linear", "cosine", "polynomial"]
 
 
 @dataclass
-class Factor:
+class LearningRateFactor:
     """What the base learning rate is multiplied by; plain numbers, so that `LambdaLR.state_dict` holds them.
 
     Attributes:
@@ -105,4 +105,6 @@ def make_schedule(
         refuse("final", final, "no final share with decay='constant', which stays at the base rate", call=_CALL)
     if power is not None and (decay != "polynomial" or not power > 0):
         refuse("power", power, "an exponent above 0 with decay='polynomial', and none with another", call=_CALL)
-    return LambdaLR(optimizer, Factor(decay, num_steps, warmup_steps, final, 2.0 if power is None else power))
+    return LambdaLR(
+        optimizer, LearningRateFactor(decay, num_steps, warmup_steps, final, 2.0 if power is None else power)
+    )

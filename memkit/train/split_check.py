@@ -15,22 +15,21 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, StateError
 from memkit._core.units import MIB
-from memkit._gradients.loss import Loss, read_loss
+from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._gradients.streamed import without_hooks
 from memkit._machine.devices import host_memory, release_cached_memory
 from memkit._recorder.rehearsal import RanksError, Rehearsal, Span
 from memkit._recovery.attempt import Caught, Done, OutOfMemory, attempt
 from memkit._torch.modules import BatchNorm, Dropout
-from memkit._torch.tensors import gradient_dtype, hooks_of, set_gradient_dtype
+from memkit._torch.tensors import assign_gradient_dtype, gradient_dtype, hooks_of
 from memkit.train.divisors import divisors
 from memkit.train.gradients import has_reentrant_checkpoint
 from memkit.train.models import device_of
 from memkit.train.ranks import without_buffer_sync
 from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
-from memkit.train.split_ways import Parts, Way, ways_to_cut
+from memkit.train.split_ways import CutBatch, Way, ways_to_cut
 
-LossFn = Callable[[nn.Module, Any], Tensor | Loss]
 # Relative errors per parameter up to which nothing more is asked; above, they are held against rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
@@ -262,7 +261,7 @@ class Examination:
         self._rounding: Vector = np.zeros(len(self._parameters))
         self._attempt: CheckAttempt
         self._rehearsal: Rehearsal
-        self._where: Parts
+        self._where: CutBatch
         self.verdict = SplitVerdict(None, modules=self._suspects, reason="it was not finished")
 
     def attempts(self) -> Iterator[CheckAttempt]:
@@ -340,7 +339,7 @@ class Examination:
         # seen to be unlike.
         return (is_equal and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows")
 
-    def _made(self, make: Callable[[], Parts | None]) -> Parts | None:
+    def _made(self, make: Callable[[], CutBatch | None]) -> CutBatch | None:
         """What a look needs, None where there is no memory for it."""
         outcome = attempt(make)
         if isinstance(outcome, Done):
@@ -348,7 +347,7 @@ class Examination:
         self._failure = outcome.description
         return None
 
-    def _judge(self, parts: Parts) -> Attempts:
+    def _judge(self, parts: CutBatch) -> Attempts:
         """Compare one way to cut; in a lower precision where full precision cannot be had."""
         if self._in_full_precision:
             with contextlib.ExitStack() as stack:
@@ -361,7 +360,7 @@ class Examination:
             self._in_full_precision = False  # no memory, or the model needs its own precision: it casts to half itself
         return (yield from self._compare_whole_and_parts(parts))
 
-    def _compare_whole_and_parts(self, parts: Parts) -> Attempts:
+    def _compare_whole_and_parts(self, parts: CutBatch) -> Attempts:
         self._has_run_out = False
         verdict = yield from self._compare(parts)
         if verdict.exact is False and self._has_run_out:  # a run that tells rounding, noise or a cause is missing
@@ -369,7 +368,7 @@ class Examination:
             return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=True)
         return verdict
 
-    def _compare(self, parts: Parts) -> Attempts:
+    def _compare(self, parts: CutBatch) -> Attempts:
         self._close()
         self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, _leave
         whole = yield from self._run_whole()
@@ -409,7 +408,7 @@ class Examination:
             return SplitVerdict(exact=True, error=error)
         return SplitVerdict(exact=False, error=error, state=names, loss="state")
 
-    def _judge_unequal(self, parts: Parts, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
+    def _judge_unequal(self, parts: CutBatch, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         if (yield from self._is_noise(whole)):
             # Numbers that are drawn for one row after the other are the whole's where the parts go on drawing.
             for which in ("host", "all"):
@@ -543,7 +542,7 @@ class Examination:
         errors, norms = _errors(whole, hosts)
         return bool((errors > _TOLERANCE * norms).any())
 
-    def _judge_without_noise(self, parts: Parts) -> Attempts:
+    def _judge_without_noise(self, parts: CutBatch) -> Attempts:
         """Compare with dropout silent, where its draws cannot be repeated row by row."""
         reason = "the gradient depends on random numbers that cannot be repeated for each row"
         self._rehearsal.close()
@@ -783,7 +782,7 @@ def _half_bytes(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
+def _in_float32(model: nn.Module, parts: CutBatch) -> Iterator[CutBatch]:
     """Run a model of half-precision parameters and its batch in float32."""
     before = [(each, each.data, gradient_dtype(each), each.grad) for each in _half_tensors(model)]
 
@@ -795,7 +794,7 @@ def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
     try:
         for tensor, data, *_ in before:
             tensor.data, tensor.grad = data.float(), None
-            set_gradient_dtype(tensor, torch.float32)  # sums in float32 have fixed it to the parameter's own
+            assign_gradient_dtype(tensor, torch.float32)  # sums in float32 have fixed it to the parameter's own
         if before:
             parts = replace(
                 parts, whole=widen(parts.whole), parts=tuple((widen(part), size) for part, size in parts.parts)
@@ -804,7 +803,7 @@ def _in_float32(model: nn.Module, parts: Parts) -> Iterator[Parts]:
     finally:
         for tensor, data, dtype, gradient in before:
             tensor.data = data
-            set_gradient_dtype(tensor, dtype)
+            assign_gradient_dtype(tensor, dtype)
             tensor.grad = gradient
 
 

@@ -13,14 +13,14 @@ from torch import nn
 from memkit._core.errors import InputError
 from memkit._core.protocols import Uncopied
 from memkit._gradients.captured import named_tensors
-from memkit._gradients.loss import Loss, detached, read_loss
+from memkit._gradients.loss import Loss, LossFn, detached, read_loss
 from memkit._gradients.streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
 from memkit._torch.ranks import after_forward, before_forward
 from memkit.train.checks import check_callable, check_choice, check_loss, check_steps, read_count, refuse
 from memkit.train.divisors import divisors
-from memkit.train.drive import Computation, Driver, LossFn
+from memkit.train.drive import BatchDriver, Computation
 from memkit.train.models import device_of, may_recover_alone
 from memkit.train.remedies import make_remedies
 from memkit.train.split import SplitFn, list_tensors
@@ -121,7 +121,7 @@ class SplitLoss(Uncopied):
             adds_up=reduction == "sum",
             with_hooks=False,  # they run once, on the batch's gradient
         )
-        self._driver = Driver(
+        self._driver = BatchDriver(
             self._own,
             computation,
             split_watch=self._split_watch,

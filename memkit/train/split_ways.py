@@ -20,11 +20,11 @@ _LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it
 _MOST_SORTED = 1024  # rows that are put in order to find some that are alike
 _MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
 
-Table = npt.NDArray[np.float64]
+SketchTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CutBatch:
     """A batch to look at, and how it is cut.
 
     Attributes:
@@ -52,7 +52,7 @@ class Way:
         is_further: Looked at where the ways before were found equal, in case that was by accident.
     """
 
-    make: Callable[[], Parts | None]
+    make: Callable[[], CutBatch | None]
     is_smaller: bool = False
     is_real: bool = False
     is_sorted: bool = False
@@ -105,7 +105,7 @@ def ways_to_cut(
     if is_widened or not is_first:
         at_most = min(at_most, max(2, num_rows // 2))
 
-    def way(cut: Callable[..., Parts | None], *settings: Any, **kind: bool) -> Way:
+    def way(cut: Callable[..., CutBatch | None], *settings: Any, **kind: bool) -> Way:
         return Way(functools.partial(cut, batch, num_rows, *settings), **kind)
 
     few = way(_few_rows, sizes, at_most)
@@ -135,30 +135,30 @@ def ways_to_cut(
 def once(way: Way) -> Way:
     """The rows of a way, in one piece."""
 
-    def make() -> Parts | None:
+    def make() -> CutBatch | None:
         parts = way.make()
         return parts and replace(parts, parts=((parts.whole, parts.size),))
 
     return replace(way, make=make, is_real=False, is_sorted=False, is_further=False)
 
 
-def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
     size = count_elements(batch)
     parts = cut_batch(batch, num_parts, size=size, split_fn=split_fn)
-    return Parts(batch, size, tuple(parts), has_rows=False) if len(parts) > 1 or parts[0][1] != size else None
+    return CutBatch(batch, size, tuple(parts), has_rows=False) if len(parts) > 1 or parts[0][1] != size else None
 
 
-def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
     """The first part of a packed batch that can be cut again."""
     whole = count_elements(batch)
     for part, size in cut_batch(batch, num_parts, size=whole, split_fn=split_fn)[:3]:
         parts = cut_batch(part, 2, size=size, split_fn=split_fn)
         if len(parts) > 1 or parts[0][1] != size:  # a single part that is not the whole has lost something
-            return Parts(part, size, tuple(parts), has_rows=False)
+            return CutBatch(part, size, tuple(parts), has_rows=False)
     return None
 
 
-def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None:
+def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
     """As many samples of a list as a part has, those that are unlike; None where the parts are no lists of samples."""
     parts = cut_batch(batch, num_parts, size=count_elements(batch), split_fn=split_fn)
     is_list = isinstance(batch, list) and all(isinstance(part, list) for part, _ in parts)
@@ -172,10 +172,10 @@ def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> Parts | None
     samples = [batch[index] for index in _most_unlike(np.concatenate(facts), number)]
     size = count_elements(samples)
     cut = cut_batch(samples, 2, size=size, split_fn=split_fn)
-    return Parts(samples, size, tuple(cut), has_rows=False) if len(cut) > 1 else None
+    return CutBatch(samples, size, tuple(cut), has_rows=False) if len(cut) > 1 else None
 
 
-def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> Parts:
+def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch:
     """Small parts as they are: those that are most unlike, in their order."""
     edges = [0, *np.cumsum(sizes).tolist()]
     blocks = sorted(_unlike(batch, num_rows, edges, number))
@@ -183,7 +183,7 @@ def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) ->
     return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
 
 
-def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> Parts | None:
+def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch | None:
     """Parts of the same sizes, but for one, filled with rows in another order, so that the parts are unlike."""
     *lengths, last = sorted(sizes, reverse=True)[-number:]
     unit = math.gcd(_LARGEST_UNIT, *lengths, last)  # what may be a group of rows stays as long
@@ -197,7 +197,7 @@ def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) 
     )
 
 
-def _if_alike(way: Way, batch: Any, sizes: Sequence[int]) -> Parts | None:
+def _if_alike(way: Way, batch: Any, sizes: Sequence[int]) -> CutBatch | None:
     return way.make() if _have_the_same_labels(batch, sum(sizes), sizes) else None
 
 
@@ -209,7 +209,7 @@ def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bo
     return bool(np.ptp(discrete, axis=0).any() and not np.ptp(means, axis=0).any())
 
 
-def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
     """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit.
 
     Where groups of rows may belong together, groups are chosen, and the cut is between them.
@@ -221,7 +221,7 @@ def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> 
     return _cut(_rows_of(batch, num_rows, blocks), sum(lengths), lengths)
 
 
-def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
     """As many, chosen and put in order one by one."""
     if num_rows < 2:
         return None
@@ -241,7 +241,7 @@ def _two_lengths(num_rows: int, sizes: Sequence[int], at_most: int) -> tuple[int
     return unit, [cut, size - cut]
 
 
-def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> Parts | None:
+def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
     """A few rows that are alike (of one class, of one length), one in this part and the next in that."""
     unit = 2 * math.gcd(_LARGEST_UNIT, *sizes)
     size = min(num_rows, at_most, max(sizes)) // unit * unit
@@ -251,7 +251,7 @@ def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -
     return _cut(_rows_of(batch, num_rows, [*rows[::2], *rows[1::2]]), size, [size // 2, size // 2])
 
 
-def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> Parts | None:
+def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> CutBatch | None:
     """Two real parts, in their own order and number of rows: those that are most unlike."""
     if len(sizes) < 2:
         return None
@@ -272,12 +272,12 @@ def _rows_of(batch: Any, num_rows: int, blocks: Sequence[tuple[int, int]]) -> An
     return join_rows([take_rows(batch, start, stop, num_rows=num_rows) for start, stop in merged])
 
 
-def _cut(rows: Any, size: int, sizes: Sequence[int]) -> Parts:
+def _cut(rows: Any, size: int, sizes: Sequence[int]) -> CutBatch:
     stops = np.cumsum(sizes).tolist()
     parts = [
         (take_rows(rows, stop - length, stop, num_rows=size), length) for stop, length in zip(stops, sizes, strict=True)
     ]
-    return Parts(rows, size, tuple(parts), has_rows=True)
+    return CutBatch(rows, size, tuple(parts), has_rows=True)
 
 
 def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:
@@ -298,7 +298,7 @@ def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> lis
     return [(edges[block], edges[block + 1]) for block in _most_unlike(means, number)]
 
 
-def _most_unlike(facts: Table, number: int) -> list[int]:
+def _most_unlike(facts: SketchTable, number: int) -> list[int]:
     """Choose lines of a table that are unlike each other, and return them in the order of its columns."""
     number = min(number, len(facts))
     order = np.lexsort((np.arange(len(facts)), *(-facts.T[::-1])))
@@ -314,7 +314,7 @@ def _most_unlike(facts: Table, number: int) -> list[int]:
     return [line for line in order.tolist() if line in kept]
 
 
-def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[Table, int]:
+def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[SketchTable, int]:
     """A few numbers for each row: counts of padding and of what is missing, then sums of labels, then of features.
 
     Returns:
@@ -335,5 +335,7 @@ def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[Table, int]
         columns = [*counts, *sums, *others]
         if not columns:
             return np.zeros((num_rows, 1)), 0
-        facts: Table = torch.stack([each.to(columns[0].device, torch.float64) for each in columns], 1).cpu().numpy()
+        facts: SketchTable = (
+            torch.stack([each.to(columns[0].device, torch.float64) for each in columns], 1).cpu().numpy()
+        )
     return facts, len(counts) + len(sums)

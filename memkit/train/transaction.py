@@ -24,7 +24,7 @@ from memkit._recovery.errors import describe_error
 from memkit._recovery.signals import deferred_signals
 from memkit._torch import foreach
 from memkit._torch.optimizers import call_first, has_step_hooks, mark_stepped, own_step
-from memkit._torch.tensors import set_gradient_dtype
+from memkit._torch.tensors import assign_gradient_dtype
 from memkit.train.gradients import as_list
 from memkit.train.parameterwise import (
     ELEMENTWISE,
@@ -39,7 +39,7 @@ from memkit.train.parameterwise import (
     writes_gradients,
 )
 from memkit.train.ranks import local_part
-from memkit.train.resume import Journal, Progress, go_on
+from memkit.train.resume import Progress, StepJournal, go_on
 
 # A chunk costs copies of all that it has, and up to four temporary results: less than a tenth of the whole.
 _NUM_CHUNKS = 32
@@ -120,7 +120,7 @@ class ChunkedStep:
     def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
         self._optimizer, self._only_once = optimizer, only_once
         self._work: list[_Work] | None = None
-        self._journal: Journal | None = None
+        self._journal: StepJournal | None = None
         self._num_before = 0  # parameters that were stepped in one piece
         self._chunk_bytes = 0
         self._is_open = self._is_short = self._hooks_have_begun = self._hooks_have_ended = False
@@ -222,13 +222,13 @@ class ChunkedStep:
         journal = self._journal
         if self._only_once and not self._is_short:
             if journal is None or not journal.describes(optimizer):
-                journal = self._journal = Journal.of(optimizer)
+                journal = self._journal = StepJournal.of(optimizer)
             if journal is not None and journal.begin():
                 self._step_whole(optimizer, journal)
                 return
         self._work = self._plan()
 
-    def _step_whole(self, optimizer: Optimizer, journal: Journal) -> None:
+    def _step_whole(self, optimizer: Optimizer, journal: StepJournal) -> None:
         try:
             outcome = attempt(_own_step, optimizer)
             if isinstance(outcome, Done):
@@ -240,7 +240,7 @@ class ChunkedStep:
             self._work = self._rest(journal)
             raise
 
-    def _rest(self, journal: Journal) -> list[_Work]:
+    def _rest(self, journal: StepJournal) -> list[_Work]:
         """What is left of a step that was cut off."""
         journal.cut_off(self._optimizer)
         self._num_before = max(0, journal.num_begun - 1)
@@ -385,7 +385,7 @@ class _Slice:
         gradient = parameter.grad
         assert gradient is not None  # noqa: S101 - only parameters with a gradient are stepped
         if gradient.dtype != parameter.dtype:
-            set_gradient_dtype(self._stand_in, gradient.dtype)
+            assign_gradient_dtype(self._stand_in, gradient.dtype)
         self._stand_in.grad = gradient.narrow(dim, start, length)
 
     def step(self, group: Group) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
-from memkit._gradients.loss import Loss, read_loss
+from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
 from memkit._recovery.sizes import SizeMemory
@@ -32,14 +32,14 @@ from memkit.train.checks import (
     read_count,
 )
 from memkit.train.divisors import divisors
-from memkit.train.drive import Computation, Driver, LossFn
+from memkit.train.drive import BatchDriver, Computation
 from memkit.train.evaluation import Evaluation
 from memkit.train.forecast import Foresight
 from memkit.train.gradient_sum import GradientSum
 from memkit.train.gradients import list_parameters
 from memkit.train.models import device_of, eval_mode, exchanges_statistics
 from memkit.train.offload import make_offload
-from memkit.train.precision import Name as PrecisionName, Precision
+from memkit.train.precision import Precision, PrecisionName
 from memkit.train.remedies import Remedies, make_remedies
 from memkit.train.settings import CALL, StepResult, check_settings
 from memkit.train.sharded import choose_peers
@@ -179,7 +179,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 is_tight=self._foresight.is_on,
                 unchecked="the parameters are sharded over ranks" if is_sharded else "",
             )
-            self._driver = Driver(
+            self._driver = BatchDriver(
                 model,
                 computation,
                 split_watch=self._split_watch,

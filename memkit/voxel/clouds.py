@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
-from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
+from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
 Cloud: TypeAlias = Tensor | Sequence[Tensor]
 ConventionName = Literal["pytorch3d", "kaolin", "open3d", "lidm", "occnet"]
@@ -55,7 +55,7 @@ def chamfer_distance(
     *,
     convention: ConventionName | ChamferConvention = "pytorch3d",
     empty_distance: float = math.inf,
-    backend: Backend = "auto",
+    backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The Chamfer distance, with gradients, in memory that grows with N + M and not with N times M.
@@ -107,7 +107,7 @@ def hausdorff_distance(
     *,
     quantile: float = 1.0,
     empty_distance: float = math.inf,
-    backend: Backend = "auto",
+    backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The larger of both directions' farthest nearest neighbour, or of a quantile of the nearest distances.
@@ -164,7 +164,7 @@ def density_aware_chamfer(
     b: Cloud | None = None,
     *,
     alpha: float = 1000.0,
-    backend: Backend = "auto",
+    backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
@@ -214,7 +214,7 @@ def density_aware_chamfer(
 
 
 def paired(
-    call: str, a: Cloud | NearestPoints, b: Cloud | None, backend: Backend, memory_budget: SupportsIndex | str
+    call: str, a: Cloud | NearestPoints, b: Cloud | None, backend: NearestBackend, memory_budget: SupportsIndex | str
 ) -> Iterator[NearestPoints]:
     """The nearest points of each pair of clouds; what is no such pair is refused in the name of the call."""
     if isinstance(a, NearestPoints) and b is None:

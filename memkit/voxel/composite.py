@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from memkit._core.errors import FileFormatError, InputTypeError, StateError
 from memkit._core.settings import Checker
 
-Loss: TypeAlias = Callable[..., Tensor]
-Weight: TypeAlias = float | Callable[[int], float]
+VoxelLoss: TypeAlias = Callable[..., Tensor]
+LossWeight: TypeAlias = float | Callable[[int], float]
 _VERSION = 1
 _TOTAL = "total"
 
@@ -55,14 +55,14 @@ class CompositeLoss3D(nn.Module):
         (['edges', 'total', 'voxels'], {'voxels': 1.0, 'edges': 0.01})
     """
 
-    def __init__(self, losses: Mapping[str, tuple[Loss, Weight]]) -> None:
+    def __init__(self, losses: Mapping[str, tuple[VoxelLoss, LossWeight]]) -> None:
         super().__init__()
         check = Checker("CompositeLoss3D({...})")
         given: Any = losses
         if not isinstance(given, Mapping) or not given:
             raise check.refuse("losses", losses, "{name: (loss, weight)}, with one loss at least")
-        self.losses: dict[str, Loss] = {}
-        self._weights: dict[str, Weight] = {}
+        self.losses: dict[str, VoxelLoss] = {}
+        self._weights: dict[str, LossWeight] = {}
         for name, pair in given.items():
             if not isinstance(name, str) or not name.isidentifier() or name == _TOTAL or hasattr(nn.ModuleDict, name):
                 raise check.refuse("losses", name, f"names like 'edges'; not {_TOTAL!r}, nor a method of nn.ModuleDict")

@@ -16,7 +16,7 @@ from memkit._core.settings import Checker
 from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.clouds import ChamferConvention, Cloud, ConventionName, chamfer_distance
 from memkit.voxel.layout import VoxelLayout
-from memkit.voxel.nearest import Backend
+from memkit.voxel.nearest import NearestBackend
 from memkit.voxel.pairs import VolumeLoss, mean_of_samples, work_dtype
 
 VoxelKind = Literal["l1", "mse", "bce"]
@@ -158,7 +158,7 @@ class ChamferLoss(nn.Module):
         *,
         empty_distance: float,
         convention: ConventionName | ChamferConvention = "pytorch3d",
-        backend: Backend = "auto",
+        backend: NearestBackend = "auto",
         memory_budget: SupportsIndex | str = "16MiB",
     ) -> None:
         super().__init__()

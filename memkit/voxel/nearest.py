@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError, InputError, InputTypeError
 from memkit._core.units import parse_bytes
 from memkit.voxel.pruned import nearest_pruned, squared_distances
 
-Backend = Literal["auto", "tiled", "pruned", "kdtree"]
+NearestBackend = Literal["auto", "tiled", "pruned", "kdtree"]
 
 _CALL = "nearest_points(a, b)"
 _TILE_ROWS = 256
@@ -62,7 +62,7 @@ class NearestPoints:
 
 
 def nearest_points(
-    a: Tensor, b: Tensor, *, backend: Backend = "auto", memory_budget: SupportsIndex | str = "16MiB"
+    a: Tensor, b: Tensor, *, backend: NearestBackend = "auto", memory_budget: SupportsIndex | str = "16MiB"
 ) -> NearestPoints:
     """Find for each point of two clouds the nearest point of the other.
 
@@ -148,9 +148,9 @@ def _kdtree(queries: Tensor, points: Tensor) -> Tensor:
     return torch.from_numpy(index).to(queries.device, torch.int64)
 
 
-def _resolved(backend: Backend, a: Tensor, b: Tensor) -> Backend:
-    if backend not in get_args(Backend):
-        _refuse(backend, "", ", ".join(map(repr, get_args(Backend))))
+def _resolved(backend: NearestBackend, a: Tensor, b: Tensor) -> NearestBackend:
+    if backend not in get_args(NearestBackend):
+        _refuse(backend, "", ", ".join(map(repr, get_args(NearestBackend))))
     has_scipy = importlib.util.find_spec("scipy") is not None
     if backend == "kdtree" and not has_scipy:
         _refuse(backend, ", and scipy is not installed", 'scipy: pip install "memkit[metrics]"')

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memkit._core.errors import ConfigError
 from memkit.voxel.clouds import Cloud, mean_of_clouds
-from memkit.voxel.nearest import Backend, NearestPoints
+from memkit.voxel.nearest import NearestBackend, NearestPoints
 
 
 class PrecisionRecall(NamedTuple):
@@ -40,7 +40,7 @@ def precision_recall(
     target: Cloud | None = None,
     *,
     threshold: float | Sequence[float],
-    backend: Backend = "auto",
+    backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> PrecisionRecall:
     """Shares of points closer than a threshold to the other cloud, as Tanks and Temples counts them.
@@ -80,7 +80,7 @@ def f_score(
     target: Cloud | None = None,
     *,
     threshold: float | Sequence[float],
-    backend: Backend = "auto",
+    backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
     """The F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.

@@ -13,7 +13,7 @@ from memkit._core.errors import ConfigError, FileFormatError, StateError
 from memkit._core.settings import Checker
 from memkit.voxel.clouds import Cloud, ConventionName, chamfer_distance, hausdorff_distance, paired
 from memkit.voxel.grids import Grid, count_voxels, scores_of_counts
-from memkit.voxel.nearest import Backend, NearestPoints, nearest_points
+from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 from memkit.voxel.recall import precision_recall
 
 _VERSION = 1
@@ -156,7 +156,7 @@ class PointCloudMetrics(_Sums):
         quantiles: Sequence[float] = (1.0, 0.95),
         conventions: Sequence[ConventionName] = ("pytorch3d",),
         empty_distance: float = math.inf,
-        backend: Backend = "auto",
+        backend: NearestBackend = "auto",
         memory_budget: SupportsIndex | str = "16MiB",
     ) -> None:
         check = Checker("PointCloudMetrics(...)")

@@ -10,11 +10,11 @@ import pytest
 import memkit
 from memkit.cli import main
 from memkit.cli.demo import _draw_progress, render
-from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, Run, run_worker
+from memkit.recipes.demo import LIMIT_BYTES, NUM_STEPS, DemoResult, DemoRun, run_worker
 
 VERSIONS = {"device": "cpu", "python": "3.11.7", "torch": "2.13.0"}
-DONE = Run((4.0, 2.0), ((4,), (4,)), 0, None, False, 300 * 2**20, 8.0, VERSIONS)
-DIED = Run((), (), 0, "RuntimeError: can't allocate memory", True, 90 * 2**20, 0.25, VERSIONS)
+DONE = DemoRun((4.0, 2.0), ((4,), (4,)), 0, None, False, 300 * 2**20, 8.0, VERSIONS)
+DIED = DemoRun((), (), 0, "RuntimeError: can't allocate memory", True, 90 * 2**20, 0.25, VERSIONS)
 GOOD = DemoResult(DIED, replace(DONE, sizes=((2, 2), (2, 2)), num_ooms=2, losses=(4.0, 2.000002)), DONE)
 
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_killed():
     seen = []
     run = run_worker(["-c", script], seen.append)
     assert seen == [0, 1]
-    assert run == Run((3.0,), ((2, 2),), 1, "killed by signal 9 (Killed)", False, None, None, {})
+    assert run == DemoRun((3.0,), ((2, 2),), 1, "killed by signal 9 (Killed)", False, None, None, {})
 
 
 def test_a_run_that_cannot_start():

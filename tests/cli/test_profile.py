@@ -56,7 +56,7 @@ def script(tmp_path, monkeypatch):
 
 def test_both_analyses_with_their_files(config, tmp_path, capsys):
     folder = tmp_path / "new"
-    assert main(["profile", "--config", config, "--output-dir", str(folder)]) == 0
+    assert main(["profile", "--config", config, "--output-dir", str(folder), "--all"]) == 0  # as without it
     out, err = capsys.readouterr()
     assert out.count("no step ran on any device") == 2
     assert err.splitlines()[:2] == ["encoder: predicted", "8, 2 coordinates, 8 features: predicted"]

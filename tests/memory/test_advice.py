@@ -7,7 +7,7 @@ import pytest
 import memkit as mk
 from memkit._core.records import DeviceMemory, HostMemory, MemorySnapshot
 from memkit._core.units import GIB, MIB, parse_budget
-from memkit.memory.advice import advise
+from memkit.memory.advice import find_tips
 from memkit.memory.phases import PhaseTotals
 from memkit.memory.summary import summarize
 
@@ -26,13 +26,13 @@ def card(allocated, reserved, *, split=0):
 
 
 def test_nothing_to_say_on_the_cpu_and_where_the_cache_is_used_again():
-    assert advise(DeviceMemory(), ROOMY, {}, ()) == []
-    assert advise(card(18 * GIB, 20 * GIB), ROOMY, {}, ()) == []  # 2 GiB now, but 18 in each step
-    assert advise(card(100 * MIB, 900 * MIB), ROOMY, {}, ()) == []  # not worth a change
+    assert find_tips(DeviceMemory(), ROOMY, {}, ()) == []
+    assert find_tips(card(18 * GIB, 20 * GIB), ROOMY, {}, ()) == []  # 2 GiB now, but 18 in each step
+    assert find_tips(card(100 * MIB, 900 * MIB), ROOMY, {}, ()) == []  # not worth a change
 
 
 def test_fragmentation_says_how_much_and_what_to_set():
-    (advice,) = advise(card(12 * GIB, 20 * GIB, split=3 * GIB), ROOMY, {}, ())
+    (advice,) = find_tips(card(12 * GIB, 20 * GIB, split=3 * GIB), ROOMY, {}, ())
     assert str(advice) == (
         "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB lie free now "
         "in blocks that are in use in part. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True in its "
@@ -43,7 +43,7 @@ def test_fragmentation_says_how_much_and_what_to_set():
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_expandable_segments_that_are_on_are_not_advised_again(name):
     settings = {name: "garbage_collection_threshold:0.8,expandable_segments:True"}
-    (advice,) = advise(card(12 * GIB, 20 * GIB), ROOMY, settings, ())
+    (advice,) = find_tips(card(12 * GIB, 20 * GIB), ROOMY, settings, ())
     assert "on already" in advice.action
 
 
@@ -52,21 +52,21 @@ def test_settings_that_contradict_each_other():
         "PYTORCH_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:128",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128",
     }
-    both, mixed = advise(DeviceMemory(), ROOMY, settings, ())
+    both, mixed = find_tips(DeviceMemory(), ROOMY, settings, ())
     assert both.action == "Keep PYTORCH_ALLOC_CONF and remove PYTORCH_CUDA_ALLOC_CONF."
     assert mixed.action == "Remove max_split_size_mb."
-    assert advise(DeviceMemory(), ROOMY, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ()) == []
+    assert find_tips(DeviceMemory(), ROOMY, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, ()) == []
 
 
 def test_a_host_that_is_nearly_full_is_named_by_its_limit():
     host = HostMemory(rss_bytes=14 * GIB, available_bytes=GIB, total_bytes=16 * GIB, limited_by="cgroup")
-    (advice,) = advise(DeviceMemory(), host, {}, ())
+    (advice,) = find_tips(DeviceMemory(), host, {}, ())
     assert advice.evidence == "1.00 GiB of 16.00 GiB are left, limited by the cgroup"
 
 
 def test_others_on_the_card():
-    assert "process 17 computes on it too" in str(advise(DeviceMemory(), ROOMY, {}, (17,))[0])
-    assert "processes 17, 18 compute on it too" in str(advise(DeviceMemory(), ROOMY, {}, (17, 18))[0])
+    assert "process 17 computes on it too" in str(find_tips(DeviceMemory(), ROOMY, {}, (17,))[0])
+    assert "processes 17, 18 compute on it too" in str(find_tips(DeviceMemory(), ROOMY, {}, (17, 18))[0])
 
 
 # ---- budget

@@ -2,7 +2,7 @@
 
 import pytest
 
-from memkit.memory.sources import Growth, Place, find_call, find_growth
+from memkit.memory.sources import Growth, NamePlace, find_call, find_growth
 
 LOOP = "for batch in loader:\n    "
 
@@ -30,7 +30,7 @@ LOOP = "for batch in loader:\n    "
 def test_growth(source, name, line, emptied, restarted, tmp_path):
     file = str(tmp_path / "train.py")
     (tmp_path / "train.py").write_text(source)
-    assert find_growth(Place(name, file), []) == Growth(f"{file}:{line}", True, emptied, restarted)
+    assert find_growth(NamePlace(name, file), []) == Growth(f"{file}:{line}", True, emptied, restarted)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_growth(source, name, line, emptied, restarted, tmp_path):
 def test_no_growth(source, tmp_path):
     (tmp_path / "train.py").write_text(source)
     for name in ("kept", "cache"):
-        found = find_growth(Place(name, str(tmp_path / "train.py")), [])
+        found = find_growth(NamePlace(name, str(tmp_path / "train.py")), [])
         assert found == Growth(None, False, False, False)
 
 
@@ -59,12 +59,12 @@ def test_own_function_or_class_comes_first_then_the_file_then_others(tmp_path):
     )
     other.write_text("c.kept.append(3)\nc.more.append(4)\n")
     own, other = str(own), str(other)
-    assert find_growth(Place("kept", own, 4, is_local=True), [other]).line == f"{own}:6"
-    assert find_growth(Place("kept", own, "C"), [other]).line == f"{own}:2"
-    assert find_growth(Place("more", own, "C"), [other]).line == f"{other}:2"
-    assert find_growth(Place("less", own, "C"), [other]) == Growth(f"{own}:8", False, False, False)
-    assert find_growth(Place("more", own, 4, is_local=True), [other]).line == f"{own}:4"
-    assert find_growth(Place("more", None), [own]) == Growth(None, False, False, False)
+    assert find_growth(NamePlace("kept", own, 4, is_local=True), [other]).line == f"{own}:6"
+    assert find_growth(NamePlace("kept", own, "C"), [other]).line == f"{own}:2"
+    assert find_growth(NamePlace("more", own, "C"), [other]).line == f"{other}:2"
+    assert find_growth(NamePlace("less", own, "C"), [other]) == Growth(f"{own}:8", False, False, False)
+    assert find_growth(NamePlace("more", own, 4, is_local=True), [other]).line == f"{own}:4"
+    assert find_growth(NamePlace("more", None), [own]) == Growth(None, False, False, False)
 
 
 def test_call_is_found_by_its_method(tmp_path):

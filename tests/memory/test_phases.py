@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit._machine import devices
-from memkit.memory.phases import Peak, PhaseTotals, RestartedPeaks, peak_by_record
+from memkit.memory.phases import IntervalPeak, PhaseTotals, RestartedPeaks, peak_by_record
 
 
 class Counter:
@@ -79,12 +79,12 @@ def test_a_counter_that_somebody_restarted_says_nothing_about_the_block():
 
 def test_totals_keep_the_largest_known_and_a_bound_that_holds_for_all():
     totals = PhaseTotals()
-    totals.add(5, Peak(70, 70), Peak(None, 9))
-    totals.add(3, Peak(None, 90), Peak(None, 8))
+    totals.add(5, IntervalPeak(70, 70), IntervalPeak(None, 9))
+    totals.add(3, IntervalPeak(None, 90), IntervalPeak(None, 8))
     assert (totals.num_calls, totals.duration_ns, totals.longest_ns) == (2, 8, 5)
     assert (totals.peak_bytes, totals.peak_at_most_bytes) == (70, 90)
     assert (totals.host_peak_bytes, totals.host_peak_at_most_bytes) == (None, 9)
-    totals.add(1, Peak(None, None), Peak(None, 1))
+    totals.add(1, IntervalPeak(None, None), IntervalPeak(None, 1))
     assert (totals.peak_bytes, totals.peak_at_most_bytes) == (70, None)  # the last one may have been larger
 
 

@@ -40,6 +40,7 @@ def test_each_cell_keeps_its_share_and_at_least_one(ratio, rounding):
     bounds = (np.rint if rounding == "nearest" else np.floor)(np.array([[low], [high]]) * sizes).clip(1)
     assert (bounds[0] <= counts).all()
     assert (counts <= bounds[1]).all()
+    assert (sample.cell_sizes == sizes).all()
     assert (sample.ratios.numpy() == counts / sizes).all()
     assert sample.ratio == len(rows) / index.num_points
     assert sample.offsets.tolist() == [len(rows)]

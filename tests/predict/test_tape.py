@@ -7,12 +7,12 @@ from hypothesis import given, strategies as st
 
 from memkit._core.units import KIB, MIB
 from memkit._simulation.cuda.allocator import CachingAllocator
-from memkit.predict.tape import Block, Tape, allocated_bytes
+from memkit.predict.tape import Tape, TapeStorage, allocated_bytes
 
 
 def chain(tape, *, checkpointing=False, inside_bytes=0, workspace_bytes=0):
     """batch -> wide (100 KiB) -> wide (100 KiB) -> narrow (10 KiB) -> loss (4 KiB); each keeps its input."""
-    x = tape.apply("enter", [Block(0, wants_grad=False)], 100 * KIB, weights=[5 * KIB])
+    x = tape.apply("enter", [TapeStorage(0, wants_grad=False)], 100 * KIB, weights=[5 * KIB])
     with tape.checkpoint(x) if checkpointing else contextlib.nullcontext():
         h = tape.apply("middle", [x], 100 * KIB, saves=[x], inside_bytes=inside_bytes)
         y = tape.apply("leave", [h], 10 * KIB, saves=[h], workspace_bytes=workspace_bytes)
@@ -57,7 +57,7 @@ def test_a_checkpoint_keeps_its_inputs_and_computes_the_rest_again():
 
     def two_chains(*, checkpointing):
         tape = Tape(cast_itemsize=None)
-        x = tape.apply("enter", [Block(0, wants_grad=False)], 100 * KIB, weights=[5])
+        x = tape.apply("enter", [TapeStorage(0, wants_grad=False)], 100 * KIB, weights=[5])
         for number in range(2):
             with tape.checkpoint(x) if checkpointing else contextlib.nullcontext():
                 h = tape.apply(f"{number}.0", [x], 100 * KIB, saves=[x])
@@ -73,7 +73,7 @@ def test_a_checkpoint_keeps_its_inputs_and_computes_the_rest_again():
 
 def test_autocast_keeps_copies_of_the_weights():
     tape = Tape(cast_itemsize=2)
-    x = tape.apply("a", [Block(0, wants_grad=False)], 512, weights=[300 * KIB, 200 * KIB])
+    x = tape.apply("a", [TapeStorage(0, wants_grad=False)], 512, weights=[300 * KIB, 200 * KIB])
     tape.apply("loss", [x], 512)
     peak = tape.peak(gradients_exist=False)
     # End of the backward of "a": the kept copies are gone, the gradient in low precision (2 B) becomes float32 (4 B).
@@ -84,7 +84,7 @@ def test_autocast_keeps_copies_of_the_weights():
 def test_an_addition_shares_its_gradient():
     def peak(*, shares_grad):
         tape = Tape(cast_itemsize=None)
-        x = tape.apply("enter", [Block(0, wants_grad=False)], 100 * KIB, weights=[128])
+        x = tape.apply("enter", [TapeStorage(0, wants_grad=False)], 100 * KIB, weights=[128])
         y = tape.apply("sum", [x, x], 100 * KIB, shares_grad=shares_grad)
         tape.apply("loss", [y], 4 * KIB)
         return tape.peak(gradients_exist=False)
@@ -94,7 +94,7 @@ def test_an_addition_shares_its_gradient():
 
 def test_blocks_are_rounded_and_gradients_stay_so():
     tape = Tape(cast_itemsize=None)
-    x = tape.apply("enter", [Block(0, wants_grad=False)], 11 * MIB, weights=[129])
+    x = tape.apply("enter", [TapeStorage(0, wants_grad=False)], 11 * MIB, weights=[129])
     tape.apply("loss", [x], 512)
     peak = tape.peak(gradients_exist=False)
     # In the backward of "enter": the gradient of x in a segment of 12 MiB, and 129 numbers in a block of 1 KiB.

@@ -18,7 +18,7 @@ from memkit._simulation.simulation import Host
 from memkit.points.edges import sample_edges
 from memkit.recipes.advice.advise import _difference, advise
 from memkit.recipes.advice.remedies import nothing
-from memkit.recipes.advice.step import Training, observe
+from memkit.recipes.advice.step import Training, observe_step
 from memkit.recipes.advice.submodules import held_by_modules
 
 
@@ -60,6 +60,14 @@ def table(model, batch):
     return advise(model, batch, classify, changes_model=True, budget="1200KiB")
 
 
+@pytest.mark.parametrize(("expected", "measured", "meets"), [(102, 100, True), (103, 100, False), (None, 100, True)])
+def test_two_percent_are_what_was_expected(expected, measured, meets):
+    values = {"name": "x", "change": "y", "effect": "z", "exact": True, "status": "verified"}
+    for what in ("peak_bytes", "saved_bytes", "flops_ratio"):
+        figures = {f"expected_{what}": expected, f"measured_{what}": measured}
+        assert mk.recipes.Advice(**values, **figures).meets_expectations is meets
+
+
 class TestOneTable:
     def test_measured_is_what_was_predicted(self, table):
         assert table.measured_peak_bytes == table.peak_bytes
@@ -70,11 +78,15 @@ class TestOneTable:
             assert (
                 each.measured_saved_bytes == each.predicted_saved_bytes == table.peak_bytes - each.measured_peak_bytes
             )
+            assert each.expected_peak_bytes == each.predicted_peak_bytes  # it is measured where it was predicted
+            assert each.expected_flops_ratio == each.predicted_flops_ratio
+            assert each.allocator_saved_bytes > 0
+            assert each.meets_expectations
             # A module's first call in chunks tries a few rows more, for independence.
             assert each.measured_flops_ratio == pytest.approx(each.predicted_flops_ratio, rel=0.01)
 
     def test_reckoning_by_what_blocks_hold_would_be_wrong(self, model, batch, table):
-        plain = observe(Training(model, batch, classify, "adamw", None, None), nothing, Host)
+        plain = observe_step(Training(model, batch, classify, "adamw", None, None), nothing, Host)
         held = held_by_modules(plain)
         advice = by_name(table)["checkpoint 2 of 2 blocks"]
         reckoned = held["1"] + held["2"]

@@ -111,6 +111,9 @@ def test_planning_leaves_no_trace_and_takes_what_was_fastest():
     assert any(each.measured_seconds is not None for each in plan.candidates)
     chosen = min((each.measured_seconds, each.accumulation_steps) for each in plan.candidates if each.measured_seconds)
     assert chosen[1] == plan.accumulation_steps
+    assert plan.predicted_seconds == next(
+        each.seconds for each in plan.candidates if each.accumulation_steps == plan.accumulation_steps
+    )
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state

@@ -17,10 +17,10 @@ from memkit._events.log import Event
 from memkit._events.reader import EventLog
 from memkit.recipes.report import make_report, write_report
 from memkit.report import words as words_module
-from memkit.report.nodes import Bars, Bullets, Line, Lines, Paragraph, Section, Share, Size, Table
+from memkit.report.nodes import Bars, Bullets, Curve, Lines, Paragraph, Section, Share, Size, Table
 from memkit.report.thin import thin
 from memkit.report.words import Words, texts
-from memkit.report.write import MARK, render
+from memkit.report.write import MARK, render_report
 from tests.report.pages import S1, Page, first_log, log_of
 
 ROOM = Path(words_module.__file__).parent
@@ -52,7 +52,7 @@ def test_every_text_that_is_asked_for_is_there_and_every_one_is_used():
 
 
 def test_chinese_has_the_same_figures(tmp_path):
-    english, chinese = (render(make_report(first_log(), language=each), ".txt") for each in ("en", "zh"))
+    english, chinese = (render_report(make_report(first_log(), language=each), ".txt") for each in ("en", "zh"))
     numbers = re.compile(r"[\d,.]+ (?:B|GiB)\b|\d+\.\d%")
     assert sorted(numbers.findall(english)) == sorted(numbers.findall(chinese))
     assert "显存报告" in chinese
@@ -80,9 +80,9 @@ def test_sizes(size, text):
 
 def test_a_curve_below_zero_stays_in_its_chart():
     sizes = (-3, 5, 1, -1)
-    curve = Line("a", (1.0, 2.0, 3.0, 4.0), tuple(size * 2**29 for size in sizes), ("",) * 4)
+    curve = Curve("a", (1.0, 2.0, 3.0, 4.0), tuple(size * 2**29 for size in sizes), ("",) * 4)
     own = Section("Own", (Lines((curve,), "step", "changes"),))
-    page = render(make_report(log_of(Event("a")), sections=[lambda log, language: own]), ".html")
+    page = render_report(make_report(log_of(Event("a")), sections=[lambda log, language: own]), ".html")
     points, _ = re.findall(r'<polyline class="l0" points="([^"]*)"', page)
     assert [float(point.split(",")[1]) for point in points.split()] == [300 * (3 - size / 2) / 5 for size in sizes]
     assert re.findall(r"<span>([-\d.]+) GiB</span>", page) == ["3", "2", "1", "0", "-1", "-2"]
@@ -91,7 +91,7 @@ def test_a_curve_below_zero_stays_in_its_chart():
 def test_survived_errors_are_counted():
     marks = [Event("oom", note={"num_ooms": number, "sizes": [2, 2]}) for number in (2, 1)]
     log = log_of(*marks, Event("oom", note={"num_ooms": "many"}), Event("mark", note={"num_ooms": 5}))
-    assert "Out-of-memory errors survived: 3;" in render(make_report(log), ".txt")
+    assert "Out-of-memory errors survived: 3;" in render_report(make_report(log), ".txt")
 
 
 # ---- names that come from a file
@@ -107,7 +107,7 @@ def evil_log():
 
 
 def test_names_stay_text_in_html():
-    page = Page(render(make_report(evil_log(), baseline=first_log()), ".html"))
+    page = Page(render_report(make_report(evil_log(), baseline=first_log()), ".html"))
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     assert scripts == [*[{"type": "application/json"}] * (len(scripts) - 1), {}]
     assert not {tag for tag, _ in page.tags} & {"img", "iframe", "object", "form", "base"}
@@ -117,12 +117,12 @@ def test_names_stay_text_in_html():
 
 def test_names_stay_text_in_markdown_and_on_a_terminal():
     report = make_report(evil_log(), baseline=first_log())
-    text = render(report, ".md")
+    text = render_report(report, ".md")
     bare = re.sub(r"\\.", "", "\n".join(line for line in text.splitlines() if not line.startswith("    ")))
     assert not re.search(r"<(?!!-- memkit|/?details|/?summary)", bare)
     assert "](" not in bare
     assert "https://" not in bare
-    for plain in (text, render(report, ".txt")):
+    for plain in (text, render_report(report, ".txt")):
         assert all(line.isprintable() for line in plain.splitlines())
     tables = [line for line in text.splitlines() if line.startswith("|")]
     for rule in (index for index, line in enumerate(tables) if line.startswith("|---")):
@@ -132,7 +132,7 @@ def test_names_stay_text_in_markdown_and_on_a_terminal():
 
 
 def test_a_page_loads_nothing_and_every_link_leads_somewhere():
-    page = Page(render(make_report(first_log()), ".html"))
+    page = Page(render_report(make_report(first_log()), ".html"))
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     for tag, attributes in page.tags:
         assert "src" not in attributes
@@ -150,7 +150,7 @@ def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
     spike = 24_824_987_648 + 12_345
     events[17_321] = replace(events[17_321], allocated_bytes=spike)
     events += [Event(f"name {n} {'x' * 200}", peak_bytes=n, wall_s=1.75e9 + 100) for n in range(3_000)]
-    text = render(make_report(EventLog((header(),), tuple(replace(each, run=0) for each in events))), ".html")
+    text = render_report(make_report(EventLog((header(),), tuple(replace(each, run=0) for each in events))), ".html")
     assert len(text.encode()) < 300_000
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', text)
     held = next(line for line in json.loads(data)["lines"] if line["n"] == "in tensors")
@@ -161,8 +161,8 @@ def test_a_long_log_makes_a_small_page_that_keeps_the_peak():
 def test_a_clock_that_is_set_back_breaks_no_chart():
     events = [Event(f"e{n}", wall_s=1.75e9 - 1000 * n, allocated_bytes=n + 1) for n in range(3)]
     report = make_report(log_of(*events))
-    assert "0 .. 2000: seconds since the first event" in render(report, ".txt")
-    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', render(report, ".html"))
+    assert "0 .. 2000: seconds since the first event" in render_report(report, ".txt")
+    (data,) = re.findall(r'<script type="application/json">(.*?)</script>', render_report(report, ".html"))
     assert json.loads(data)["lines"][0]["x"] == [0.0, 1000.0, 2000.0]
 
 
@@ -187,19 +187,19 @@ def own_section(log, language):
             Bullets(("- no list",), is_numbered=True),
             Table(("name", "count", "size", "share", "none"), rows, "A table"),
             Bars((("a", 3), ("b", 0)), "Bars"),
-            Lines((Line("c", (0.0, 1.0), (1, 2), ("x", "y")),), "step", "A curve"),
+            Lines((Curve("c", (0.0, 1.0), (1, 2), ("x", "y")),), "step", "A curve"),
         ),
     )
 
 
 def test_sections_of_ones_own():
     report = make_report(first_log(), sections=[own_section, lambda log, language: None])
-    text = render(report, ".md")
+    text = render_report(report, ".md")
     assert "## Batch &lt;en&gt;" in text
     assert "| a\\|b | 3 | 1.00 GiB (1,073,741,824 B) | 50.0% | not recorded |" in text
     assert "\n\\# 1. no heading" in text
     assert "\n1. \\- no list" in text
-    assert "Batch <en>" in Page(render(report, ".html")).texts
+    assert "Batch <en>" in Page(render_report(report, ".html")).texts
     with pytest.raises(InputTypeError, match=r"got a str; expected a memkit\.report\.nodes\.Section"):
         make_report(first_log(), sections=[lambda log, language: "text"])
 

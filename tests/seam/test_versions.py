@@ -85,7 +85,7 @@ def test_a_sum_in_float32_of_half_gradients_needs_what_keeps_it():
     optimizer = torch.optim.SGD(half.parameters(), lr=0.1)
     if has("torch.Tensor.grad_dtype"):
         mk.GradientAccumulator(optimizer, 2, accumulate_dtype=torch.float32).close()
-        tensors.set_gradient_dtype(half.weight, torch.float32)
+        tensors.assign_gradient_dtype(half.weight, torch.float32)
         assert tensors.gradient_dtype(half.weight) == torch.float32
     else:
         with pytest.raises(mk.errors.TorchVersionError, match=r"accumulate_dtype=torch\.float32.*Tensor\.grad_dtype"):

@@ -20,7 +20,15 @@ import numpy as np
 import torch
 
 from memkit._core.units import MIB
-from memkit._simulation.cuda.allocator import ACTIVE, CACHED, AllocatorSettings, Block, CachingAllocator, Driver, Pool
+from memkit._simulation.cuda.allocator import (
+    ACTIVE,
+    CACHED,
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    CudaDriver,
+    Pool,
+)
 
 FOLDER = Path(__file__).parents[1] / "data" / "allocator_traces"
 TRACES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in json.loads((FOLDER / "index.json").read_text())}
@@ -62,7 +70,7 @@ class Replay:
         )
 
 
-class RecordedDriver(Driver):
+class RecordedDriver(CudaDriver):
     """Gives the addresses that the recorded driver gave, and compares each call with the recorded one."""
 
     def __init__(self, capacity_bytes: int, replay: Replay) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 
 from memkit._simulation.cuda.attention import Attention, attention_backend
 from memkit._simulation.cuda.autocast import operators_by_policy
-from memkit._simulation.cuda.memory import Processors, inside, reduction
+from memkit._simulation.cuda.memory import Processors, inside, reduction_workspace
 from memkit._torch.cuda import rules_of
 from memkit.predict.virtual_gpu import VirtualGPU
 from tests.rules import VERSION
@@ -202,19 +202,19 @@ def test_operators_with_a_kernel_of_cudas_own_stay_whole(card):
 def test_a_sum_over_rows_takes_what_recorded_gpus_took(rows):
     x = torch.empty(rows, 1024, device="meta")
     partial = rows // 64 * 1024 * 32 * 4 * 4
-    assert reduction(_aten.sum.dim_IntList, (x, [0]), ADA_CARD) == ((partial, 32) if rows >= 1024 else ())
+    assert reduction_workspace(_aten.sum.dim_IntList, (x, [0]), ADA_CARD) == ((partial, 32) if rows >= 1024 else ())
 
 
 @pytest.mark.parametrize(
     ("shape", "dims"), [((4096, 1024), [1]), ((8, 8), [0, 1]), ((0, 4), [0]), ((), []), ((100_000, 64), [1])]
 )
 def test_sums_within_one_block_take_nothing(shape, dims):
-    assert reduction(_aten.sum.dim_IntList, (torch.empty(shape, device="meta"), dims), ADA_CARD) == ()
+    assert reduction_workspace(_aten.sum.dim_IntList, (torch.empty(shape, device="meta"), dims), ADA_CARD) == ()
 
 
 def test_the_sum_of_all_numbers_is_split_over_the_whole_card():
     x = torch.empty(2**24, device="meta")
-    small, large = (reduction(_aten.sum.default, (x,), Processors.of(ADA, count)) for count in (16, 128))
+    small, large = (reduction_workspace(_aten.sum.default, (x,), Processors.of(ADA, count)) for count in (16, 128))
     assert small == (2**24 // 512 // 256 * 4, 4)  # no thread adds up more than 256 numbers
     assert large == (128 * 3 * 4, 4)
 

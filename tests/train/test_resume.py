@@ -9,7 +9,7 @@ from torch import nn, optim
 from memkit._core.errors import StateError
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
-from memkit.train.resume import Journal
+from memkit.train.resume import StepJournal
 from tests.train.faults import FailingOperator, Short
 
 SHAPES = [(30, 20), (7,), (), (3, 4, 5)]
@@ -250,4 +250,4 @@ def test_what_cannot_be_gone_on_with_is_copied(kind):
     optimizer = kind([parameter])
     parameter.grad = torch.ones(4, 4).to_sparse(1) if kind is optim.SparseAdam else torch.ones(4, 4)
     optimizer.step()
-    assert Journal.of(optimizer) is None
+    assert StepJournal.of(optimizer) is None

@@ -94,7 +94,9 @@ class CachingAllocator:
         device_index: int = 0,
     ) -> None:
         sizes = {"capacity_bytes": capacity_bytes, "other_bytes": other_bytes}
-        self.driver = Driver(*(n if type(n) is int and n >= 0 else parse_bytes(n, name=k) for k, n in sizes.items()))
+        self.driver = CudaDriver(
+            *(n if type(n) is int and n >= 0 else parse_bytes(n, name=k) for k, n in sizes.items())
+        )
         self.settings = AllocatorSettings.of(settings)
         self.device_index = device_index
         self.allocated_bytes = self.requested_bytes = 0
@@ -576,7 +578,7 @@ def _room(block: Block) -> int:
     return block.num_bytes + (after.num_bytes if after is not None and after.state == UNMAPPED else 0)
 
 
-class Driver:
+class CudaDriver:
     """The card: says whether there is memory, and where. What it says is all that the allocator knows of it.
 
     Args:
@@ -952,7 +954,9 @@ def _record(blocks: list[Block], *, is_expandable: bool) -> SegmentRecord:
     )
 
 
-def no_room(num_bytes: int, driver: Driver, device_index: int, allocated_bytes: int, limit_bytes: int | None) -> str:
+def no_room(
+    num_bytes: int, driver: CudaDriver, device_index: int, allocated_bytes: int, limit_bytes: int | None
+) -> str:
     """Torch's own words when no segment of ``num_bytes`` can be had."""
     reserved_bytes = driver.given_bytes
     allowed = "" if limit_bytes is None else f"{_format_size(limit_bytes)} allowed; "

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, cuda, nn
 
-from memkit._core.protocols import Card
+from memkit._core.protocols import SimulatedGpu
 from memkit._simulation.cuda.memory import CudaMemory
 from memkit._simulation.cuda.tensors import CARD, CudaTensors
 from memkit._simulation.guesses import GuessedFloat, GuessedInt
@@ -51,7 +51,7 @@ _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
-def answer_patches(card: Card, memory: CudaMemory, tensors: CudaTensors) -> list[Patches]:
+def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors) -> list[Patches]:
     """What is changed of torch so that it speaks of this card and its memory."""
     old_types = {name: _old_type(name, dtype) for name, dtype in _OLD_TYPES.items()}
     answers = _answers(card, memory) | _streams(memory) | old_types
@@ -110,7 +110,7 @@ def _compile(model: Any = None, **_: Any) -> Any:
     return (lambda model: model) if model is None else model
 
 
-def _answers(card: Card, memory: CudaMemory) -> dict[str, Any]:
+def _answers(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
     capability = card.compute_capability or (0, 0)
     properties = SimpleNamespace(
         name=_driver_name(card),
@@ -164,7 +164,7 @@ def _answers(card: Card, memory: CudaMemory) -> dict[str, Any]:
     }
 
 
-def _memory(card: Card, memory: CudaMemory) -> dict[str, Any]:
+def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
     allocator = memory.allocator
 
     def statistics(device: Any = None) -> dict[str, int]:  # noqa: ARG001 - there is one card
@@ -245,7 +245,7 @@ def _streams(memory: CudaMemory) -> dict[str, Any]:
     }
 
 
-def _accelerator(card: Card, memory: CudaMemory) -> dict[str, Any]:
+def _accelerator(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
     of_cuda = _memory(card, memory)
     shared = ("empty_cache", "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
     return {
@@ -262,7 +262,7 @@ def _accelerator(card: Card, memory: CudaMemory) -> dict[str, Any]:
     }
 
 
-def _driver_name(card: Card) -> str:
+def _driver_name(card: SimulatedGpu) -> str:
     return f"{card.vendor} {card.name}"
 
 

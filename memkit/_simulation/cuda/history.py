@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from memkit._recorder.recorder import Place
-from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, Driver, SegmentRecord
+from memkit._recorder.recorder import OperatorPlace
+from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, CudaDriver, SegmentRecord
 
 _WAITING = "active_awaiting_free"  # PyTorch's name in snapshots
 _POOL = (0, 0)  # the one that all allocations come from outside of CUDA graphs
@@ -15,7 +15,7 @@ class Asker(NamedTuple):
     """Who asked for a block: the operator, and where in the code it ran; None where there is none."""
 
     operator: str
-    place: Place | None
+    place: OperatorPlace | None
 
 
 class _Action(NamedTuple):
@@ -127,10 +127,10 @@ class History:
         }
 
 
-class _WatchedDriver(Driver):
+class _WatchedDriver(CudaDriver):
     """A driver that tells what it does."""
 
-    def __init__(self, driver: Driver, history: History) -> None:
+    def __init__(self, driver: CudaDriver, history: History) -> None:
         super().__init__(driver.capacity_bytes, driver.other_bytes)
         self._history = history
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from memkit._core.protocols import Card
+from memkit._core.protocols import SimulatedGpu
 from memkit._core.units import MIB
 from memkit._recorder.recorder import Recorder
 from memkit._simulation.cuda.allocator import Block, CachingAllocator
@@ -70,7 +70,9 @@ class CudaMemory:
         on_request: Called with the bytes of each request.
     """
 
-    def __init__(self, card: Card, allocator: CachingAllocator, rules: Rules, history: History | None = None) -> None:
+    def __init__(
+        self, card: SimulatedGpu, allocator: CachingAllocator, rules: Rules, history: History | None = None
+    ) -> None:
         self.allocator = allocator
         self.history = history
         self.asker: Callable[[], Asker] = lambda: Asker("", None)
@@ -215,7 +217,7 @@ def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
     kernel = _KERNELS.get(func)
     if kernel is not None:
         return kernel(args, processors)
-    return (reduction(func, args, processors),)
+    return (reduction_workspace(func, args, processors),)
 
 
 def _product(args: Sequence[Any], _: Processors) -> Phases:
@@ -349,7 +351,7 @@ class Processors(NamedTuple):
         return cls(count or 108, 1536 if capability[0] == 12 else threads)
 
 
-def reduction(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
+def reduction_workspace(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
     """Bytes of the partial results and of the counters that a reducing operator takes; nothing where it needs none."""
     rule = _RULES.get(func)
     if rule is None or args[0].layout is not torch.strided or not args[0].numel():

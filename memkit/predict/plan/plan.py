@@ -9,7 +9,7 @@ from typing import Any
 
 from memkit._core.units import format_bytes
 from memkit.predict.estimate import MemoryEstimate
-from memkit.predict.plan.trial import Arrangement, Treatment, Trial
+from memkit.predict.plan.trial import Arrangement, PlannedTreatment, Trial
 
 _WIDTH, _HEIGHT = 60, 12
 _CHOSEN, _FITS, _TOO_LARGE = "*", "o", "x"
@@ -41,7 +41,7 @@ class PlanCandidate:
     micro_batch_size: int
     accumulation_steps: int
     precision: str | None
-    checkpoint: Mapping[str, Treatment]
+    checkpoint: Mapping[str, PlannedTreatment]
     required_bytes: int
     seconds: float
     measured_seconds: float | None
@@ -106,7 +106,7 @@ class TrainingPlan:
     micro_batch_size: int
     accumulation_steps: int
     precision: str | None
-    checkpoint: Mapping[str, Treatment] | None
+    checkpoint: Mapping[str, PlannedTreatment] | None
     predicted_peak_bytes: int
     required_bytes: int
     budget_bytes: int

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from memkit.predict.plan.trial import Arrangement, BlockCost, Treatment, Trial
+from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
 
 _MOST_TRIALS = 5  # of treatments for one size of micro-batches
 _PATIENCE = 2  # sizes in a row that are slower than the best, after which smaller ones are not looked at
-Run = Callable[[Arrangement, Trial | None], Trial]
+RunArrangement = Callable[[Arrangement, Trial | None], Trial]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Upgrade:
     """One block's next treatment: what it saves and costs more than the treatment before."""
 
     block: str
-    treatment: Treatment
+    treatment: PlannedTreatment
     saved_bytes: int
     seconds: float
 
@@ -33,7 +33,7 @@ def micro_batch_counts(num_rows: int) -> list[int]:
     return list(sizes.values())
 
 
-def order_upgrades(costs: Mapping[str, Mapping[Treatment, BlockCost]]) -> list[Upgrade]:
+def order_upgrades(costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]) -> list[Upgrade]:
     """Order what can be done to blocks by bytes saved per second, the best first; earlier blocks before equal ones.
 
     Within a block each upgrade saves more than the one before, at a worse rate.
@@ -42,7 +42,7 @@ def order_upgrades(costs: Mapping[str, Mapping[Treatment, BlockCost]]) -> list[U
     return sorted(upgrades, key=lambda each: -each.saved_bytes / max(each.seconds, 1e-12))
 
 
-def _upgrades(block: str, options: Mapping[Treatment, BlockCost]) -> Iterator[Upgrade]:
+def _upgrades(block: str, options: Mapping[PlannedTreatment, BlockCost]) -> Iterator[Upgrade]:
     now = BlockCost(0, 0.0, 0.0)
     while True:
         better = {
@@ -58,7 +58,7 @@ def _upgrades(block: str, options: Mapping[Treatment, BlockCost]) -> Iterator[Up
 
 
 def search(
-    run: Run,
+    run: RunArrangement,
     num_rows: int,
     counts: Sequence[int],
     precisions: Sequence[str | None],
@@ -138,5 +138,5 @@ def _treat(
             low, low_bytes = number, trial.required_bytes
 
 
-def _treatments(upgrades: Sequence[Upgrade]) -> tuple[tuple[str, Treatment], ...]:
+def _treatments(upgrades: Sequence[Upgrade]) -> tuple[tuple[str, PlannedTreatment], ...]:
     return tuple({each.block: each.treatment for each in upgrades}.items())

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memkit._gradients.loss import LossFn
 from memkit._recorder.recording import Recording
-from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
+from memkit._simulation.simulation import MakeOptimizer, Place, Record, Simulation, optimizer_maker, simulate
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.plan.operations import StepTimes
 from memkit.predict.plan.speeds import Speeds
 
-Treatment = Literal["selective", "full", "offload"]
+PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
 # What treating a block takes in Python for each of its operators, in launches: as measured on tiny blocks on a CPU.
-_PYTHON_LAUNCHES: dict[Treatment, int] = {"selective": 35, "full": 20, "offload": 5}
+_PYTHON_LAUNCHES: dict[PlannedTreatment, int] = {"selective": 35, "full": 20, "offload": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Arrangement:
     micro_batch_size: int
     accumulation_steps: int
     precision: str | None
-    treatments: tuple[tuple[str, Treatment], ...] = ()
+    treatments: tuple[tuple[str, PlannedTreatment], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Trial:
     estimate: MemoryEstimate
     required_bytes: int
     seconds: float
-    block_costs: Mapping[str, Mapping[Treatment, BlockCost]]
+    block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
 
 
 # Takes the whole batch, and runs the first two micro-batches of it at most: a third finds what the second finds, but
@@ -97,7 +98,7 @@ class _Recorded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class StepTrials:
     """The user's step, and where it is rehearsed.
 
     Attributes:
@@ -163,8 +164,8 @@ class Rehearsal:
 
     def _block_costs(
         self, trace: StepTimes, recording: Recording, arrangement: Arrangement
-    ) -> dict[str, dict[Treatment, BlockCost]]:
-        costs: dict[str, dict[Treatment, BlockCost]] = {}
+    ) -> dict[str, dict[PlannedTreatment, BlockCost]]:
+        costs: dict[str, dict[PlannedTreatment, BlockCost]] = {}
         num_run = min(2, arrangement.accumulation_steps)
         scale = arrangement.accumulation_steps / num_run
         for name, (saved_bytes, kept_bytes) in self._saved_bytes(recording).items():

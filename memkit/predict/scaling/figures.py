@@ -105,7 +105,7 @@ def ticks(low: float, high: float, *, is_log: bool) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def short(value: float) -> str:
+def short_number(value: float) -> str:
     """Write a tick: ``0.05``, ``20k``, ``1M``."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
@@ -151,10 +151,10 @@ def _panel(panel: Panel) -> Iterator[str]:
     yield _label(_LEFT, 22, panel.title, size=13, weight="bold")
     for tick in panel.x_ticks:
         yield f'<line x1="{across(tick):.1f}" x2="{across(tick):.1f}" y1="{_TOP}" y2="{_TOP + tall}" stroke="{_RULE}"/>'
-        yield _label(across(tick), _TOP + tall + 16, short(tick), anchor="middle", colour=_SOFT)
+        yield _label(across(tick), _TOP + tall + 16, short_number(tick), anchor="middle", colour=_SOFT)
     for tick in ticks(low, high, is_log=panel.is_log):
         yield f'<line x1="{_LEFT}" x2="{_LEFT + wide}" y1="{down(tick):.1f}" y2="{down(tick):.1f}" stroke="{_RULE}"/>'
-        yield _label(_LEFT - 6, down(tick) + 4, short(tick), anchor="end", colour=_SOFT)
+        yield _label(_LEFT - 6, down(tick) + 4, short_number(tick), anchor="end", colour=_SOFT)
     yield f'<rect x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" fill="none" stroke="{_SOFT}"/>'
     yield _label(_LEFT + wide / 2, _HEIGHT - 10, panel.x_name, anchor="middle")
     middle = _TOP + tall / 2
@@ -240,9 +240,9 @@ def to_png(figure: Figure) -> bytes | None:
 def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.set_xscale("log")
     axis.set_yscale("log" if panel.is_log else "linear")
-    axis.set_xticks(panel.x_ticks, [short(tick) for tick in panel.x_ticks])
+    axis.set_xticks(panel.x_ticks, [short_number(tick) for tick in panel.x_ticks])
     heights = ticks(*panel.y_range, is_log=panel.is_log)
-    axis.set_yticks(heights, [short(tick) for tick in heights])
+    axis.set_yticks(heights, [short_number(tick) for tick in heights])
     axis.set_xlim(*panel.x_range)
     axis.set_ylim(*panel.y_range)
     axis.minorticks_off()

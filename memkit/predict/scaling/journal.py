@@ -12,7 +12,7 @@ from typing import Any
 from memkit.predict.scaling.points import ScalingPoint
 
 
-class Journal:
+class SweepJournal:
     """A file with one line for what is swept, and one for each point.
 
     Args:

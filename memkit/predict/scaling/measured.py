@@ -23,7 +23,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
 from memkit.predict.scaling.fit import fit_points
 from memkit.predict.scaling.law import Law
-from memkit.predict.scaling.points import Mode, ScalingPoint, Status
+from memkit.predict.scaling.points import ScalingPoint, Status, StepMode
 from memkit.predict.scaling.profile import checked_sizes, profile_scaling
 from memkit.predict.scaling.result import ScalingResult
 from memkit.predict.scaling.traces import BuildStep, forward_alone, takes_mode
@@ -34,7 +34,7 @@ _REQUEST = re.compile(r"allocate (\d+) bytes|[Tt]ried to allocate ([\d.]+ [KMGT]
 def measure_scaling(
     build_step: BuildStep,
     sizes: Sequence[int],
-    modes: Sequence[Mode] = ("train", "inference"),
+    modes: Sequence[StepMode] = ("train", "inference"),
     *,
     device: str | torch.device = "auto",
     memory_limit: SupportsIndex | str | None = None,
@@ -96,7 +96,7 @@ def measure_scaling(
             points.append(point)
             on_point(point)
     measured = ScalingResult(tuple(points), {})
-    laws: dict[Mode, Law] = {}
+    laws: dict[StepMode, Law] = {}
     guesses: dict[str, None] = {}
     doubts: dict[str, None] = {}
     for mode in modes:
@@ -107,7 +107,7 @@ def measure_scaling(
     return ScalingResult(measured.points, laws, tuple(guesses), tuple(doubts))
 
 
-def _laws(build_step: BuildStep, measured: ScalingResult, mode: Mode) -> ScalingResult:
+def _laws(build_step: BuildStep, measured: ScalingResult, mode: StepMode) -> ScalingResult:
     """The law of a mode: traced, or else through the measured peaks; none where there is not even one."""
     sizes = [point.size for point in measured.points if point.mode == mode and point.status in ("ok", "oom")]
     peaks = measured.peaks(mode)
@@ -135,7 +135,7 @@ class _Order:
 
     build_step: BuildStep
     size: int
-    mode: Mode
+    mode: StepMode
     device: str
     limit_bytes: int | None
     smallest: int
@@ -181,7 +181,7 @@ def _measure_within(order: _Order, device: torch.device) -> ScalingPoint:
         return _measure(order.build_step, order.size, order.mode, device)
 
 
-def _measure(build_step: BuildStep, size: int, mode: Mode, device: torch.device) -> ScalingPoint:
+def _measure(build_step: BuildStep, size: int, mode: StepMode, device: torch.device) -> ScalingPoint:
     """Run two steps in this process, and read the peak of the second.
 
     An accelerator's allocator counts for itself. For the CPU, a `Recorder` counts live tensors.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Mode: TypeAlias = Literal["train", "inference"]
+StepMode: TypeAlias = Literal["train", "inference"]
 Status: TypeAlias = Literal["ok", "oom", "skipped", "error"]
 
-MODES: tuple[Mode, Mode] = ("train", "inference")
+MODES: tuple[StepMode, StepMode] = ("train", "inference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ScalingPoint:
     """
 
     size: int
-    mode: Mode
+    mode: StepMode
     status: Status
     peak_bytes: int | None
     peak_where: str

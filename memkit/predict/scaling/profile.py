@@ -9,7 +9,7 @@ from functools import cache, partial
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law, checked_size
-from memkit.predict.scaling.points import Mode, ScalingPoint
+from memkit.predict.scaling.points import ScalingPoint, StepMode
 from memkit.predict.scaling.result import ScalingResult
 from memkit.predict.scaling.structural import structural_law
 from memkit.predict.scaling.traces import BuildStep, StepTrace, trace_step
@@ -18,7 +18,7 @@ from memkit.predict.scaling.traces import BuildStep, StepTrace, trace_step
 def profile_scaling(
     build_step: BuildStep,
     sizes: Sequence[int],
-    modes: Sequence[Mode] = ("train", "inference"),
+    modes: Sequence[StepMode] = ("train", "inference"),
     *,
     selected_fraction: float | None = None,
 ) -> ScalingResult:
@@ -75,7 +75,7 @@ def profile_scaling(
     """
     ascending = checked_sizes(f"profile_scaling(build_step, sizes={sizes!r}, modes={modes!r})", sizes, modes)
     points: list[ScalingPoint] = []
-    laws: dict[Mode, Law] = {}
+    laws: dict[StepMode, Law] = {}
     guesses: dict[str, None] = {}
     doubts: dict[str, None] = {}
     for mode in dict.fromkeys(modes):
@@ -105,7 +105,7 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
     )
 
 
-def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[Mode]) -> list[int]:
+def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[StepMode]) -> list[int]:
     """The distinct sizes, ascending; raises where sizes or modes are none. ``call`` is what the user wrote."""
     if not len(sizes) or not modes or not set(modes) <= {"train", "inference"}:
         raise ConfigError(

@@ -18,7 +18,7 @@ from memkit._core.units import GIB, format_bytes
 from memkit._machine.files import write_bytes, write_text
 from memkit.predict.scaling.figures import Figure, Panel, Series, to_png, to_svg
 from memkit.predict.scaling.law import Law
-from memkit.predict.scaling.points import MODES, Mode, ScalingPoint
+from memkit.predict.scaling.points import MODES, ScalingPoint, StepMode
 
 _NUM_STEPS = 60  # of a law's line
 
@@ -46,11 +46,11 @@ class ScalingResult:
     """
 
     points: tuple[ScalingPoint, ...]
-    law: Mapping[Mode, Law]
+    law: Mapping[StepMode, Law]
     guesses: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
 
-    def peaks(self, mode: Mode) -> dict[int, int]:
+    def peaks(self, mode: StepMode) -> dict[int, int]:
         """Peak in bytes by size, of the points that have one."""
         return {p.size: p.peak_bytes for p in self.points if p.mode == mode and p.peak_bytes is not None}
 
@@ -63,7 +63,7 @@ class ScalingResult:
         train, inference = (self._peak(mode, n) for mode in MODES)
         return None if train is None or not inference else train / inference
 
-    def scaling_factor(self, mode: Mode) -> float | None:
+    def scaling_factor(self, mode: StepMode) -> float | None:
         """The slope of the logarithms from the smallest to the largest point: what is often called a scaling factor.
 
         It includes the constant part, and is below the true power of ``n`` wherever the step holds something that does
@@ -159,11 +159,11 @@ class ScalingResult:
         panels = [Panel("By size", "n", "peak (GiB)", series)] if series else []
         return Figure("Peak memory of one step", panels, notes)
 
-    def _with_logarithm(self, mode: Mode) -> dict[int, int]:
+    def _with_logarithm(self, mode: StepMode) -> dict[int, int]:
         """The peaks that are not zero."""
         return {size: peak for size, peak in self.peaks(mode).items() if peak}
 
-    def _peak(self, mode: Mode, n: int) -> int | None:
+    def _peak(self, mode: StepMode, n: int) -> int | None:
         """What a point says, or else the law."""
         known = self.peaks(mode)
         if n in known or mode not in self.law:
@@ -173,13 +173,13 @@ class ScalingResult:
         except InputError:  # the law does not reach there
             return None
 
-    def _cell(self, mode: Mode, size: int) -> str:
+    def _cell(self, mode: StepMode, size: int) -> str:
         at_size = [point for point in self.points if (point.mode, point.size) == (mode, size)]
         if not at_size:
             return "-"
         return at_size[0].status if at_size[0].peak_bytes is None else format_bytes(at_size[0].peak_bytes)
 
-    def _describe(self, mode: Mode, law: Law) -> dict[str, Any]:
+    def _describe(self, mode: StepMode, law: Law) -> dict[str, Any]:
         return {
             "tier": law.tier,
             "reason": law.reason,
@@ -189,7 +189,7 @@ class ScalingResult:
             "scaling_factor": self.scaling_factor(mode),
         }
 
-    def _explain_law(self, mode: Mode, law: Law) -> list[str]:
+    def _explain_law(self, mode: StepMode, law: Law) -> list[str]:
         parts = [f"{law.tier} law"]
         if law.order is not None:
             parts.append(f"grows with n^{law.order:g}")

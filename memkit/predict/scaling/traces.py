@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from memkit._core.errors import InputError, InputTypeError, MemkitError
-from memkit._recorder.recorder import Place
+from memkit._recorder.recorder import OperatorPlace
 from memkit._recorder.recording import IntArray
 from memkit._simulation.simulation import Host, Simulation, Watch, simulate
 from memkit._simulation.tensors import CALL
-from memkit.predict.scaling.points import Mode, ScalingPoint
+from memkit.predict.scaling.points import ScalingPoint, StepMode
 
-Step: TypeAlias = Callable[[], object]
-BuildStep: TypeAlias = Callable[..., Step]
+BuiltStep: TypeAlias = Callable[[], object]
+BuildStep: TypeAlias = Callable[..., BuiltStep]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +44,11 @@ class StepTrace:
     """
 
     size: int
-    mode: Mode
+    mode: StepMode
     live: IntArray
     bounds: IntArray
     events: tuple[tuple[str, bool], ...]
-    places: tuple[Place, ...]
+    places: tuple[OperatorPlace, ...]
     guesses: tuple[str, ...]
     doubts: tuple[str, ...] = ()
 
@@ -70,7 +70,9 @@ class StepTrace:
         return ScalingPoint(self.size, self.mode, "ok", self.peak_bytes, self.where(int(self.live.argmax())), "fake")
 
 
-def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fraction: float | None = None) -> StepTrace:
+def trace_step(
+    build_step: BuildStep, size: int, mode: StepMode, *, selected_fraction: float | None = None
+) -> StepTrace:
     """Build a step and run it twice on fake tensors, and record the second time.
 
     What the step's own building leaves alive counts, whether an operator touches it or not. The arguments are those of
@@ -103,7 +105,7 @@ def trace_step(build_step: BuildStep, size: int, mode: Mode, *, selected_fractio
 def _trace(
     simulation: Simulation,
     size: int,
-    mode: Mode,
+    mode: StepMode,
     call: str,
     tells_mode: bool,  # noqa: FBT001 - bound by name
     build: BuildStep,
@@ -147,7 +149,7 @@ class _NoBackward(TorchFunctionMode):
         return None if func is torch.Tensor.backward else func(*args, **(kwargs or {}))
 
 
-def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: Mode) -> StepTrace:
+def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: StepMode) -> StepTrace:
     events, guesses = watch.events_since(start), simulation.tensors.guesses
     return StepTrace(
         size,

@@ -34,16 +34,16 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memkit._core.errors import MemkitError
-from memkit._recorder.recorder import Place
+from memkit._recorder.recorder import OperatorPlace
 from memkit._simulation.guesses import CONTRARY, LARGE, OTHER, PLAIN, SMALL
 from memkit._simulation.leftovers import patched
-from memkit._simulation.simulation import Figures
+from memkit._simulation.simulation import AllocatorFigures
 from memkit._torch.fake import UnsupportedFakeTensorException, UnsupportedOperatorException
 from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import find_gpu
 from memkit.predict.script.imports import AtImport
 from memkit.predict.script.redirected import Redirection
-from memkit.predict.script.torchrun import as_first_rank
+from memkit.predict.script.torchrun import launched_as_first_rank
 from memkit.predict.virtual_gpu import VirtualGPU
 
 _ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
@@ -97,7 +97,7 @@ class Requests:
             raise _OtherWayError
 
 
-class Steps:
+class StepCounter:
     """Counts a script's steps and ends it after the last one.
 
     A step is one of an optimizer; where there are several, each counts for itself, and the script ends when all that
@@ -148,7 +148,7 @@ class Steps:
             raise _EndOfStepsError
 
 
-def main() -> None:
+def run_child() -> None:
     """Do what the order on the command line says."""
     order = json.loads(sys.argv[1])
     folder = Path(order["folder"])
@@ -171,7 +171,7 @@ def main() -> None:
     requests = Requests(gpu, expected)
     gpu.guesses.answers = _ANSWERS[order["answers"]]
     _begin_alike()
-    steps = Steps(order["steps"])
+    steps = StepCounter(order["steps"])
     start = time.perf_counter()
     ended, problem, is_compiled = _run(script, gpu, steps, order["num_ranks"])
     allocator = gpu.memory.allocator
@@ -202,10 +202,10 @@ def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
     """As of a `VirtualGPU`, whatever peaks the script has reset."""
     record, allocator = gpu.record(), gpu.memory.allocator
     peaks = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
-    return MemoryEstimate.of(replace(record, figures=Figures(*peaks, gpu.gpu.context_bytes)))
+    return MemoryEstimate.of(replace(record, figures=AllocatorFigures(*peaks, gpu.gpu.context_bytes)))
 
 
-def _line_of(place: Place | None) -> str:
+def _line_of(place: OperatorPlace | None) -> str:
     return str(place.line or "") if place is not None else ""
 
 
@@ -216,7 +216,9 @@ def _begin_alike() -> None:
     torch.manual_seed(0)  # noqa: TID251 - this process is the script's
 
 
-def _run(script: str, gpu: VirtualGPU, steps: Steps, num_ranks: int | None) -> tuple[str, dict[str, str] | None, bool]:
+def _run(
+    script: str, gpu: VirtualGPU, steps: StepCounter, num_ranks: int | None
+) -> tuple[str, dict[str, str] | None, bool]:
     """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
     module = ModuleType("__main__")
     module.__file__ = str(Path(script).resolve())  # as Python has it
@@ -225,7 +227,7 @@ def _run(script: str, gpu: VirtualGPU, steps: Steps, num_ranks: int | None) -> t
     try:
         code = compile(Path(script).read_bytes(), script, "exec")
         gpu.__enter__()  # and stays: the script's tensors live as long as the process
-        with _noting_compile(compiled), steps.counted(), as_first_rank(num_ranks):
+        with _noting_compile(compiled), steps.counted(), launched_as_first_rank(num_ranks):
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
         return "after its steps", None, bool(compiled)
@@ -318,4 +320,4 @@ def _way_to_module(name: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_child()

@@ -27,7 +27,7 @@ _PORT = "29500"  # nobody listens
 
 
 @contextmanager
-def as_first_rank(num_ranks: int | None) -> Iterator[None]:
+def launched_as_first_rank(num_ranks: int | None) -> Iterator[None]:
     """Be the first of so many processes on one machine; of as many as a script itself starts where that is None."""
     with ExitStack() as stack:
         if num_ranks is not None:

@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, MemkitError
 from memkit._core.units import format_bytes
+from memkit._gradients.loss import LossFn
 from memkit._machine.devices import host_memory
 from memkit._recovery.attempt import Done, OutOfMemory, attempt
-from memkit._simulation.simulation import Gpu, Host, LossFn, MakeOptimizer, Place, check_model
+from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, Place, check_model
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
 from memkit.recipes.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
-from memkit.recipes.advice.step import Change, Observation, Precision, RealHost, Training, observe
+from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
@@ -38,7 +39,7 @@ def advise(
     loss_fn: LossFn,
     *,
     optimizer: str | MakeOptimizer | Optimizer = "adamw",
-    precision: Precision = None,
+    precision: AdvicePrecision = None,
     target: str | GPU = "cpu",
     budget: CapacityLike | None = None,
     changes_model: bool = False,
@@ -131,12 +132,12 @@ class _Trial:
         if self._budget is not None:
             capacity_bytes(self._budget)  # refuses what is none before any step is run
         self._make_place: Callable[[], Place] = partial(Gpu, find_gpu(target)) if self.on_card else Host
-        self.plain = observe(training, nothing, self._make_place)
+        self.plain = observe_step(training, nothing, self._make_place)
         # On a card torch's optimizers take all parameters at once; on the CPU they must be told.
         settings = self.plain.optimizer[1]
         unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
-        self._as_on_target: Change = takes_foreach if unasked else nothing
-        self._plain_here = observe(training, self._as_on_target, Host) if self.on_card else self.plain
+        self._as_on_target: StepChange = takes_foreach if unasked else nothing
+        self._plain_here = observe_step(training, self._as_on_target, Host) if self.on_card else self.plain
         self._is_without_data = any(each.is_meta for each in [*training.model.parameters(), *training.model.buffers()])
         self.real_plain = None if self._obstacle(self._plain_here) else self._observe_here(training, nothing, RealHost)
 
@@ -158,7 +159,7 @@ class _Trial:
             return replace(advice, status=f"not run: {remedy.obstacle}")
         training = self._training if remedy.batch is None else replace(self._training, batch=remedy.batch)
         try:
-            predicted = observe(training, remedy.change_step, self._make_place)
+            predicted = observe_step(training, remedy.change_step, self._make_place)
             expected = self._observe_here(training, remedy.change_step, Host) if self.on_card else predicted
         except Exception as error:  # noqa: BLE001 - a remedy may meet anything in the user's code
             return replace(advice, status=f"not run: {_reason(error)}")
@@ -192,7 +193,7 @@ class _Trial:
         for one, other in itertools.combinations(good[:_PAIRED], 2):
             pair = one.with_other(other)
             with suppress(Exception):  # they exclude each other
-                peak_bytes = observe(self._training, pair.change_step, self._make_place).peak_bytes
+                peak_bytes = observe_step(self._training, pair.change_step, self._make_place).peak_bytes
                 if peak_bytes < least:
                     best, least = pair, peak_bytes
         advice = None if best is None else self.judge(best)
@@ -204,8 +205,8 @@ class _Trial:
         worth = (saved_bytes or 0) / (advice.predicted_flops_ratio or 1)
         return not advice.is_verified, not advice.exact, remedy.moves, -worth
 
-    def _observe_here(self, training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
-        return observe(training, both(self._as_on_target, change), make_place)
+    def _observe_here(self, training: Training, change: StepChange, make_place: Callable[[], Place]) -> Observation:
+        return observe_step(training, both(self._as_on_target, change), make_place)
 
     def _obstacle(self, expected: Observation) -> str:
         """Say why a step cannot run here; empty where it can."""

@@ -1,4 +1,4 @@
-"""What can be done about a step's peak: each remedy knows when to come, what to write, and how to do it to a `Step`."""
+"""What can be done about a step's peak: each remedy knows when to come, what to write, and how to do it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
-from memkit.recipes.advice.step import Change, Observation, Precision, Step, Training
+from memkit.recipes.advice.step import AdvicePrecision, AdvisedStep, Observation, StepChange, Training
 from memkit.recipes.advice.submodules import (
     chunkable,
     find_mlps,
@@ -37,14 +37,14 @@ from memkit.train.treatments import Treatment
 _SHARES = (0.5, 1.0)  # of what the blocks hold at the peak: by the fewest blocks, and by all
 
 
-def nothing(step: Step, stack: ExitStack) -> None:
+def nothing(step: AdvisedStep, stack: ExitStack) -> None:
     """Leave a step as it is."""
 
 
-def both(one: Change, other: Change) -> Change:
+def both(one: StepChange, other: StepChange) -> StepChange:
     """Change a step in two ways, one after the other."""
 
-    def apply(step: Step, stack: ExitStack) -> None:
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:
         one(step, stack)
         other(step, stack)
 
@@ -72,7 +72,7 @@ class Remedy:
     name: str
     effect: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    apply: Change = nothing
+    apply: StepChange = nothing
     change: str = ""
     exact: bool = True
     compares: Literal["gradients", "updates"] | None = "gradients"
@@ -81,14 +81,14 @@ class Remedy:
     batch: Any = None
     obstacle: str = ""
 
-    def code(self, precision: Precision) -> str:
+    def code(self, precision: AdvicePrecision) -> str:
         """What to write, all of it; ``precision`` is that of the plain step."""
         given = {**({"precision": precision} if self.settings and precision else {}), **self.settings}
         settings = "".join(f", {name}={value!r}" for name, value in given.items())
         wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{settings})" if settings else ""
         return "\n".join(filter(None, (wrapper, self.change)))
 
-    def change_step(self, step: Step, stack: ExitStack) -> None:
+    def change_step(self, step: AdvisedStep, stack: ExitStack) -> None:
         """Do all of it to a step."""
         step.settings |= self.settings
         self.apply(step, stack)
@@ -230,7 +230,7 @@ def _chunks(case: Case) -> Iterator[Remedy]:
         return
     name, size = found
 
-    def apply(step: Step, stack: ExitStack) -> None:  # noqa: ARG001
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         # Whether rows are independent is tried with NaN, which needs data; the run with data then refuses.
         check = step.has_data
         replace_submodule(step, name, lambda module: ChunkedProcessor(module, chunk_size=size, check=check))
@@ -250,7 +250,7 @@ def _tiles(case: Case) -> Iterator[Remedy]:
         return
     name, dim, size = found
 
-    def apply(step: Step, stack: ExitStack) -> None:  # noqa: ARG001
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         replace_submodule(step, name, lambda module: lambda x: tiled_apply(module, x, size, dims=(dim,)))
 
     yield Remedy(
@@ -288,7 +288,7 @@ def _optimizer_forms(case: Case) -> Iterator[Remedy]:
 
 
 def _form(kind: type[Optimizer], name: str, effect: str, **settings: bool | None) -> Remedy:
-    def apply(step: Step, stack: ExitStack) -> None:  # noqa: ARG001
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         make = step.make_optimizer
 
         def make_so(parameters: Any) -> Optimizer:
@@ -303,12 +303,12 @@ def _form(kind: type[Optimizer], name: str, effect: str, **settings: bool | None
     return Remedy(name, effect, apply=apply, change=f"torch.optim.{kind.__name__}(..., {words})", compares="updates")
 
 
-def takes_foreach(step: Step, stack: ExitStack) -> None:
+def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:
     """Let the optimizer on the CPU take all parameters at once, as it does on a card."""
     _form(Optimizer, "", "", foreach=True).apply(step, stack)
 
 
-def _steps_in_backward(step: Step, stack: ExitStack) -> None:
+def _steps_in_backward(step: AdvisedStep, stack: ExitStack) -> None:
     make = step.make_optimizer
 
     def make_so(parameters: Any) -> Optimizer:
@@ -326,7 +326,7 @@ def _eight_bits(case: Case) -> Iterator[Remedy]:
     name = f"{kind.__name__}8bit"
     kept = {key: settings[key] for key in ("lr", "betas", "eps", "weight_decay", "amsgrad")}
 
-    def apply(step: Step, stack: ExitStack) -> None:  # noqa: ARG001
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         step.make_optimizer = partial(getattr(importlib.import_module("torchao.optim"), name), **kept)
 
     yield Remedy(
@@ -348,7 +348,7 @@ def _smaller_mlps(case: Case) -> Iterator[Remedy]:
         return
     names = list(find_mlps(case.training.model))
 
-    def apply(step: Step, stack: ExitStack) -> None:  # noqa: ARG001
+    def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         for name in names:
             halve_widths(cast("nn.Sequential", step.model.get_submodule(name)))
 

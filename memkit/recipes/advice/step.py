@@ -1,6 +1,6 @@
 """One training step, as it is or changed by a remedy: on tensors without data, or for real on copies.
 
-`observe` is the only way to run one, so that what was predicted and what was measured went through the same code.
+`observe_step` is the only way to run one, so that what was predicted and what was measured went through the same code.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
+from memkit._gradients.loss import LossFn
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import Recording
 from memkit._recorder.workspace import WorkspaceMarks
 from memkit._simulation.guesses import Guesses
 from memkit._simulation.leftovers import Patches
-from memkit._simulation.simulation import LossFn, MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
+from memkit._simulation.simulation import MakeOptimizer, Place, Simulation, loss_of, optimizer_maker, simulate
 from memkit._simulation.tensors import StandIns, StorageCopies
 from memkit._torch.dispatch import TorchDispatchMode
 from memkit.predict.estimate import MemoryEstimate
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
-Precision: TypeAlias = Literal["bf16-mixed"] | None
+AdvicePrecision: TypeAlias = Literal["bf16-mixed"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class Training:
     batch: Any
     loss_fn: LossFn
     optimizer: str | MakeOptimizer | Optimizer
-    precision: Precision
+    precision: AdvicePrecision
     selected_fraction: float | None
 
 
 @dataclass(slots=True)
-class Step:
+class AdvisedStep:
     """A step that is about to run. A remedy changes the fields, and enters what must be left again into the stack.
 
     Attributes:
@@ -58,7 +59,7 @@ class Step:
     batch: Any
     loss_fn: LossFn
     make_optimizer: MakeOptimizer
-    precision: Precision
+    precision: AdvicePrecision
     device_type: str
     has_data: bool
     settings: dict[str, Any] = field(default_factory=dict)
@@ -124,10 +125,10 @@ class Observation:
     draws: bool
 
 
-Change: TypeAlias = Callable[[Step, ExitStack], None]
+StepChange: TypeAlias = Callable[[AdvisedStep, ExitStack], None]
 
 
-def observe(training: Training, change: Change, make_place: Callable[[], Place]) -> Observation:
+def observe_step(training: Training, change: StepChange, make_place: Callable[[], Place]) -> Observation:
     """Run two steps with a change applied, and record the second; the user's objects are as before afterwards.
 
     Args:
@@ -141,13 +142,13 @@ def observe(training: Training, change: Change, make_place: Callable[[], Place])
 
 
 def _observe(
-    training: Training, change: Change, simulation: Simulation, model: nn.Module, optimizer: Any, *others: Any
+    training: Training, change: StepChange, simulation: Simulation, model: nn.Module, optimizer: Any, *others: Any
 ) -> Observation:
     loss_fn, batch = others
     has_data, device_type = isinstance(simulation.place, RealHost), simulation.place.device_type
     first = simulation.first_watch()
     with ExitStack() as stack:
-        step = Step(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)
+        step = AdvisedStep(model, batch, loss_fn, optimizer_maker(optimizer), training.precision, device_type, has_data)
         seen = _Seen(model, has_data=has_data)  # before names change
         change(step, stack)
         made = step.make_optimizer(step.model.parameters())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit.chunk.halo import find_reach
-from memkit.recipes.advice.step import Call, Observation, Step
+from memkit.recipes.advice.step import AdvisedStep, Call, Observation
 from memkit.train.split_check import scan_modules
 
 _LEAST_ROWS = 256  # fewer are better cut as micro-batches
@@ -84,7 +84,7 @@ class _Instead(nn.Module):
         return self._run(*args)
 
 
-def replace_submodule(step: Step, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
+def replace_submodule(step: AdvisedStep, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
     """Let another function answer the calls of a module; of the model itself where the name is empty."""
     module = step.model.get_submodule(name)
     instead = _Instead(module, make_run(module))

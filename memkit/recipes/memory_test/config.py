@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from memkit.predict.scaling.points import Mode
+from memkit.predict.scaling.points import StepMode
 from memkit.predict.settings import Settings
 
 
@@ -96,9 +96,9 @@ class MemoryTestConfig(Settings):
         return _rising(round(self.min_edges * ratio ** (point / last)) for point in range(self.num_test_points))
 
     @property
-    def modes(self) -> tuple[Mode, ...]:
+    def modes(self) -> tuple[StepMode, ...]:
         """``"train"`` and ``"inference"``, as far as they are switched on."""
-        switches: tuple[tuple[Mode, bool], ...] = (
+        switches: tuple[tuple[StepMode, bool], ...] = (
             ("train", self.test_training_mode),
             ("inference", self.test_inference_mode),
         )

@@ -11,7 +11,7 @@ from memkit._core.errors import InputError
 from memkit._core.units import GIB
 from memkit.predict.gpus import GPU, CapacityLike, all_gpus, find_gpu
 from memkit.predict.scaling.law import Law
-from memkit.predict.scaling.points import Mode
+from memkit.predict.scaling.points import StepMode
 from memkit.predict.scaling.result import ScalingResult
 from memkit.recipes.memory_test.reference import EdgeCase
 
@@ -19,7 +19,7 @@ _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class ScalingCurve:
     """One step over its sizes, in each mode.
 
     Attributes:
@@ -33,7 +33,7 @@ class Curve:
     result: ScalingResult
 
     @property
-    def modes(self) -> tuple[Mode, ...]:
+    def modes(self) -> tuple[StepMode, ...]:
         """The modes that have points."""
         return tuple(dict.fromkeys(point.mode for point in self.result.points))
 
@@ -42,19 +42,19 @@ class Curve:
         both = self.result.peaks("train").keys() & self.result.peaks("inference").keys()
         return {size: self.result.ratio(size) or 0.0 for size in sorted(both)}
 
-    def predicted_bytes(self, mode: Mode, size: int) -> int | None:
+    def predicted_bytes(self, mode: StepMode, size: int) -> int | None:
         """The law's peak; None where there is no law, or it does not reach."""
         return self._ask(mode, lambda law: law.predict(size))
 
-    def growth_bytes(self, mode: Mode, size: int) -> int | None:
+    def growth_bytes(self, mode: StepMode, size: int) -> int | None:
         """What as many edges again would add, by the law: what the edges take, without the constant part."""
         return self._ask(mode, lambda law: law.predict(2 * size) - law.predict(size))
 
-    def largest(self, mode: Mode, budget: CapacityLike) -> int | None:
+    def largest(self, mode: StepMode, budget: CapacityLike) -> int | None:
         """The largest size whose predicted peak fits; None where no law says so, or where every size does."""
         return self._ask(mode, lambda law: law.max_n(budget))
 
-    def _ask(self, mode: Mode, question: Callable[[Law], _Answer]) -> _Answer | None:
+    def _ask(self, mode: StepMode, question: Callable[[Law], _Answer]) -> _Answer | None:
         if mode not in self.result.law:
             return None
         try:

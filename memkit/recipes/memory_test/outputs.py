@@ -15,8 +15,8 @@ from memkit._core.printable import printable
 from memkit._core.units import format_bytes
 from memkit._machine.files import write_bytes, write_text
 from memkit.predict.scaling.figures import Figure, to_png, to_svg
-from memkit.predict.scaling.points import Mode
-from memkit.recipes.memory_test.curves import Capacity, Curve
+from memkit.predict.scaling.points import StepMode
+from memkit.recipes.memory_test.curves import Capacity, ScalingCurve
 from memkit.recipes.memory_test.plots import Analysis, panels
 
 _TITLES = {
@@ -51,7 +51,7 @@ class MemoryTestResult:
 
     analysis: Analysis
     device: str | None
-    curves: tuple[Curve, ...]
+    curves: tuple[ScalingCurve, ...]
     capacities: tuple[Capacity, ...]
 
     @property
@@ -151,7 +151,7 @@ class MemoryTestResult:
         return "\n\n".join("\n".join(part) for part in parts)
 
     @property
-    def _shown(self) -> tuple[Curve, ...]:
+    def _shown(self) -> tuple[ScalingCurve, ...]:
         """All curves; of the core analysis each MLP once, at the last of the dimensions."""
         if self.analysis != "core":
             return self.curves
@@ -197,7 +197,7 @@ class MemoryTestResult:
         return max(40, *(len(curve.name) + 12 for curve in self._shown))
 
 
-def _law_row(curve: Curve, mode: Mode) -> str:
+def _law_row(curve: ScalingCurve, mode: StepMode) -> str:
     law, factor, peaks = curve.result.law.get(mode), curve.result.scaling_factor(mode), curve.result.peaks(mode)
     shares = [
         row["actual_over_theoretical"]

@@ -8,18 +8,20 @@ from typing import Literal, TypeAlias
 from memkit._core.units import GIB, KIB, format_bytes
 from memkit.predict.gpus import GPU
 from memkit.predict.scaling.figures import Panel, Series, Style
-from memkit.predict.scaling.points import Mode
-from memkit.recipes.memory_test.curves import Curve
+from memkit.predict.scaling.points import StepMode
+from memkit.recipes.memory_test.curves import ScalingCurve
 
 Analysis: TypeAlias = Literal["full", "core", "script"]
 _NUM_STEPS = 60  # of a law's line
-_MODES: dict[Mode, str] = {"train": "training", "inference": "inference"}
-_STYLES: dict[Mode, Style] = {"train": "line", "inference": "points"}
+_MODES: dict[StepMode, str] = {"train": "training", "inference": "inference"}
+_STYLES: dict[StepMode, Style] = {"train": "line", "inference": "points"}
 _LINE_WITH_DOTS: tuple[Style, ...] = ("line", "points")
-_Named: TypeAlias = Sequence[tuple[str, Curve]]
+_Named: TypeAlias = Sequence[tuple[str, ScalingCurve]]
 
 
-def panels(analysis: Analysis, curves: Sequence[Curve], shown: Sequence[Curve], cards: Sequence[GPU]) -> list[Panel]:
+def panels(
+    analysis: Analysis, curves: Sequence[ScalingCurve], shown: Sequence[ScalingCurve], cards: Sequence[GPU]
+) -> list[Panel]:
     """Lay out the panels; those without anything to show are left out.
 
     Args:
@@ -43,11 +45,11 @@ def panels(analysis: Analysis, curves: Sequence[Curve], shown: Sequence[Curve], 
     return [panel for panel in every if panel.series]
 
 
-def _mlp(curve: Curve) -> str:
+def _mlp(curve: ScalingCurve) -> str:
     return curve.name.partition(",")[0]
 
 
-def _peaks(named: _Named, mode: Mode) -> list[Series]:
+def _peaks(named: _Named, mode: StepMode) -> list[Series]:
     series = []
     for colour, (name, curve) in enumerate(named):
         failed = {
@@ -65,7 +67,7 @@ def _peaks(named: _Named, mode: Mode) -> list[Series]:
     return _filled(series)
 
 
-def _law(curve: Curve, mode: Mode) -> dict[int, int | None]:
+def _law(curve: ScalingCurve, mode: StepMode) -> dict[int, int | None]:
     """The law's line, from the smallest to the largest size of the sweep."""
     sizes = {point.size for point in curve.result.points if point.mode == mode}
     if not sizes:
@@ -96,7 +98,7 @@ def _theory(named: _Named) -> list[Series]:
     return _filled(series)
 
 
-def _per_edge(named: _Named, curves: Sequence[Curve]) -> list[Series]:
+def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> list[Series]:
     """By feature dimension: at the largest size, and the coordinate dimension that is shown."""
     series = []
     for colour, (name, shown) in enumerate(named):

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from memkit.predict.scaling.points import Mode
+from memkit.predict.scaling.points import StepMode
 from memkit.recipes.memory_test.config import MemoryTestConfig
 
-Part = Literal["encoder", "decoder", "full model", "edge MLP"]
+ModelPart = Literal["encoder", "decoder", "full model", "edge MLP"]
 _ITEM_BYTES = 4  # float32
 
 
@@ -99,7 +99,7 @@ class EdgeCase:
         num_latent_tokens: Tokens; not used by the MLP alone.
     """
 
-    part: Part
+    part: ModelPart
     mlp: tuple[int, ...]
     coord_dim: int
     feature_dim: int
@@ -115,7 +115,7 @@ class EdgeCase:
         widths = 2 * self.coord_dim + sum(self.mlp) + self.feature_dim
         return num_edges * widths * _ITEM_BYTES * (2 if self.part == "full model" else 1)
 
-    def build_step(self, num_edges: int, mode: Mode) -> Callable[[], None]:
+    def build_step(self, num_edges: int, mode: StepMode) -> Callable[[], None]:
         """Make model and inputs; the step runs the model once."""
         model, inputs = self._model_and_inputs(num_edges)
         if mode == "inference":
@@ -150,7 +150,7 @@ class EdgeCase:
 
 def full_cases(config: MemoryTestConfig) -> tuple[EdgeCase, ...]:
     """What the full analysis runs: the parts that are switched on."""
-    parts: dict[Part, bool] = {
+    parts: dict[ModelPart, bool] = {
         "encoder": config.test_encoder,
         "decoder": config.test_decoder,
         "full model": config.test_full_model,

@@ -15,7 +15,7 @@ from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
 from memkit.predict.scaling.traces import BuildStep
 from memkit.recipes.memory_test.config import MemoryTestConfig
-from memkit.recipes.memory_test.curves import Curve, capacities
+from memkit.recipes.memory_test.curves import ScalingCurve, capacities
 from memkit.recipes.memory_test.outputs import MemoryTestResult
 from memkit.recipes.memory_test.plots import Analysis
 from memkit.recipes.memory_test.reference import EdgeCase, core_cases, full_cases
@@ -153,7 +153,7 @@ def _swept(
                 known=(known or {}).get(name, ()),
                 on_point=partial(on_point, name),
             )
-        curves.append(Curve(name, case, result))
+        curves.append(ScalingCurve(name, case, result))
     return MemoryTestResult(analysis, device, tuple(curves), cards)
 
 

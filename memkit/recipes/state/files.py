@@ -32,7 +32,7 @@ if sys.platform != "win32":
 
 from memkit._core.errors import MemkitWarning, StateError
 from memkit._machine.files import write_text
-from memkit.recipes.state.manifest import MANIFEST, OWN_FILE, Entry, parse_manifest, write_manifest
+from memkit.recipes.state.manifest import MANIFEST, OWN_FILE, ManifestEntry, parse_manifest, write_manifest
 
 _LARGEST_MANIFEST_BYTES = 2**26  # of some 300,000 files
 _NAME = re.compile(r"(\d{8,12})-step-(\d{1,18})", re.ASCII)
@@ -68,7 +68,7 @@ class SavedState:
             raise ValueError(f"{MANIFEST} is of step {content['step']}: the folder was renamed")
         return content
 
-    def check_files(self, files: Mapping[str, Entry]) -> None:
+    def check_files(self, files: Mapping[str, ManifestEntry]) -> None:
         """Read files and compare them with their entries in the manifest.
 
         Raises:
@@ -183,7 +183,7 @@ class Draft:
         self.path = _free_path(directory / _DRAFT)
         self.path.mkdir()
 
-    def commit(self, step: int, files: Mapping[str, Entry], notes: Mapping[str, Any]) -> None:
+    def commit(self, step: int, files: Mapping[str, ManifestEntry], notes: Mapping[str, Any]) -> None:
         """Show the state to everybody: from here on it survives whatever comes.
 
         Args:
@@ -259,7 +259,7 @@ def _free_path(path: Path) -> Path:
     return path
 
 
-def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> Entry:
+def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> ManifestEntry:
     """Write a file and flush it to the disk.
 
     Args:
@@ -285,7 +285,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> Entry:
     return hashed.entry()
 
 
-def describe_file(path: Path, *, flush: bool = False) -> Entry:
+def describe_file(path: Path, *, flush: bool = False) -> ManifestEntry:
     """Read a file and return its entry in the manifest; ``flush`` first brings it to the disk."""
     with path.open("r+b") if flush else opened(path) as file:
         if flush:
@@ -344,5 +344,5 @@ class _HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
-    def entry(self) -> Entry:
+    def entry(self) -> ManifestEntry:
         return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}

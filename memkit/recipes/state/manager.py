@@ -32,11 +32,11 @@ from memkit.recipes.state.files import (
 from memkit.recipes.state.manifest import file_of_rank
 from memkit.recipes.state.objects import (
     check_objects,
-    describe,
+    describe_object,
     find_replicated,
     name_parameters,
     own_part,
-    state_of,
+    saved_state_of,
 )
 from memkit.recipes.state.plain import Flattener, has_placeholders
 from memkit.recipes.state.ranks import Crew
@@ -207,9 +207,11 @@ class TrainingStateManager(Uncopied, Closing):
             """Return the names of the objects that have sharded tensors."""
             targets = check_objects("save", objects)
             names = name_parameters(targets)
-            states = {name: own_part(each) if name in replicated else state_of(each) for name, each in targets.items()}
+            states = {
+                name: own_part(each) if name in replicated else saved_state_of(each) for name, each in targets.items()
+            }
             plain = {name: flattener.plain(each, name) for name, each in states.items() if each is not None}
-            about = {name: describe(each, names) for name, each in targets.items() if name not in replicated}
+            about = {name: describe_object(each, names) for name, each in targets.items() if name not in replicated}
             state.update(objects=plain, about=about)
             return {name for name, each in plain.items() if has_placeholders(each)}
 

@@ -16,7 +16,7 @@ OWN_FILE = re.compile(
 )
 """What a writer makes in a state's folder: its own files, and those that are renamed when they are whole."""
 
-Entry = dict[str, Any]  # of a file: its size in bytes, and its SHA-256
+ManifestEntry = dict[str, Any]  # of a file: its size in bytes, and its SHA-256
 _VERSION = 2
 
 

@@ -65,7 +65,7 @@ def find_replicated(objects: Mapping[str, Any]) -> set[str]:
     return {*models, *optimizers}
 
 
-def state_of(target: Stateful) -> Mapping[str, Any]:
+def saved_state_of(target: Stateful) -> Mapping[str, Any]:
     """Return an object's state; an optimizer's with the gradients that are there, which its next step depends on."""
     state = target.state_dict()
     if isinstance(target, Optimizer):
@@ -102,7 +102,7 @@ def name_parameters(targets: Mapping[str, Stateful]) -> Parameters:
     return names
 
 
-def describe(target: Stateful, names: Parameters) -> dict[str, Any]:
+def describe_object(target: Stateful, names: Parameters) -> dict[str, Any]:
     """Return what has to be the same where a state is put back: plain values."""
     about: dict[str, Any] = {"kind": [type(target).__module__, type(target).__qualname__]}
     if isinstance(target, Optimizer):
@@ -127,7 +127,7 @@ def check_fits(
         name: The object's.
         target: The object.
         state: Its state, as it was saved.
-        about: What `describe` said of the object that was saved.
+        about: What `describe_object` said of the object that was saved.
         names: The names that parameters have now.
 
     Returns:
@@ -286,7 +286,7 @@ def is_checked(target: Stateful) -> bool:
 def keep_copy(target: Stateful, name: str) -> Mapping[str, Any] | None:
     """Return a copy of an object's state, in host memory where that can be; None of an object that has none now."""
     try:
-        state = state_of(target)
+        state = saved_state_of(target)
         try:
             copied = Flattener(copy=True)
             plain: Mapping[str, Any] = copied.plain(state, name)

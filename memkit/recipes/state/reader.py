@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from memkit._core.pickles import Noted, load_noted, name_of, rebuild, refuse
+from memkit._core.pickles import Noted, load_noted, name_of, rebuild, refuse_pickle
 from memkit._core.printable import short
 from memkit._torch.pickles import GET_LAYOUT, REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 
@@ -47,24 +47,24 @@ def _ordered(noted: Noted) -> OrderedDict[Any, Any]:
     made = OrderedDict(noted.items)
     attributes = noted.state or {}
     if any(not isinstance(name, str) or hasattr(OrderedDict, name) for name in attributes):
-        refuse(f"a dict with the attributes {short(list(attributes))}", "a module's versions")
+        refuse_pickle(f"a dict with the attributes {short(list(attributes))}", "a module's versions")
     vars(made).update(attributes)
     return made
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    return text.encode("latin1") if encoding == "latin1" else refuse(f"the encoding {short(encoding)}", "latin1")
+    return text.encode("latin1") if encoding == "latin1" else refuse_pickle(f"the encoding {short(encoding)}", "latin1")
 
 
 def _device(*args: Any) -> torch.device:
     try:
         return torch.device(*args)
     except RuntimeError:
-        refuse(f"the device {short(args)}", "one that torch knows")
+        refuse_pickle(f"the device {short(args)}", "one that torch knows")
 
 
 def _layout(name: str) -> torch.layout:
-    return _LAYOUTS.get(name) or refuse(f"the layout {short(name)}", "one that torch knows")
+    return _LAYOUTS.get(name) or refuse_pickle(f"the layout {short(name)}", "one that torch knows")
 
 
 _CALLS: Final[Mapping[str, Callable[[Noted], object]]] = {
@@ -109,11 +109,11 @@ class TensorFile:
         self._unused: set[str] = set()
         names = [name for name in self._places if name.endswith(f"/{_PICKLE}")]
         if len(names) != 1:
-            refuse(f"a zip file with {len(names)} {_PICKLE}", "a file of torch.save")
+            refuse_pickle(f"a zip file with {len(names)} {_PICKLE}", "a file of torch.save")
         self._folder = names[0].removesuffix(_PICKLE)
         order = self._read_record("byteorder") if f"{self._folder}byteorder" in self._places else b"little"
         if order != sys.byteorder.encode():
-            refuse(f"values in the byte order {short(order)}", f"{sys.byteorder}, as this machine has")
+            refuse_pickle(f"values in the byte order {short(order)}", f"{sys.byteorder}, as this machine has")
         pickled = self._read_record(_PICKLE)
         self._most_parts = 4 * len(pickled)
         self.value: Any = load_noted(pickled, "state", _NAMES)
@@ -127,28 +127,28 @@ class TensorFile:
         """
         value = rebuild(part, self._make, self._most_parts)
         if self._unused:
-            refuse("values that belong to no tensor", "tensors")
+            refuse_pickle("values that belong to no tensor", "tensors")
         return value
 
     def _make(self, noted: Noted | type[Noted]) -> object:
         if isinstance(noted, type):
             name = name_of(noted)
             found = (DTYPES | _STORAGES).get(name or "")
-            return refuse(f"{name} without a call", "a dtype") if found is None else found
+            return refuse_pickle(f"{name} without a call", "a dtype") if found is None else found
         if not noted.name:
             return self._storage(*noted.args)
         if noted.name in {REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE}:
             return self._tensor(*noted.args, has_dtype=noted.name == REBUILD_TENSOR_OF_DTYPE)
         if noted.name not in _CALLS:
-            refuse(f"a call of {noted.name}", "plain values and tensors")
+            refuse_pickle(f"a call of {noted.name}", "plain values and tensors")
         if noted.name != "collections.OrderedDict" and (noted.items or noted.state is not None):
-            refuse(f"{noted.name} that is changed afterwards", "plain values and tensors")
+            refuse_pickle(f"{noted.name} that is changed afterwards", "plain values and tensors")
         return _CALLS[noted.name](noted)
 
     def _storage(self, reference: tuple[Any, ...]) -> _Storage:
         kind, dtype, key, _, num_elements = reference
         if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            refuse(f"a reference to {short(reference)}", "a tensor's values")
+            refuse_pickle(f"a reference to {short(reference)}", "a tensor's values")
         self._unused.add(key)
         return _Storage(key, dtype, num_elements)
 
@@ -165,14 +165,14 @@ class TensorFile:
     ) -> torch.Tensor:
         dtype = more[0] if has_dtype else storage.dtype
         if any(each is not None and each != {} for each in more[has_dtype:]):
-            refuse("a tensor with attributes", "a dense tensor")
+            refuse_pickle("a tensor with attributes", "a dense tensor")
         data, numbers = self._read_storage(storage), (offset, *shape, *strides)
         if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
-            refuse(f"a tensor of shape {short(shape)}", "whole numbers")
+            refuse_pickle(f"a tensor of shape {short(shape)}", "whole numbers")
         num_elements = math.prod(shape)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if num_elements * dtype.itemsize != len(data) or (num_elements and last >= num_elements):
-            refuse(f"a tensor of shape {short(shape)} over {len(data)} bytes", f"as many values of {dtype}")
+            refuse_pickle(f"a tensor of shape {short(shape)} over {len(data)} bytes", f"as many values of {dtype}")
         return data.view(dtype).as_strided(shape, strides, offset)
 
     def _read_storage(self, storage: _Storage) -> torch.Tensor:
@@ -185,7 +185,9 @@ class TensorFile:
             self._storages[storage.key] = data
         data = self._storages[storage.key]
         if len(data) != storage.num_elements * storage.dtype.itemsize:
-            refuse(f"{short(storage.num_elements)} values of {storage.dtype} in {len(data)} bytes", "as many as fit")
+            refuse_pickle(
+                f"{short(storage.num_elements)} values of {storage.dtype} in {len(data)} bytes", "as many as fit"
+            )
         return data
 
     def _read_record(self, name: str) -> bytes:
@@ -195,7 +197,7 @@ class TensorFile:
 
     def _place(self, name: str) -> tuple[int, int]:
         place = self._places.get(f"{self._folder}{name}")
-        return place or refuse(f"no record {short(name)}", "a whole file of torch.save")
+        return place or refuse_pickle(f"no record {short(name)}", "a whole file of torch.save")
 
 
 def read_tensor(data: bytes) -> torch.Tensor:
@@ -206,7 +208,7 @@ def read_tensor(data: bytes) -> torch.Tensor:
     """
     file = TensorFile(io.BytesIO(data))
     tensor = file.read(file.value)
-    return tensor if isinstance(tensor, torch.Tensor) else refuse(short(tensor), "a tensor")
+    return tensor if isinstance(tensor, torch.Tensor) else refuse_pickle(short(tensor), "a tensor")
 
 
 def _find_records(file: io.BufferedIOBase) -> dict[str, tuple[int, int]]:
@@ -217,13 +219,13 @@ def _find_records(file: io.BufferedIOBase) -> dict[str, tuple[int, int]]:
             entries = archive.infolist()
         places = {entry.filename: (_find_start(file, entry), entry.file_size) for entry in entries}
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError, OSError) as error:
-        refuse(f"a zip file that cannot be read ({short(str(error))})", "a file of torch.save")
+        refuse_pickle(f"a zip file that cannot be read ({short(str(error))})", "a file of torch.save")
     is_packed = any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries)
     num_bytes = sum(size for _, size in places.values())
     if is_packed or len(places) < len(entries) or num_bytes > end:
-        refuse("a zip file with packed or repeated records", "a file of torch.save")
+        refuse_pickle("a zip file with packed or repeated records", "a file of torch.save")
     if any(start + size > end for start, size in places.values()):
-        refuse("a zip file with records beyond its end", "a whole file of torch.save")
+        refuse_pickle("a zip file with records beyond its end", "a whole file of torch.save")
     return places
 
 
@@ -231,5 +233,5 @@ def _find_start(file: io.BufferedIOBase, entry: zipfile.ZipInfo) -> int:
     file.seek(entry.header_offset)
     signature, *lengths = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":
-        refuse(f"no record at byte {entry.header_offset}", "a file of torch.save")
+        refuse_pickle(f"no record at byte {entry.header_offset}", "a file of torch.save")
     return int(entry.header_offset + _LOCAL_HEADER.size + sum(lengths))

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from memkit._core.errors import FileFormatError, MemkitError
-from memkit._core.pickles import refuse
+from memkit._core.pickles import refuse_pickle
 from memkit._core.protocols import Stateful
 from memkit._machine import random_state
 from memkit.recipes.state.files import SavedState, opened
@@ -24,7 +24,7 @@ from memkit.recipes.state.objects import (
     keep_copy,
     load_into,
     name_parameters,
-    state_of,
+    saved_state_of,
     with_own_parts,
 )
 from memkit.recipes.state.plain import Flattener, ShardedTensors, fill_placeholders, has_placeholders
@@ -133,9 +133,11 @@ class Restoration:
             files.append(stack.enter_context(_opened_state(self._saved.path / file_of_rank(rank))))
         heads = [file.read({key: each for key, each in file.value.items() if key != "objects"}) for file in files]
         if notes["is_sharded"] != bool(heads[0]["sharded"]):
-            refuse(f"a manifest with is_sharded={notes['is_sharded']}, unlike its files", "the manifest of this state")
+            refuse_pickle(
+                f"a manifest with is_sharded={notes['is_sharded']}, unlike its files", "the manifest of this state"
+            )
         if any(head["step"] != self._saved.step for head in heads):
-            refuse("files of another step", "those of this one")
+            refuse_pickle("files of another step", "those of this one")
         self._compare_names({name for file in files for name in file.value["objects"]}, set(objects))
         self._targets = check_objects("restore", objects)
         parts = [
@@ -180,12 +182,12 @@ class Restoration:
         """Put a sharded tensor in each placeholder's place, and read what this rank's part of it becomes."""
         sharded = {name for name, state in self._states.items() if has_placeholders(state)}
         if not sharded <= names:
-            refuse("sharded tensors in an object that has none", "a whole state")
+            refuse_pickle("sharded tensors in an object that has none", "a whole state")
         if not sharded:
             return
         live = Flattener()
         for name in sorted(sharded):
-            live.plain(state_of(self._targets[name]), name)
+            live.plain(saved_state_of(self._targets[name]), name)
         places = ShardedTensors(live.sharded)
         for name in sharded:  # what may refuse its state gets values, and not those that live
             choose = functools.partial(places.choose, anew=not is_checked(self._targets[name]))
@@ -206,7 +208,7 @@ class Restoration:
         try:
             random_state.restore(self._random)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            refuse(f"a random state that cannot be put back ({error})", "one of torch, NumPy and Python")
+            refuse_pickle(f"a random state that cannot be put back ({error})", "one of torch, NumPy and Python")
         finally:
             random_state.restore(now)
         num_devices = self._random.num_devices
@@ -233,5 +235,5 @@ def _opened_state(path: Path) -> Iterator[TensorFile]:
             or state.value.keys() != entries
             or type(state.value["objects"]) is not dict
         ):
-            refuse(f"{path.name}, which is not a state", "what TrainingStateManager.save writes")
+            refuse_pickle(f"{path.name}, which is not a state", "what TrainingStateManager.save writes")
         yield state

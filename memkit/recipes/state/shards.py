@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 
-from memkit._core.pickles import Noted, load_noted, name_of, rebuild, refuse
+from memkit._core.pickles import Noted, load_noted, name_of, rebuild, refuse_pickle
 from memkit._core.printable import short
 from memkit._torch.pickles import GET_LAYOUT, MEMORY_FORMATS, STORAGE_INFO
 from memkit.recipes.state.files import read_file
@@ -99,7 +99,7 @@ class ShardFiles:
         value = load_noted(data, "index of sharded tensors", _NAMES)
         self._stored: dict[str, _Stored] = rebuild(value, _make, 4 * len(data))
         if not isinstance(self._stored, dict):
-            refuse(short(self._stored), "an index of sharded tensors")
+            refuse_pickle(short(self._stored), "an index of sharded tensors")
 
     def read(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor, in host memory.
@@ -115,7 +115,7 @@ class ShardFiles:
         stored = self._stored.get(name)
         if stored is None or stored.shape != tuple(like.shape) or stored.dtype != like.dtype:
             found = "nothing" if stored is None else f"{stored.dtype} of shape {stored.shape}"
-            refuse(f"{found} for {name}", f"{like.dtype} of shape {tuple(like.shape)}")
+            refuse_pickle(f"{found} for {name}", f"{like.dtype} of shape {tuple(like.shape)}")
         local: torch.Tensor = like.to_local()  # type: ignore[attr-defined] # a DTensor's
         values = torch.empty(local.shape, dtype=local.dtype)
         (own,) = like.__create_chunk_list__()  # type: ignore[attr-defined] # likewise
@@ -130,13 +130,15 @@ class ShardFiles:
             math.prod(one.overlap(other).shape) for index, one in enumerate(done) for other in done[index + 1 :]
         )
         if is_twice or sum(math.prod(each.shape) for each in done) != values.numel():
-            refuse(f"not every value of {name} once", "all parts of each tensor")
+            refuse_pickle(f"not every value of {name} once", "all parts of each tensor")
         return values
 
     def _read_chunk(self, chunk: _Chunk, dtype: torch.dtype) -> torch.Tensor:
         tensor = read_tensor(read_file(self._folder / chunk.file, chunk.start, chunk.num_bytes))
         if tuple(tensor.shape) != chunk.box.shape or tensor.dtype != dtype:
-            refuse(f"{tensor.dtype} of shape {tuple(tensor.shape)} in {chunk.file}", f"{dtype} of {chunk.box.shape}")
+            refuse_pickle(
+                f"{tensor.dtype} of shape {tuple(tensor.shape)} in {chunk.file}", f"{dtype} of {chunk.box.shape}"
+            )
         return tensor
 
 
@@ -166,8 +168,8 @@ def _stored(name: str, entry: Mapping[str, Any], places: Mapping[tuple[str, Any]
         place = places[name, box.starts]
         file = place["relative_path"]
         if not _DATA.fullmatch(file) or place.get("transform_descriptors"):
-            refuse(f"values in {short(file)}", "files beside the index, as they are")
+            refuse_pickle(f"values in {short(file)}", "files beside the index, as they are")
         if not len(shape) == len(box.starts) == len(box.shape) or min(*box.starts, *box.shape, 0) < 0:
-            refuse(f"{box} of a tensor of shape {shape}", "parts of it")
+            refuse_pickle(f"{box} of a tensor of shape {shape}", "parts of it")
         chunks.append(_Chunk(box, file, max(0, place["offset"]), place["length"]))
     return _Stored(shape, dtype, chunks)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import given, strategies as st
 
-from memkit.predict.scaling.figures import Figure, Panel, Series, short, ticks, to_png, to_svg
+from memkit.predict.scaling.figures import Figure, Panel, Series, short_number, ticks, to_png, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -34,7 +34,7 @@ def test_ticks_of_a_linear_axis_are_even_and_few(high):
     [(0.05, "0.05"), (5.0, "5"), (62_500, "62.5k"), (10_954, "11k"), (1e6, "1M"), (2.5e6, "2.5M"), (0.0, "0")],
 )
 def test_short_numbers(value, text):
-    assert short(value) == text
+    assert short_number(value) == text
 
 
 @pytest.fixture

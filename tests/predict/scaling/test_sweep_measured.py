@@ -10,7 +10,7 @@ from torch import nn
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.predict.scaling import measured
-from memkit.predict.scaling.journal import Journal
+from memkit.predict.scaling.journal import SweepJournal
 from memkit.predict.scaling.measured import measure_scaling
 from memkit.predict.scaling.points import ScalingPoint
 from memkit.predict.scaling.profile import profile_scaling
@@ -131,20 +131,20 @@ def test_the_request_is_read_from_the_error(message, requested):
 
 def test_a_journal_gives_back_what_a_killed_sweep_had(tmp_path):
     path, points = tmp_path / "points.jsonl", [ScalingPoint(n, "train", "ok", n, "", "measured") for n in (1, 2)]
-    journal = Journal(path, {"device": "cpu"})
+    journal = SweepJournal(path, {"device": "cpu"})
     for point in points:
         journal.add("encoder", point)
     with path.open("a") as file:
         file.write('{"curve": "encoder", "po')  # killed while it wrote
-    again = Journal(path, {"device": "cpu"})
+    again = SweepJournal(path, {"device": "cpu"})
     assert again.known == {"encoder": points}
     again.add("encoder", points[0])
     again.add("decoder", points[0])
-    assert Journal(path, {"device": "cpu"}).known == {"encoder": points, "decoder": points[:1]}
+    assert SweepJournal(path, {"device": "cpu"}).known == {"encoder": points, "decoder": points[:1]}
 
 
 def test_a_journal_of_another_sweep_is_not_taken_up(tmp_path):
-    journal = Journal(tmp_path / "points.jsonl", {"device": "cpu"})
+    journal = SweepJournal(tmp_path / "points.jsonl", {"device": "cpu"})
     journal.add("encoder", ScalingPoint(1, "train", "ok", 1, "", "measured"))
-    assert Journal(tmp_path / "points.jsonl", {"device": "cuda"}).known == {}
-    assert Journal(tmp_path / "points.jsonl", {"device": "cpu"}).known == {}
+    assert SweepJournal(tmp_path / "points.jsonl", {"device": "cuda"}).known == {}
+    assert SweepJournal(tmp_path / "points.jsonl", {"device": "cpu"}).known == {}
