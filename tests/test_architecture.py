@@ -118,7 +118,7 @@ def test_no_file_outside_the_seam_may_name_private_attributes():
     }
     assert set(excepted) == {
         "_core/errors.py", "_recorder/recorder.py", "memory/holders.py", "_simulation/guesses.py",  # frames of Python
-        "chunk/engine.py", "recipes/loop.py", "train/offload.py", "voxel/compose.py",  # memkit's own
+        "chunk/engine.py", "train/offload.py", "voxel/compose.py",  # memkit's own
         "integrations/fabric.py", "integrations/lightning.py", "integrations/lightning_parts.py",
         "integrations/torch_geometric.py",
     }  # fmt: skip

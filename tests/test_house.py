@@ -1,6 +1,7 @@
 """The house as a whole: which file imports which, how deep packages stand, and that a name means one thing."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -134,3 +135,18 @@ def test_the_law_of_names_sees_two_meanings():
 def test_nobody_imports_from_a_package_what_is_loaded_later(name):
     """Inside the house a name is imported from the file that defines it: the way is then seen, and short."""
     assert not imported_by(name, TREES[name]) & (PUBLIC - set(GRAPH))
+
+
+def changes():
+    """The rows of CONTRIBUTING's table: what is to be changed, and the files that it names."""
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text("utf-8").partition("## Ten changes")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][1:]
+    return {change: re.findall(r"`(memkit/[\w./]*)`", files) for change, files in rows}
+
+
+def test_ten_changes_need_at_most_three_files_each_and_these_are_there():
+    assert len(changes()) == 10
+    for change, files in changes().items():
+        assert 1 <= len(files) <= 3, change
+        for file in files:
+            assert (PACKAGE.parent / file).exists(), file

@@ -1,4 +1,4 @@
-"""Behaviour that rooms share, as small protocols: what a component may ask of an object that somebody else wrote."""
+"""Behaviour that packages share, as small protocols: what a component may ask of an object that somebody else wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nouns that rooms share: frozen records of plain numbers. None means "not recorded", never zero."""
+"""Nouns that packages share: frozen records of plain numbers. None means "not recorded", never zero."""
 
 from __future__ import annotations
 

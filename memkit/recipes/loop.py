@@ -148,13 +148,11 @@ class MemoryEfficientTrainLoop:
                 expected="something to validate on",
                 fix="pass val_loader=...",
             )
-        ranks = trainer._sum.ranks  # noqa: SLF001 - of the same room
-        num_ranks = 1 if ranks is None else ranks.num_ranks
-        if monitor is not None and num_ranks > 1:
+        if monitor is not None and trainer.num_ranks > 1:
             warn_user(
-                f"{_CALL}(monitor=...) on {num_ranks} ranks: each judges by its own validation, so one may stop, or "
-                "keep another state as the best, while the others go on and wait for it. Validate on the same batches "
-                "on every rank, or let a reducer add up over the ranks."
+                f"{_CALL}(monitor=...) on {trainer.num_ranks} ranks: each judges by its own validation, so one may "
+                "stop, or keep another state as the best, while the others go on and wait for it. Validate on the same "
+                "batches on every rank, or let a reducer add up over the ranks."
             )
         use_mode = getattr(state, "use_mode", None)
         if monitor is not None and use_mode is not None:
@@ -162,7 +160,7 @@ class MemoryEfficientTrainLoop:
         self.trainer = trainer
         self.num_steps = 0
         self._device = device_of(trainer.model)
-        self._parts = _parts(trainer)
+        self._parts = trainer.parts()
         self._loss_fn, self._val_fn = loss_fn, val_fn or rows_of_loss(loss_fn)
         self._val_loader, self._reducers, self._validate_every = val_loader, reducers, validate_every
         self._monitor = monitor
@@ -364,15 +362,6 @@ class MemoryEfficientTrainLoop:
         total = num_epochs * len(self._loader) if isinstance(self._loader, Sized) else None
         bar: AbstractContextManager[Any] = tqdm.tqdm(total=total, initial=self.num_steps, unit="step", disable=None)
         return bar
-
-
-def _parts(trainer: MemoryEfficientTrainingWrapper) -> dict[str, Any]:
-    """Return the parts of a wrapper that have a state of their own; the first optimiser is ``"optimizer"``."""
-    optimizers = trainer._optimizers  # noqa: SLF001 - of the same room
-    names = ["optimizer", *(f"optimizer{number}" for number in range(2, len(optimizers) + 1))]
-    parts = {"model": trainer.model, "trainer": trainer, **dict(zip(names, optimizers, strict=True))}
-    own = {"scheduler": trainer._scheduler, "average": trainer._average}  # noqa: SLF001 - likewise
-    return parts | {name: part for name, part in own.items() if part is not None}
 
 
 def _text(figures: Mapping[str, Any]) -> str:

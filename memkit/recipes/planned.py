@@ -1,4 +1,4 @@
-"""`plan_training` and `prepare`: the planning room searches, on steps of the train room's own wrapper."""
+"""`plan_training` and `prepare`: `memkit.predict` searches, on steps of the wrapper of `memkit.train`."""
 
 from __future__ import annotations
 

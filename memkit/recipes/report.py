@@ -1,4 +1,4 @@
-"""Write a report of a memory log: the report room's pages, with the planning room's cards."""
+"""Write a report of a memory log: `memkit.report` makes the pages, `memkit.predict` knows the cards."""
 
 from __future__ import annotations
 

@@ -199,6 +199,21 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         return self._sum.num_steps
 
     @property
+    def num_ranks(self) -> int:
+        """Number of processes that share the gradient."""
+        return 1 if self._sum.ranks is None else self._sum.ranks.num_ranks
+
+    def parts(self) -> dict[str, Any]:
+        """Return what has a state of its own, by name: ``state.save(step, **trainer.parts())`` saves all of it.
+
+        The first optimizer is ``"optimizer"``, the next ``"optimizer2"``; then the schedule and the average, if any.
+        """
+        names = ["optimizer", *(f"optimizer{number}" for number in range(2, len(self._optimizers) + 1))]
+        parts = {"model": self.model, "trainer": self, **dict(zip(names, self._optimizers, strict=True))}
+        own = {"scheduler": self._scheduler, "average": self._average}
+        return parts | {name: part for name, part in own.items() if part is not None}
+
+    @property
     def checkpointed_blocks(self) -> tuple[str, ...]:
         """Names of the blocks that are recomputed in backward, in whole or in part."""
         chosen = self._checkpointing.recomputed if self._checkpointing else ()

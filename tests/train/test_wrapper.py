@@ -645,3 +645,18 @@ def test_compiled_model_compiles_once_per_shape():
     assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     trainer.close()
     torch._dynamo.reset()
+
+
+def test_parts_are_what_has_a_state_of_its_own():
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([each], 0.1) for each in model.parameters()]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[0], 1)
+    trainer = mk.MemoryEfficientTrainingWrapper(model, optimizers, scheduler=scheduler)
+    assert trainer.parts() == {
+        "model": model,
+        "trainer": trainer,
+        "optimizer": optimizers[0],
+        "optimizer2": optimizers[1],
+        "scheduler": scheduler,
+    }
+    assert trainer.num_ranks == 1
