@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import _Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.allocations import trace_allocations
+from tests.helpers import warm_peak_bytes
 
 MIB = 2**20
 
@@ -310,11 +310,6 @@ def test_backward_frees_the_inputs():
 # ---- memory
 
 
-def peak(step):
-    step()
-    return trace_allocations(step).peak
-
-
 @pytest.mark.parametrize("way", ["rows", "slices", "loop"])
 def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
     """The controls: a loop keeps every graph; slices in the graph make zeros as large as the whole."""
@@ -334,14 +329,14 @@ def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
             out.sum().backward()
             gradients(module, x)
 
-        above.append(peak(step) - x.nbytes - 4 * num_rows)
+        above.append(warm_peak_bytes(step) - x.nbytes - 4 * num_rows)
     assert (abs(above[1] - above[0]) < 0.1 * MIB) == (way == "rows")
     assert (above[1] < 2 * MIB) == (way == "rows")
 
 
 def test_kept_graphs_cost_what_they_keep():
     module, x = mlp(width=128, inputs=8, outputs=1), torch.randn(8192, 8)
-    peaks = [peak(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 1, 5)]
+    peaks = [warm_peak_bytes(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 1, 5)]
     graph = 512 * (2 * 128 + 1) * 4  # what GELU and the last layer save, and the result
     assert peaks[1] == peaks[0]  # the last chunk's graph is there in any case, to be kept or made again
     assert_close(peaks[2] - peaks[1], 4 * graph, rtol=0.01, atol=0)
@@ -353,10 +348,10 @@ def test_inference_has_one_output_and_one_chunk():
     output, chunk = 4096 * 256 * 4, 1024 * 256 * 4
     index = torch.zeros(4096, dtype=torch.int64)
     with torch.no_grad():
-        naive = peak(lambda: torch.cat([module(part) for part in x.split(1024)]))
-        ours = peak(lambda: chunked_map(module, x, chunk_size=1024))
-        total = peak(lambda: chunked_segment_reduce(module, x, index=index, num_segments=1, chunk_size=1024))
-        softmax = peak(
+        naive = warm_peak_bytes(lambda: torch.cat([module(part) for part in x.split(1024)]))
+        ours = warm_peak_bytes(lambda: chunked_map(module, x, chunk_size=1024))
+        total = warm_peak_bytes(lambda: chunked_segment_reduce(module, x, index=index, num_segments=1, chunk_size=1024))
+        softmax = warm_peak_bytes(
             lambda: chunked_segment_reduce(module, x, index=index, num_segments=1, reduce="softmax", chunk_size=1024)
         )
     assert ours < output + 1.1 * chunk < 2 * output <= naive

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.allocations import trace_allocations
+from tests.helpers import warm_peak_bytes
 
 F64 = {"rtol": 1e-11, "atol": 1e-12}
 REDUCES = ["sum", "mean", "max", "min", "softmax"]
@@ -222,11 +222,6 @@ def test_messages_with_more_dimensions_or_fewer():
             assert_close(out, reference(rows.sin(), index, 12, reduce), **F64)
 
 
-def peak(step):
-    step()
-    return trace_allocations(step).peak
-
-
 @pytest.mark.parametrize("reduce", [*REDUCES, "plain"])
 def test_peak_without_the_outputs_does_not_grow_with_the_edges(reduce):
     """Forward and backward. The control: a loop over chunks without running them again."""
@@ -257,7 +252,7 @@ def test_peak_without_the_outputs_does_not_grow_with_the_edges(reduce):
             module.zero_grad()
             x.grad = None
 
-        above.append(peak(step) - 4 * shape[0] * shape[1])
+        above.append(warm_peak_bytes(step) - 4 * shape[0] * shape[1])
     assert (abs(above[1] - above[0]) < 0.05 * MIB) == (reduce != "plain")
     assert (above[1] < 1.5 * MIB) == (reduce != "plain")
 

@@ -21,6 +21,7 @@ from memkit.points.nested import single_within
 from memkit.points.sampler import GridAwareSampler
 from memkit.recipes.density import DensityInvariantTrainer
 from memkit.recipes.density_records import PointBatch, PointScene
+from tests.helpers import relative_error
 from tests.points.scenes import on_mesh
 
 GRID_MM = 12.0
@@ -102,10 +103,6 @@ def plain_gradient(model, scenes, mode="joint", weight=WEIGHT):
         distances = [F.mse_loss(output, dense[rows]) for output, rows in sparse.values()]
         total += (sum(tasks) / len(tasks) + weight * sum(distances) / 2) / len(scenes)
     return torch.cat([g.flatten() for g in torch.autograd.grad(total, list(model.parameters()))]), total.detach()
-
-
-def relative_error(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("num_scenes", [1, 2])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
+from tests.helpers import relative_error
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -71,10 +72,6 @@ MEAN_LOSSES = [row_loss, token_loss, class_weighted_loss, device_count_loss]
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def relative_error(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 def full_batch_gradient(loss_fn):

@@ -13,6 +13,7 @@ from torch.profiler import profile
 import memkit as mk
 from memkit.errors import ConfigError, InputError, InputTypeError
 from memkit.train.contrastive import cached_backward
+from tests.helpers import relative_error
 
 ROWS = 24
 
@@ -53,10 +54,6 @@ def make_views(dtype=torch.float64):
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def relative_error(got, want):
-    return ((got - want).norm() / want.norm()).item()
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, 8, 23, 24, 100])
