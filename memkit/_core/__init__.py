@@ -1,1 +1,1 @@
-"""What everything stands on: errors, units, settings, and records that packages share."""
+"""Core: errors, units, settings and records shared by all packages."""

@@ -1,4 +1,4 @@
-"""An epoch of batches that can be stopped and gone on with: who is done with what, and what the batches follow from."""
+"""Resumable epochs of batches: the progress of each epoch, and the inputs that determine its batches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _VERSION = 3
 
 
 class EpochOrder(Sampler[list[int]], ABC):
-    """Batches that follow from settings, seed and epoch alone. Nothing is drawn from torch's random state.
+    """Batches determined by settings, seed and epoch alone. Nothing is drawn from torch's random state.
 
     Args:
         seed: In [0, 2^63).
-        num_replicas: Ranks that share the epoch; None is 1, in a single process.
-        rank: Which of them this is; None is 0, of one.
+        num_replicas: Number of ranks that share the epoch; None means 1, for a single process.
+        rank: This process's rank; None means 0, for a single process.
 
     Raises:
-        ConfigError: A setting is out of its range, or not given where there are several ranks.
+        ConfigError: A setting is out of range, or missing although there are several ranks.
     """
 
     def __init__(self, *, seed: int, num_replicas: int | None, rank: int | None) -> None:
         check = Checker(f"{type(self).__name__}(...)")
         self.seed, self.epoch = check.whole("seed", seed), 0
-        self._is_shared = num_replicas is not None  # else nobody has said who takes which batches
+        self._is_shared = num_replicas is not None  # otherwise the split of the batches among ranks is undefined
         self._check_sharing()
         self._num_replicas = 1 if num_replicas is None else check.whole("num_replicas", num_replicas, 1)
         if rank is None and self._num_replicas > 1:
@@ -43,33 +43,33 @@ class EpochOrder(Sampler[list[int]], ABC):
         self._rank = check.whole("rank", 0 if rank is None else rank, 0, self._num_replicas - 1)
         self._start = self._num_given = 0
         self._num_loads = 0
-        self._is_over = False  # all batches of this epoch were given, and nobody has spoken of the next one
+        self._is_over = False  # all batches of this epoch were yielded, and the next epoch has not been set
 
     @abstractmethod
     def _batches_from(self, start: int) -> Iterator[list[int]]:
-        """This rank's batches of the epoch, without the first ``start``."""
+        """Yield this rank's batches of the epoch, without the first ``start``."""
 
     @property
     @abstractmethod
     def num_samples(self) -> int:
-        """Samples of an epoch, of all ranks."""
+        """Number of samples of an epoch, over all ranks."""
 
     @abstractmethod
     def _made_of(self) -> str:
-        """What the batches follow from besides seed and epoch, the same on all ranks."""
+        """Describe the inputs that determine the batches besides seed and epoch; the same on all ranks."""
 
     def _plan_epoch(self) -> None:
-        """Seed or epoch are others than before."""
+        """Update the plan after a change of seed or epoch."""
 
     def _is_drawn(self) -> bool:
-        """Say whether another epoch has another order."""
+        """Return whether the order differs between epochs."""
         return True
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; call it before each. Without, all are alike, which is warned of.
+        """Set the epoch of the next batches; call it before each epoch, or all epochs are the same, with a warning.
 
-        The epoch that a state was loaded into goes on where it stood. The same number again says that the same batches
-        are meant, as in a validation.
+        The epoch of a loaded state resumes where it stopped. Passing the same number again requests the same batches,
+        as for validation.
         """
         self._is_over = False
         if epoch != self.epoch:
@@ -78,21 +78,21 @@ class EpochOrder(Sampler[list[int]], ABC):
             self._plan_epoch()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of the epoch; after `load_state_dict` once those that are left.
+        """Yield this rank's batches of the epoch; once after `load_state_dict`, only the remaining ones.
 
         Raises:
-            ConfigError: There are several ranks by now, and ``num_replicas`` was not given.
+            ConfigError: There are several ranks now, and ``num_replicas`` was not given.
         """
         self._check_sharing()
         self._num_given = self._start
         return self._give(self._start)
 
     def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, as plain types; it is the same on all ranks.
+        """Return the progress of the epoch as plain types; it is the same on all ranks.
 
         Args:
-            num_done: Batches of this epoch that were trained on. None takes those that were handed out, which is right
-                without workers; a DataLoader's workers fetch ahead of the training, see `ResumableLoader`.
+            num_done: Number of batches of this epoch already trained on. None uses the number yielded, which is correct
+                without workers; a DataLoader's workers prefetch, see `ResumableLoader`.
         """
         return {
             "version": _VERSION,
@@ -103,10 +103,10 @@ class EpochOrder(Sampler[list[int]], ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of an epoch: the next loop yields the batches that are left of it.
+        """Resume in the middle of an epoch: the next loop yields its remaining batches.
 
         Raises:
-            FileFormatError: The state is of other samples, settings or ranks, whose batches are others.
+            FileFormatError: The state belongs to other samples, settings or ranks, which give different batches.
         """
         found, wanted = (state.get("version"), state.get("made_of")), (_VERSION, self._made_of())
         if found != wanted:
@@ -123,14 +123,14 @@ class EpochOrder(Sampler[list[int]], ABC):
         self._plan_epoch()
 
     def _give(self, start: int) -> Iterator[list[int]]:
-        self._start = 0  # with the first batch: a DataLoader with workers makes an iterator that it does not use
+        self._start = 0  # at the first batch: a DataLoader with workers creates an iterator that it does not use
         if self._is_over and self._is_drawn():
             self._warn()
         num_loads = self._num_loads
         for batch in self._batches_from(start):
             if num_loads != self._num_loads:
                 refuse_to_go_on(type(self).__name__)
-            self._num_given += 1  # before it leaves: who asks then for a state has this batch
+            self._num_given += 1  # before the yield: a state requested meanwhile includes this batch
             yield batch
         self._is_over = self._num_given > 1  # one batch has no order
 
@@ -155,7 +155,7 @@ class EpochOrder(Sampler[list[int]], ABC):
 
 
 def refuse_to_go_on(name: str) -> NoReturn:
-    """Refuse the next batch of a loop that began before a state was loaded: it would count as one of the state's.
+    """Reject the next batch of a loop that began before a state was loaded: it would be counted in the loaded epoch.
 
     Raises:
         StateError: Always.

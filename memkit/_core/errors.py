@@ -3,13 +3,13 @@
 MemkitError
 ├── ConfigError             a setting is wrong                         (also ValueError)
 ├── InputError              data handed to a call is wrong             (also ValueError)
-│   └── NotSimulatedError   a step asks for what only data would say   (also ValueError)
+│   └── NotSimulatedError   a step depends on values of tensors        (also ValueError)
 ├── InputTypeError          data handed to a call has the wrong type   (also TypeError)
-├── StateError              calls came in an order that cannot work    (also RuntimeError)
-├── TorchVersionError       this PyTorch lacks what a feature needs    (also RuntimeError)
-├── FileFormatError         a file cannot be read as what it claims    (also ValueError)
+├── StateError              calls were made in an invalid order        (also RuntimeError)
+├── TorchVersionError       this PyTorch lacks a required feature      (also RuntimeError)
+├── FileFormatError         a file does not have the expected format   (also ValueError)
 └── MemkitOutOfMemoryError  memory ran out at every size allowed       (also RuntimeError)
-MemkitWarning               something works, but not as the user may think  (UserWarning)
+MemkitWarning               something works, but perhaps not as the user expects  (UserWarning)
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = [
 
 
 class MemkitError(Exception):
-    """Base of every error that memkit raises on purpose.
+    """Base class of every error that memkit raises on purpose.
 
-    The message has four parts, and each is kept as an attribute: which call, what came, what was expected,
-    and the way out.
+    The message has four parts, each kept as an attribute: the call, the value it got, the value it expected, and
+    the fix.
 
     Args:
         call: The call as the user wrote it, for example ``"get_preset_config(name='hgih')"``.
-        got: What came, in the user's own terms.
+        got: The offending value, in the user's own terms.
         expected: The rule that was broken.
-        fix: What to do instead.
+        fix: Suggested fix.
 
     Example:
         >>> from memkit import MemkitError
@@ -62,7 +62,7 @@ class MemkitError(Exception):
         return f"{self.call}: got {self.got}; expected {self.expected}. Way out: {self.fix}"
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # The keyword-only constructor is not what pickle would call: worker processes send errors by pickle.
+        # Worker processes send errors by pickle, which by default would call the constructor without keywords.
         return _rebuild, (type(self), self.call, self.got, self.expected, self.fix)
 
 
@@ -71,48 +71,48 @@ def _rebuild(cls: type[MemkitError], call: str, got: str, expected: str, fix: st
 
 
 class ConfigError(MemkitError, ValueError):
-    """A setting is wrong, or two settings exclude each other."""
+    """A setting is wrong, or two settings are mutually exclusive."""
 
 
 class InputError(MemkitError, ValueError):
-    """Data handed to a call has a wrong value or shape."""
+    """Data handed to a call has the wrong value or shape."""
 
 
 class NotSimulatedError(InputError):
-    """A step on tensors without data needs what only data would say: the answer is not known."""
+    """A step simulated on tensors without data depends on their values, so the result is unknown."""
 
 
 class InputTypeError(MemkitError, TypeError):
-    """Data handed to a call has a wrong type."""
+    """Data handed to a call has the wrong type."""
 
 
 class StateError(MemkitError, RuntimeError):
-    """Calls came in an order that cannot give a right result."""
+    """Calls were made in an order that cannot give a correct result."""
 
 
 class TorchVersionError(MemkitError, RuntimeError):
-    """The installed version of PyTorch lacks what a feature is made of."""
+    """The installed version of PyTorch lacks something that a feature needs."""
 
 
 class FileFormatError(MemkitError, ValueError):
-    """A file cannot be read as what it claims to be."""
+    """A file cannot be read in the format that it claims to have."""
 
 
 class MemkitOutOfMemoryError(MemkitError, RuntimeError):
-    """Memory ran out, and nothing smaller is left to try. It counts as out-of-memory for an outer recovery."""
+    """Memory ran out, and nothing smaller is left to try. An outer recovery treats it as out-of-memory."""
 
 
 class MemkitWarning(UserWarning):
-    """Something works, but not in the way that the user may think."""
+    """Something works, but perhaps not in the way that the user expects."""
 
 
 def warn_user(text: str) -> None:
-    """Give a `MemkitWarning` at the line of the user's code that led to it, however deep in memkit it arises."""
+    """Issue a `MemkitWarning` at the line of the user's code that led to it, however deep in memkit it arises."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001 - warnings.warn(skip_file_prefixes=...) needs Python 3.12
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("memkit."):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, MemkitWarning, stacklevel=level)
 
 
-for _public in __all__:  # the name that people read in a traceback, and import
+for _public in __all__:  # the public name, as shown in tracebacks and imported
     globals()[_public].__module__ = "memkit.errors"

@@ -1,9 +1,9 @@
-"""Read pickles without running anything that they say. No torch.
+"""Read pickles without executing any code in them. No torch.
 
-A pickle is a program that may name any function and call it. Before one is loaded its operations are looked through,
-and all but a few are refused. `load_plain` takes lists, tuples, dicts, texts and numbers only. `load_noted` also takes
-calls, for files that hold tensors or records: each call is noted as a `Noted`, and nobody makes it. What a note stands
-for, the file's reader decides, from a table of its own.
+A pickle is a program that can name and call any function. Before one is loaded, its operations are checked, and all but
+a few are rejected. `load_plain` accepts only lists, tuples, dicts, strings and numbers. `load_noted` also accepts
+calls, for files that hold tensors or records: each call is recorded as a `Noted`, and never made. The reader of the
+file maps each note to an object, from its own table.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from memkit._core.errors import InputError
 from memkit._core.printable import short
 
 _PUT, _STOP = b"r", b"."
-# What a container takes in memory with its first entry; an empty one takes a byte of the file.
+# Memory that a container takes with its first entry; an empty one takes one byte of the file.
 _CONTAINERS = {b"}": 240, b"]": 96, b"t": 64, b"\x85": 56, b"\x86": 64, b"\x87": 72}
-_BYTES_PER_BYTE, _BYTES_ANYHOW = 20, 2**20  # what containers may take; of PyTorch's own files it is 5 for each byte
+_BYTES_PER_BYTE, _BYTES_ANYHOW = 20, 2**20  # memory limit of containers; PyTorch's own files need 5 per byte
 
 
 class _Operations(NamedTuple):
-    """What a kind of pickles consists of.
+    """Operations allowed in one kind of pickle.
 
     Attributes:
         fixed: A run of operations whose arguments have a fixed length.
-        texts: Those with texts and the like, by the size of the text's length.
-        most_per_byte: What containers may take in memory for each byte of the pickle; None: any amount.
+        texts: Operations with text-like arguments, by the size of the length field.
+        most_per_byte: Memory that containers may take for each byte of the pickle; None for any amount.
     """
 
     fixed: re.Pattern[bytes]
@@ -46,15 +46,15 @@ _NOTED = _Operations(re.compile(rb"(?s:" + _FIXED + _NAMES + rb")*+"), _TEXTS | 
 
 
 class Noted:
-    """A call that a pickle asks for, and what it wants to do with the result.
+    """A call requested by a pickle, and the operations that it applies to the result.
 
-    Each file has classes of its own, one for each name in it: whatever a pickle does to one of them, nobody else sees.
+    Each file has its own classes, one for each name in it: a pickle that modifies one of them affects no other file.
 
     Attributes:
-        name: What is to be called, with its module; empty for a reference to something outside of the pickle.
-        args: What it is to be called with.
-        items: What is to be set in the result, with keys.
-        state: What the result is to be set to; None where nothing is.
+        name: The callable, with its module; empty for a reference to something outside the pickle.
+        args: The arguments of the call.
+        items: The items to set in the result, with keys.
+        state: The state to set on the result; None if there is none.
     """
 
     name = ""
@@ -75,33 +75,33 @@ class Noted:
 
 
 def name_of(value: object) -> str | None:
-    """Return the name that a pickle mentions without a call, as it does for a dtype; None of anything else."""
+    """Return a name that a pickle mentions without calling it, such as a dtype; None for anything else."""
     return value.name if isinstance(value, type) and issubclass(value, Noted) else None
 
 
 def load_plain(data: bytes, kind: str) -> object:
-    """Load a pickle of lists, tuples, dicts, texts and numbers.
+    """Load a pickle of lists, tuples, dicts, strings and numbers.
 
     Args:
         data: The pickle.
-        kind: What the file is to be, for errors.
+        kind: Expected kind of file, for errors.
 
     Raises:
-        InputError: There is anything else in it; or it is damaged, or made to take far more memory than its length.
+        InputError: The pickle contains anything else, is damaged, or would take far more memory than its length.
     """
     return _load(data, kind, _PLAIN, ())
 
 
 def load_noted(data: bytes, kind: str, names: Collection[str]) -> object:
-    """Load a pickle with calls, of which none is made; see `rebuild`.
+    """Load a pickle with calls, without making any of them; see `rebuild`.
 
     Args:
         data: The pickle.
-        kind: What the file is to be, for errors.
-        names: Functions and classes that may stand in it.
+        kind: Expected kind of file, for errors.
+        names: Names of the functions and classes that it may contain.
 
     Raises:
-        InputError: There is another operation or another name in it, or it is damaged.
+        InputError: The pickle contains any other operation or name, or is damaged.
     """
     return _load(data, kind, _NOTED, names)
 
@@ -110,14 +110,14 @@ def _load(data: bytes, kind: str, operations: _Operations, names: Collection[str
     _check_operations(data, kind, operations)
     try:
         return _Unpickler(data, names).load()
-    except Exception as error:  # noqa: BLE001 - a damaged pickle makes the unpickler raise whatever it comes upon
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can make the unpickler raise any error
         refuse_pickle(f"a pickle that cannot be loaded ({type(error).__name__}: {short(str(error))})", "a whole pickle")
 
 
 def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
-    """See that no operation does anything unknown or takes much memory.
+    """Check that every operation is allowed and takes little memory.
 
-    An index of the memo makes an array of that length: none may be beyond the number of bytes in the file.
+    A memo index allocates an array of that length: no index may exceed the number of bytes in the file.
     """
     place = num_bytes = 0
     most_bytes = None if operations.most_per_byte is None else _BYTES_ANYHOW + operations.most_per_byte * len(data)
@@ -142,7 +142,7 @@ def _check_operations(data: bytes, kind: str, operations: _Operations) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Notes calls; the classes that it finds are its own."""
+    """Unpickler that records calls; the classes that it finds are its own."""
 
     def __init__(self, data: bytes, names: Collection[str]) -> None:
         super().__init__(io.BytesIO(data))
@@ -162,16 +162,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_parts: int) -> Any:
-    """Return a loaded value with what its notes stand for.
+    """Return a loaded value with its notes replaced by the objects that they represent.
 
     Args:
         value: What `load_noted` returned, or a part of it.
-        make: Given a note with all that is in it rebuilt, or the class of a name that is not called, returns what it
-            stands for; raises `InputError` for what it does not know.
-        most_parts: How many parts the value may have, where one that stands in several places counts each time.
+        make: Given a note with rebuilt contents, or the class of a name that is not called, returns the object that it
+            represents; raises `InputError` for an unknown note.
+        most_parts: Maximum number of parts of the value; a part that occurs in several places counts each time.
 
     Raises:
-        InputError: There are more, a container is inside itself, or containers are nested too deeply.
+        InputError: There are more parts, a container contains itself, or containers are nested too deeply.
     """
     try:
         return _Builder(make, most_parts).build(value)[0]
@@ -186,15 +186,15 @@ def rebuild(value: object, make: Callable[[Noted | type[Noted]], object], most_p
 
 
 class _Builder:
-    """Walks through a loaded value, through each container once; the value must stay alive meanwhile."""
+    """Walks through a loaded value, visiting each container once; the value must stay alive meanwhile."""
 
     def __init__(self, make: Callable[[Noted | type[Noted]], object], most_parts: int) -> None:
         self._make, self._most_parts = make, most_parts
-        self._done: dict[int, tuple[Any, int]] = {}  # by the container's id: what it became, and its parts
+        self._done: dict[int, tuple[Any, int]] = {}  # by the container's id: its rebuilt value, and its number of parts
         self._open: set[int] = set()
 
     def build(self, value: Any) -> tuple[Any, int]:
-        """Return what a value becomes, and how many parts it has."""
+        """Return the rebuilt value and its number of parts."""
         if name_of(value) is not None:
             return self._make(value), 1
         if not isinstance(value, (dict, list, tuple, Noted)):
@@ -229,5 +229,5 @@ class _Builder:
 
 
 def refuse_pickle(got: str, expected: str) -> NoReturn:
-    """Refuse a file or a part of it; who read it says which one it was."""
+    """Reject a file or a part of it; the caller reports which file it was."""
     raise InputError("", got=got, expected=expected, fix="")

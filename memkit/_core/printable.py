@@ -1,4 +1,4 @@
-"""Text of others on a terminal: what moves the cursor, turns letters around or ends a line is shown, not done."""
+"""Safe display of untrusted text: characters that move the cursor, reverse text or end a line are escaped."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 import reprlib
 import unicodedata
 
-# Control and format characters (escape sequences, bidirectional overrides), lone surrogates, ends of lines.
+# Control and format characters (escape sequences, bidirectional overrides), lone surrogates, line separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _MAX_SHORT, _MAX_BITS = 160, 63  # characters; of a number that is written out
-_NOT_ASCII = re.compile("[\x7f-\ud7ff\ue000-\U0010ffff]")  # halves of pairs are for the encoder
+_NOT_ASCII = re.compile("[\x7f-\ud7ff\ue000-\U0010ffff]")  # surrogates are left to the encoder
 
 
 def printable(text: str, *, is_one_line: bool = True) -> str:
-    r"""Return a text with every character that is no letter, mark or sign as its escape sequence.
+    r"""Return a text with every control, format and line-ending character escaped.
 
     Args:
-        text: File names, lines of code, messages: anything.
-        is_one_line: Whether newlines are escaped too.
+        text: Any text, such as file names, lines of code or messages.
+        is_one_line: Whether to escape newlines too.
 
     Example:
         >>> from memkit._core.printable import printable
@@ -34,7 +34,7 @@ def printable(text: str, *, is_one_line: bool = True) -> str:
 
 
 def printable_json(text: str) -> str:
-    r"""Return a JSON text of the same values, with escapes for what is hidden; below ASCII, JSON has its own.
+    r"""Return a JSON text of the same values, with hidden non-ASCII characters escaped; JSON escapes the ASCII ones.
 
     Example:
         >>> from memkit._core.printable import printable_json
@@ -53,8 +53,8 @@ def _is_hidden(character: str) -> bool:
 
 
 def short(value: object) -> str:
-    """Describe any value in a few words, also one whose own text would be endless."""
+    """Describe any value in a few words, even one whose own text would be endless."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to write one of 4,300 digits
     text = _SHORT.repr(value)
-    return text if len(text) <= _MAX_SHORT else text[: _MAX_SHORT - 3] + "..."  # of what is nested, each level is short
+    return text if len(text) <= _MAX_SHORT else text[: _MAX_SHORT - 3] + "..."  # each level of a nested value is short

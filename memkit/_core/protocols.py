@@ -1,4 +1,4 @@
-"""Behaviour that packages share, as small protocols: what a component may ask of an object that somebody else wrote."""
+"""Small protocols shared by the packages: the interfaces that components expect of objects they did not create."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from memkit._core.errors import InputTypeError
 
 
 class SimulatedGpu(Protocol):
-    """What a simulation knows of a GPU; `memkit.predict.GPU` is one."""
+    """A GPU as seen by a simulation, such as `memkit.predict.GPU`."""
 
     @property
     def name(self) -> str:
-        """As people write it."""
+        """Name of the GPU, as commonly written."""
 
     @property
     def vendor(self) -> str:
-        """Who makes it."""
+        """Manufacturer of the GPU."""
 
     @property
     def total_bytes(self) -> int:
-        """What torch reports as its memory."""
+        """Total memory as reported by torch."""
 
     @property
     def context_bytes(self) -> int:
-        """What driver and libraries hold."""
+        """Memory held by the driver and libraries."""
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Major and minor number."""
+        """Major and minor version."""
 
     @property
     def num_multiprocessors(self) -> int | None:
-        """None where it is not known."""
+        """Number of multiprocessors; None if unknown."""
 
     @property
     def cublas_workspace_bytes(self) -> int | None:
-        """What torch takes for each handle of cuBLAS; None where it is not known."""
+        """Workspace that torch allocates for each cuBLAS handle; None if unknown."""
 
 
 class Closing(ABC):
-    """What is closed at the end of a ``with`` block, or by `close`."""
+    """An object that is closed at the end of a ``with`` block, or by `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave everything as it was found."""
+        """Restore everything to its original state."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +59,7 @@ class Closing(ABC):
 
 
 class Uncopied:
-    """What hooks into a model, a device or the files of this process: a copy would do so a second time.
+    """An object that hooks into a model, a device or files of this process, and that a copy would hook a second time.
 
     Attributes:
         instead: What to do instead of copying or pickling it.
@@ -68,7 +68,7 @@ class Uncopied:
     instead = "save its state_dict(), and load that into one that is made for the other model."
 
     def __reduce_ex__(self, protocol: object, /) -> NoReturn:
-        """Refuse to be pickled or copied.
+        """Reject pickling and copying.
 
         Raises:
             InputTypeError: Always.
@@ -86,70 +86,70 @@ class GradScaler(Protocol):
     """A loss scaler with the call forms of `torch.amp.GradScaler`."""
 
     def is_enabled(self) -> bool:
-        """Say whether the scaler does anything."""
+        """Return whether the scaler does anything."""
 
     def scale(self, outputs: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the current scale."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimiser's gradients by the scale, and note infinities."""
+        """Divide the optimizer's gradients by the scale, and record infinities."""
 
     def step(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Step the optimiser unless an infinity was noted."""
+        """Step the optimizer unless an infinity was recorded."""
 
     def update(self) -> None:
-        """Adapt the scale, once after all optimisers."""
+        """Adapt the scale, once after all optimizers."""
 
 
 class Scheduler(Protocol):
     """A learning-rate schedule."""
 
     def step(self) -> Any:
-        """Advance by one optimiser step."""
+        """Advance by one optimizer step."""
 
 
 class Average(Protocol):
     """A running average of a model's weights, such as `torch.optim.swa_utils.AveragedModel`."""
 
     def update_parameters(self, model: torch.nn.Module) -> Any:
-        """Take the model's weights in."""
+        """Update the average with the model's weights."""
 
 
 class MemoryWatch(Protocol):
-    """Somebody who knows a device's memory, such as `memkit.MemoryManager`."""
+    """A monitor of a device's memory, such as `memkit.MemoryManager`."""
 
     def available_bytes(self) -> int:
-        """Return what tensors can still take."""
+        """Return the bytes still available to tensors."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A context that measures its block."""
+        """Return a context that measures its block."""
 
     def mark(self, name: str, *, note: dict[str, Any] | None = None) -> None:
-        """Note an event."""
+        """Record an event."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something that can be saved, and gone on with."""
+    """An object whose state can be saved and resumed."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return its state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Put a state back."""
+        """Restore a state."""
 
 
 @runtime_checkable
 class ResumableOrder(Protocol):
-    """A batch sampler whose batches follow from seed and epoch, such as `memkit.points.BudgetBatchSampler`."""
+    """A batch sampler whose batches are determined by seed and epoch, such as `memkit.points.BudgetBatchSampler`."""
 
     epoch: int
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; the one that a state was loaded into goes on where it stood."""
+        """Set the epoch; the epoch of a loaded state resumes where it stopped."""
 
     def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
-        """Return seed, epoch, and ``num_done``, batches of the epoch that were trained on."""
+        """Return the seed, the epoch and ``num_done``, the number of the epoch's batches already trained on."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Go on in the middle of an epoch."""
+        """Resume in the middle of an epoch."""

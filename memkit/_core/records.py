@@ -1,4 +1,4 @@
-"""Nouns that packages share: frozen records of plain numbers. None means "not recorded", never zero."""
+"""Records shared by the packages: frozen, with plain numbers. None means "not recorded", never zero."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What one device's allocator and driver say. A figure that the backend does not count is None.
+    """Counters of one device's allocator and driver. A counter that the backend does not have is None.
 
     Attributes:
         allocated_bytes: Bytes in live tensors.
         reserved_bytes: Bytes that the allocator holds, live or cached.
         peak_bytes: Largest ``allocated_bytes`` since the last reset.
         reserved_peak_bytes: Largest ``reserved_bytes`` since the last reset.
-        inactive_split_bytes: Cached bytes in blocks that are in use in part, so that they cannot be given back.
-        free_bytes: Bytes that the driver would still hand out, to any process.
+        inactive_split_bytes: Cached bytes in partly used blocks, which cannot be returned to the driver.
+        free_bytes: Bytes that the driver can still hand out, to any process.
         total_bytes: The device's usable capacity.
     """
 
@@ -30,13 +30,14 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The host's memory as this process may use it.
+    """Host memory available to this process.
 
     Attributes:
         rss_bytes: Resident bytes of this process.
-        available_bytes: Bytes that this process can still take before the tightest limit stops it.
+        available_bytes: Bytes that this process can still allocate before it hits the tightest limit.
         total_bytes: The tightest capacity: machine, container or resource limit.
-        limited_by: What sets ``available_bytes``: ``"machine"``, ``"cgroup"``, ``"RLIMIT_DATA"`` or ``"RLIMIT_AS"``.
+        limited_by: The limit behind ``available_bytes``: ``"machine"``, ``"cgroup"``, ``"RLIMIT_DATA"`` or
+            ``"RLIMIT_AS"``.
     """
 
     rss_bytes: int
@@ -47,19 +48,19 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemorySnapshot:
-    """What a device and the host hold at one instant.
+    """Device and host memory at one instant.
 
     Attributes:
         allocated_bytes: Bytes in live tensors on the device; on the CPU only inside `MemoryManager.track`.
         reserved_bytes: Bytes that the device's allocator holds, live or cached.
         peak_bytes: Largest ``allocated_bytes`` of the run.
-        free_bytes: Bytes that the device would still hand out: to any process; on the CPU, to this one.
+        free_bytes: Bytes that the device can still hand out: to any process; on the CPU, to this one.
         total_bytes: The device's usable capacity; on the CPU the tightest of machine, container and resource limits.
         host_rss_bytes: Resident bytes of this process.
         host_peak_bytes: Largest resident bytes of this process.
-        host_available_bytes: Bytes that this process can still take on the host before the tightest limit stops it.
-        host_total_bytes: That limit.
-        host_limited_by: Which it is: ``"machine"``, ``"cgroup"``, ``"RLIMIT_DATA"`` or ``"RLIMIT_AS"``.
+        host_available_bytes: Bytes that this process can still allocate on the host before it hits the tightest limit.
+        host_total_bytes: The tightest host capacity.
+        host_limited_by: The tightest limit: ``"machine"``, ``"cgroup"``, ``"RLIMIT_DATA"`` or ``"RLIMIT_AS"``.
     """
 
     allocated_bytes: int | None

@@ -1,4 +1,4 @@
-"""Checks of settings and of records: one typed error that names the key."""
+"""Validation of settings and records: one typed error that names the key."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 
 class Checker:
-    """Refuses values of one call.
+    """Validate the arguments of one call.
 
     Args:
         call: The user's call, for messages.
-        error: What is raised: `ConfigError` for settings, `InputError` for records.
+        error: Exception type to raise: `ConfigError` for settings, `InputError` for records.
     """
 
     def __init__(self, call: str, error: type[MemkitError] = ConfigError) -> None:
@@ -28,7 +28,7 @@ class Checker:
         self._error = error
 
     def refuse(self, name: str, value: object, expected: str) -> MemkitError:
-        """The error that names a key; to be raised."""
+        """Return an error that names the key, for the caller to raise."""
         shown = repr(value)
         return self._error(
             self.call,
@@ -38,7 +38,7 @@ class Checker:
         )
 
     def number(self, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-        """A finite number from ``low`` to ``high``."""
+        """Return a finite number from ``low`` to ``high``."""
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         try:
             found = float(value) if is_number else math.nan
@@ -50,52 +50,52 @@ class Checker:
         return found
 
     def whole(self, name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
-        """A whole number from ``low`` to ``high``."""
+        """Return an integer from ``low`` to ``high``."""
         found = as_whole(value)
         if found is None or not low <= found <= high:
             raise self.refuse(name, value, f"a whole number from {low} to {high}")
         return found
 
     def flag(self, name: str, value: Any) -> bool:
-        """A bool."""
+        """Return a bool."""
         if not isinstance(value, bool):
             raise self.refuse(name, value, "True or False")
         return value
 
     def choice(self, name: str, value: Any, known: Collection[str]) -> str:
-        """One of some words."""
+        """Return one of the known words."""
         if not isinstance(value, str) or value not in known:
             raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)))
         return value
 
     def items(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
-        """A list or a tuple, of a length."""
+        """Return a list or tuple as a tuple, of the given length if any."""
         if not isinstance(value, (list, tuple)) or length not in (None, len(value)):
             raise self.refuse(name, value, "a list" if length is None else f"a list of {length}")
         return tuple(value)
 
     def series(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
-        """A list, or what gives its items in order as one does: an array, a range."""
+        """Return the items of a list or another ordered iterable, such as an array or a range."""
         is_series = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set, Mapping))
         has_items = is_series and getattr(value, "ndim", 1) > 0
         return self.items(name, tuple(value) if has_items else value, length)
 
     def triple(self, name: str, value: Any, low: float = -math.inf) -> tuple[float, float, float]:
-        """Three numbers."""
+        """Return three numbers."""
         x, y, z = (self.number(name, each, low) for each in self.items(name, value, 3))
         return x, y, z
 
     def axes(self, name: str, value: Any) -> str:
-        """Some of X, Y and Z, each once."""
+        """Return a selection of X, Y and Z without repeats."""
         if not isinstance(value, str) or set(value) - set("XYZ") or len(set(value)) != len(value):
             raise self.refuse(name, value, "some of the letters X, Y and Z, each once")
         return value
 
     def record(self, cls: type[T], value: Any) -> T:
-        """A dataclass from a mapping, whose keys are checked first; the class checks the values."""
+        """Build a dataclass from a mapping; its keys are checked here, its values by the class."""
         if not isinstance(value, Mapping):
             raise self.refuse(cls.__name__, value, "a mapping of names to values")
-        fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type] # they are dataclasses
+        fields = [each for each in dataclasses.fields(cls) if each.init]  # type: ignore[arg-type] # a dataclass
         known = [each.name for each in fields]
         for key in value:
             if key not in known:
@@ -114,7 +114,7 @@ class Checker:
 
 
 def as_whole(value: Any) -> int | None:
-    """A whole number of any kind, such as NumPy's, as an int; None for what is none, a bool among them."""
+    """Return an integer of any type, such as NumPy's, as an int; None for anything else, including a bool."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:

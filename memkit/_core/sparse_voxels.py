@@ -1,4 +1,4 @@
-"""Volumes of which only the occupied voxels are kept: their coordinates, and one row of features for each."""
+"""Sparse volumes that store only the occupied voxels: their coordinates, and one row of features for each."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ Triple = tuple[int, int, int]
 
 
 class Pairs(NamedTuple):
-    """The sites that one offset of a kernel joins, and its mirror image the other way round.
+    """Pairs of sites connected by one kernel offset, and in reverse by the mirrored offset.
 
     Attributes:
-        number: Of the offset within the kernel, before its centre; the mirror image has the last number minus this.
-        near: (P,) int32, rows of sites.
-        far: (P,) int32, rows of the sites that lie at the offset from these.
+        number: Index of the offset within the kernel, before its center; the mirrored offset has the last index minus
+            this one.
+        near: (P,) int32, row indices of sites.
+        far: (P,) int32, row indices of the sites at that offset from ``near``.
     """
 
     number: int
@@ -34,10 +35,10 @@ class Pairs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sites:
-    """Which voxels are occupied. Sorted once; what convolutions ask about neighbours is kept here, and goes with it.
+    """Occupied voxels of a volume. Sorted once; the neighbor pairs that convolutions need are cached here.
 
     Attributes:
-        coords: (N, 4) int64: sample, and place along D, H, W; no two alike, in any order.
+        coords: (N, 4) int64: sample index, and position along D, H, W; unique, in any order.
         shape: (D, H, W).
         batch_size: Number of samples.
     """
@@ -69,9 +70,9 @@ class Sites:
         return LinearKeys((0, 0, 0, 0), (self.batch_size, *self.shape), (0, *margin))
 
     def pairs(self, kernel: Triple, dilation: Triple) -> list[Pairs]:
-        """Which sites see each other through a kernel; found once for each kernel size and dilation.
+        """Return the pairs of sites connected by a kernel; computed once per kernel size and dilation.
 
-        Memory cost: 4 bytes for each neighbour of each site, as long as the sites live; no table of the volume.
+        Memory cost: 4 bytes for each neighbor of each site, as long as the sites are alive; no dense lookup table.
         """
         if (kernel, dilation) not in self._maps:
             self._maps[kernel, dilation] = self._find_pairs(kernel, dilation)
@@ -82,7 +83,7 @@ class Sites:
         numbers, keys = self._numbers((far[0], far[1], far[2])), self._keys((far[0], far[1], far[2]))
         ordered = keys[self._order]
         axes = (range(-reach, reach + 1, step) for reach, step in zip(far, dilation, strict=True))
-        offsets = itertools.islice(itertools.product(*axes), math.prod(kernel) // 2)  # up to the centre
+        offsets = itertools.islice(itertools.product(*axes), math.prod(kernel) // 2)  # up to the center
         found = []
         for number, offset in enumerate(offsets):
             wanted = keys + numbers.step((0, *offset))
@@ -94,14 +95,14 @@ class Sites:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseVoxels:
-    """A volume (B, C, D, H, W) of which only the occupied voxels are kept.
+    """A volume (B, C, D, H, W) that stores only the occupied voxels.
 
-    Make it with `from_coords` or `from_dense`. What is known about the coordinates (their order, who is whose
-    neighbour) is found once, and shared by all that `with_features` gives.
+    Create it with `from_coords` or `from_dense`. Everything derived from the coordinates (their order, their
+    neighbors) is computed once, and shared by all volumes that `with_features` returns.
 
     Attributes:
-        sites: Which voxels are occupied.
-        features: (N, C), any floating dtype; a gradient flows through it.
+        sites: The occupied voxels.
+        features: (N, C), any floating dtype; differentiable.
 
     Memory cost: the features, and 40 bytes for each voxel.
 
@@ -122,7 +123,7 @@ class SparseVoxels:
 
     def __post_init__(self) -> None:
         coords, features = self.sites.coords, without_affine(self.features)
-        object.__setattr__(self, "features", features)  # rows of voxels lie nowhere in the world
+        object.__setattr__(self, "features", features)  # rows of voxels have no position in world space
         if not features.is_floating_point() or features.dim() != 2 or len(features) != len(coords):
             raise InputTypeError(
                 CALL,
@@ -142,18 +143,18 @@ class SparseVoxels:
     def from_coords(
         cls, coords: Tensor, features: Tensor, *, shape: Sequence[int], batch_size: int = 1
     ) -> SparseVoxels:
-        """Take coordinates and features.
+        """Create a sparse volume from coordinates and features.
 
         Args:
-            coords: (N, 4) integers: sample, and place along D, H, W; (N, 3) without the sample, for one sample. Any
-                order.
+            coords: (N, 4) integers: sample index, and position along D, H, W; (N, 3) without the sample index, for one
+                sample. Any order.
             features: (N, C), floating point.
             shape: (D, H, W).
             batch_size: Number of samples.
 
         Raises:
-            InputTypeError: Coordinates are no integers, or features no rows of floats.
-            InputError: A coordinate comes twice, or lies outside of the volume.
+            InputTypeError: The coordinates are not integers, or the features are not rows of floats.
+            InputError: A coordinate is repeated, or lies outside the volume.
         """
         if coords.dim() == 2 and coords.shape[1] == 3 and batch_size == 1:
             coords = torch.nn.functional.pad(coords, (1, 0))
@@ -169,14 +170,14 @@ class SparseVoxels:
 
     @classmethod
     def from_dense(cls, volume: Tensor, *, mask: Tensor | None = None) -> SparseVoxels:
-        """Take the voxels of a volume that are not zero in some channel, or those of a mask.
+        """Create a sparse volume from the voxels that are nonzero in any channel, or from those in a mask.
 
         Args:
-            volume: (B, C, D, H, W), floating point. A gradient flows back into the voxels that are kept.
-            mask: (B, D, H, W) bool: which voxels are kept.
+            volume: (B, C, D, H, W), floating point. Gradients flow back to the voxels that are kept.
+            mask: (B, D, H, W) bool: True for voxels to keep.
 
         Raises:
-            InputTypeError: The volume has another form.
+            InputTypeError: The volume or the mask has the wrong shape or dtype.
         """
         if volume.dim() != 5 or not volume.is_floating_point():
             raise InputTypeError(
@@ -201,7 +202,7 @@ class SparseVoxels:
 
     @property
     def coords(self) -> Tensor:
-        """(N, 4) int64: sample, and place along D, H, W."""
+        """(N, 4) int64: sample index, and position along D, H, W."""
         return self.sites.coords
 
     @property
@@ -216,15 +217,15 @@ class SparseVoxels:
 
     @property
     def occupancy(self) -> float:
-        """Share of the voxels that is occupied."""
+        """Fraction of voxels that are occupied."""
         return len(self.coords) / max(self.batch_size * math.prod(self.shape), 1)
 
     def with_features(self, features: Tensor) -> SparseVoxels:
-        """Other features (N, C) at the same sites."""
+        """Return a volume with other features (N, C) at the same sites."""
         return SparseVoxels(self.sites, features)
 
     def to_dense(self) -> Tensor:
-        """The volume (B, C, D, H, W), zero where nothing is; a gradient flows back."""
+        """Return the dense volume (B, C, D, H, W), zero at empty voxels; differentiable."""
         volume = self.features.new_zeros(self.batch_size, self.features.shape[1], *self.shape)
         sample, *places = self.coords.unbind(1)
         volume[sample, :, places[0], places[1], places[2]] = self.features
@@ -232,12 +233,12 @@ class SparseVoxels:
 
 
 def carries_affine(x: object) -> bool:
-    """Whether a tensor knows where it lies in the world: a subclass with an ``affine``, such as MONAI's MetaTensor."""
+    """Whether a tensor carries a position in world space: a subclass with an ``affine``, such as MONAI's MetaTensor."""
     return isinstance(x, Tensor) and type(x) is not Tensor and getattr(x, "affine", None) is not None
 
 
 def without_affine(x: Tensor) -> Tensor:
-    """Return a plain tensor where the affine would not follow what is made of it; a gradient flows back."""
+    """Convert to a plain tensor, for results that the affine would not describe; differentiable."""
     return x.as_subclass(Tensor) if carries_affine(x) else x
 
 

@@ -1,4 +1,4 @@
-"""Sizes: bytes are ints inside memkit; text with a unit comes in, and GiB goes out to people.
+"""Sizes: ints of bytes inside memkit, parsed from text with a unit and formatted for people in binary units.
 
 GB is 10^9 bytes and GiB is 2^30 bytes, everywhere. The number on a graphics card's box counts GiB.
 """
@@ -31,7 +31,7 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
     Args:
         value: Bytes as an int, or text with a unit, such as ``"24GiB"``, ``"24 GB"`` or ``"1.5MiB"``
             (upper or lower case). A fraction of a byte is rounded down.
-        name: What the size is, for the error message.
+        name: Name of the size, for the error message.
 
     Returns:
         The size in bytes, zero or more.
@@ -64,20 +64,20 @@ def parse_bytes(value: SupportsIndex | str, *, name: str = "size") -> int:
 
 
 def parse_budget(budget: SupportsIndex | str | float, total_bytes: int | None, *, name: str = "budget") -> int:
-    """Read how much of a device may be used.
+    """Parse a memory budget for a device.
 
     Args:
         budget: Bytes as an int, text with a unit, or a fraction of the capacity as a float in (0, 1].
-        total_bytes: The capacity; None where it is not known.
-        name: What the budget is, for the error message.
+        total_bytes: The capacity; None if unknown.
+        name: Name of the budget, for the error message.
 
     Returns:
         The budget in bytes.
 
     Raises:
-        ConfigError: It is nothing, a fraction is above 1, or of a capacity that is not known.
-        InputTypeError: ``budget`` is no size.
-        InputError: Text that is no size, or a negative number.
+        ConfigError: The budget is zero, or a float that is outside (0, 1] or given for an unknown capacity.
+        InputTypeError: ``budget`` is not a size.
+        InputError: ``budget`` is text that is not a size, or a negative number.
     """
     if not isinstance(budget, float):
         num_bytes = parse_bytes(budget, name=name)
@@ -109,7 +109,7 @@ def _parse_text(value: str, call: str) -> int:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a size for people: binary units with two decimals, plain bytes below 1 KiB.
+    """Format a size for people: binary units with two decimals, plain bytes below 1 KiB.
 
     Args:
         num_bytes: A size or a difference of sizes in bytes; may be negative.

@@ -1,8 +1,8 @@
-"""One integer for each cell of a grid: row-major numbers, and Morton codes; both exact, and read back.
+"""Integer keys for grid cells: row-major numbers and Morton codes, both exact and invertible.
 
-Row-major numbers (`LinearKeys`) turn a step to a neighbour into an addition. Morton codes interleave the bits of the
-coordinates: in their order the cells of every coarser power-of-two grid lie together, ``code >> num_axes`` is the cell
-that holds a cell.
+Row-major numbers (`LinearKeys`) turn a step to a neighbor into an addition. Morton codes interleave the bits of the
+coordinates: in Morton order, the cells of every coarser power-of-two grid are contiguous, and ``code >> num_axes`` is
+the code of the parent cell.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 
-MORTON_BITS = {2: 31, 3: 21}  # of each coordinate, for so many axes: together they fit into an int64 without its sign
-_MOST_KEYS = 2**62  # so that a key and a step from it stay within an int64
+MORTON_BITS = {2: 31, 3: 21}  # bits per coordinate, by number of axes: together they fit into a non-negative int64
+_MOST_KEYS = 2**62  # so that a key plus a step stays within an int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class LinearKeys:
     """Row-major numbers of the cells of a box.
 
     Attributes:
-        origin: Lowest coordinates, may be negative.
-        shape: Cells along each axis. A batch index may be the first axis.
-        margin: How far steps go along each axis: numbers are left free between rows, so that a step out of the box
-            never ends on the number of a cell in it. Empty means 0 for all.
+        origin: Lowest coordinates; may be negative.
+        shape: Number of cells along each axis. A batch index may be the first axis.
+        margin: Maximum step along each axis: numbers are left free between rows, so that a step out of the box
+            never lands on the number of a cell inside. Empty means 0 for all axes.
 
     Raises:
         InputError: The box has too many cells to number; the message names its extent.
@@ -49,7 +49,7 @@ class LinearKeys:
 
     @classmethod
     def cover(cls, coords: Tensor, *, margin: Sequence[int] = ()) -> LinearKeys:
-        """The smallest box that holds some coordinates.
+        """Return the keys of the smallest box that contains the coordinates.
 
         Args:
             coords: (N, A) int.
@@ -62,7 +62,7 @@ class LinearKeys:
 
     @property
     def _periods(self) -> list[int]:
-        """Numbers from one cell to the next along each axis, as digits of a mixed radix."""
+        """Return the number of keys per axis, as the radices of a mixed-radix number."""
         return [size + extra for size, extra in zip(self.shape, self.margin or (0,) * len(self.shape), strict=True)]
 
     def encode(self, coords: Tensor, *, call: str = "LinearKeys.encode(coords)") -> Tensor:
@@ -77,7 +77,7 @@ class LinearKeys:
 
         Raises:
             InputTypeError: The coordinates are not integers.
-            InputError: One is outside of the box.
+            InputError: A coordinate is outside the box.
         """
         _refuse_other_coords(coords, (len(self.shape),), call)
         _refuse_outside(coords, self.origin, self.shape, call)
@@ -87,7 +87,7 @@ class LinearKeys:
         return keys
 
     def decode(self, keys: Tensor) -> Tensor:
-        """The coordinates of numbers: (N,) int64 to (N, A) int64."""
+        """Return the coordinates of keys: (N,) int64 to (N, A) int64."""
         coords = keys.new_empty(len(keys), len(self.shape))
         for axis, period in reversed(list(enumerate(self._periods))):
             torch.remainder(keys, period, out=coords[:, axis])
@@ -95,7 +95,7 @@ class LinearKeys:
         return coords.add_(torch.tensor(self.origin, device=keys.device))
 
     def step(self, offset: Sequence[int]) -> int:
-        """What to add to a key for the cell that lies ``offset`` further; no farther than ``margin`` along an axis."""
+        """Return the key difference for a step by ``offset``, which may be at most ``margin`` along each axis."""
         total = 0
         for period, each in zip(self._periods, offset, strict=True):
             total = total * period + each
@@ -110,11 +110,11 @@ def morton_encode(coords: Tensor, *, call: str = "morton_encode(coords)") -> Ten
         call: The user's call, for messages.
 
     Returns:
-        (N,) int64, not negative.
+        (N,) int64, non-negative.
 
     Raises:
         InputTypeError: The coordinates are not integers.
-        InputError: One is outside of these ranges.
+        InputError: A coordinate is outside these ranges.
     """
     _refuse_other_coords(coords, tuple(MORTON_BITS), call)
     num_axes = coords.shape[1]
@@ -129,7 +129,7 @@ def morton_encode(coords: Tensor, *, call: str = "morton_encode(coords)") -> Ten
 
 
 def morton_decode(codes: Tensor, num_axes: int) -> Tensor:
-    """The coordinates of Morton codes: (N,) int64 to (N, num_axes) int64."""
+    """Return the coordinates of Morton codes: (N,) int64 to (N, num_axes) int64."""
     masks = _masks(num_axes)
     shifts = torch.arange(num_axes - 1, -1, -1, device=codes.device)
     coords = codes[:, None] >> shifts & masks[-1]
@@ -138,11 +138,11 @@ def morton_decode(codes: Tensor, num_axes: int) -> Tensor:
     return coords
 
 
-_GROUPS = (16, 8, 4, 2, 1)  # bits that stay together while bits are spread, step by step
+_GROUPS = (16, 8, 4, 2, 1)  # size of the bit groups that stay together at each spreading step
 
 
 def _masks(num_axes: int) -> list[int]:
-    """Where the bits of one coordinate are, from all together to ``num_axes`` apart."""
+    """Return the bit masks of one coordinate at each step, from contiguous to ``num_axes`` apart."""
     bits = MORTON_BITS[num_axes]
     return [2**bits - 1] + [
         sum(2 ** (place // group * group * num_axes + place % group) for place in range(bits)) for group in _GROUPS

@@ -1,1 +1,1 @@
-"""Logs of memory: what they hold, and how they are written and read."""
+"""Memory logs: their contents, writing and reading."""

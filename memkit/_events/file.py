@@ -1,6 +1,6 @@
-"""Parse one memory log file, whatever a kill left of it: JSON lines, the older JSON array, or another program's file.
+"""Parse one memory log file, even if truncated: JSON lines, the older JSON array, or another program's file.
 
-What a file is, its first bytes say; its name does not matter.
+The format is detected from the first bytes; the file name does not matter.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from memkit._events.log import BYTE_FIELDS, EVENT_KEYS, Event, LoggedDevice, Log
 from memkit._events.writer import LONGEST_LINE_BYTES, looks_like_log
 
 _CHUNK_BYTES = 2**20
-_LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines have to be held whole: of the older form some 4 million events
+_LARGEST_WHOLE_BYTES = 2**28  # all but JSON lines must be held whole: about 4 million events in the older format
 Form = Literal["lines", "array", "snapshot", "trace"]
-OWN = "memkit"  # of our own events in a trace the category, and the key of the rest in its otherData
+OWN = "memkit"  # category of memkit's own events in a trace, and key of the rest in its otherData
 _SNAPSHOT_START = b"\x80"  # of every pickle since protocol 2
 _GZIP_START = b"\x1f\x8b"
 _SCHEMA = re.compile(r"memkit\.events/1(\.\d+)?", re.ASCII)  # a minor version only adds keys
@@ -39,21 +39,21 @@ _BYTE_FIELDS = frozenset(BYTE_FIELDS)
 
 
 class EventFile:
-    """What one file holds; it is read by the constructor.
+    """Contents of one file, which the constructor reads.
 
     Attributes:
-        headers: One for each run.
-        events: The events in the file's order; `Event.run` counts ``num_runs_before`` in.
-        seconds: For each event the wall time at which it stands among other files' events: it never falls.
-        form: What the file is.
-        problems: One sentence each.
+        headers: One header for each run.
+        events: The events in the file's order; `Event.run` includes ``num_runs_before``.
+        seconds: For each event, the wall time for merging with other files' events; it never decreases.
+        form: Format of the file.
+        problems: Problems found, one sentence each.
 
     Args:
         path: The file.
         num_runs_before: Number of headers in the files before this one.
 
     Raises:
-        FileFormatError: The file is no log, or a part of it is wrong.
+        FileFormatError: The file is not a log, or a part of it is invalid.
         OSError: The file cannot be read.
     """
 
@@ -89,7 +89,7 @@ class EventFile:
             )
 
     def _read_lines(self, file: BinaryIO) -> None:
-        cut = ""  # what is wrong with the line before, if it may have been cut
+        cut = ""  # problem with the previous line, if it may have been cut
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE_BYTES + 1), b""), start=1):
             where = f"line {number}"
             if len(line) > LONGEST_LINE_BYTES:
@@ -112,7 +112,7 @@ class EventFile:
         self._note_ends()
 
     def _parse_line(self, where: str, line: bytes) -> Any:
-        """Return the line's JSON value, or, where it may have been cut, what is wrong with it."""
+        """Return the line's JSON value, or a description of the problem if it may have been cut."""
         try:
             return _parse(line)
         except NotWholeError as error:
@@ -159,7 +159,7 @@ class EventFile:
         self._seen.add(mark)
 
     def _add_record(self, where: str, record: dict[str, Any], index: int | None) -> None:
-        """Take the values of an event, which stands under one of this file's headers or under none."""
+        """Add the values of an event, which belongs to one of this file's headers or to none."""
         values = _known(record, _EVENT_KEYS, self._unknown)
         values.setdefault("event", None)
         wall_s = None
@@ -174,7 +174,7 @@ class EventFile:
         self._note_second(wall_s if event.wall_s is None else event.wall_s)
 
     def _note_second(self, wall_s: float | None) -> None:
-        """A clock that is set back must not turn the file's own order round."""
+        """Record a wall time; a clock that is set back must not reverse the file's own order."""
         before = self.seconds[-1] if self.seconds else -math.inf
         self.seconds.append(before if wall_s is None else max(before, wall_s))
 
@@ -188,8 +188,8 @@ class EventFile:
             yield chunk
 
     def _read_import(self, file: BinaryIO, start: bytes) -> None:
-        """Take what another program wrote, or we wrote for another program."""
-        # Most files are logs: they need not wait for the other readers.
+        """Read a file that another program wrote, or that memkit exported for another program."""
+        # Most files are logs: they need not import the other readers.
         from memkit._events.snapshot_log import read_snapshot
         from memkit._events.trace_file import Trace, read_profile, unzipped
 
@@ -216,7 +216,7 @@ class EventFile:
             self._note_second(event.wall_s)
 
     def _read_own(self, own: dict[str, Any], records: list[tuple[int, dict[str, Any]]]) -> None:
-        """Take a trace of `memkit.report.export_log` back."""
+        """Read a trace back that `memkit.report.export_log` wrote."""
         headers = own.get("headers")
         if own.get("form") not in get_args(Form) or not isinstance(headers, list):
             self._fail(f"otherData: {short(own)}", "the form and the headers of a log")
@@ -241,7 +241,7 @@ class EventFile:
         try:
             for index, record in enumerate(stream.elements()):
                 if wrong is not None and stream.num_chars > _CHUNK_BYTES:
-                    break  # nearby, an error in the text itself would say more
+                    break  # near the end, an error from the text itself is more informative
                 if stream.may_have_halves:
                     _check_characters(record)
                 try:
@@ -307,7 +307,7 @@ def _parse(data: bytes) -> Any:
 
     Raises:
         NotWholeError: The text may have been cut.
-        ValueError: The text is whole, but repeats a key, is nested too deeply, or holds what JSON does not have.
+        ValueError: The text is complete, but repeats a key, is nested too deeply, or contains invalid JSON values.
     """
     try:
         text = data.decode()
@@ -325,7 +325,7 @@ def _parse(data: bytes) -> Any:
 
 
 def _check_characters(value: object) -> None:
-    """Refuse what UTF-8 cannot hold: an escape can spell half a character."""
+    """Reject strings that UTF-8 cannot encode: an escape can produce a lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeError:
@@ -344,7 +344,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name}, which is no JSON number")
 
 
-# One for all lines: json.loads would make one for each.
+# Shared by all lines: json.loads would create one for each.
 _decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
 _decode = _decoder.decode
 
@@ -358,7 +358,7 @@ def _known(record: dict[str, Any], names: frozenset[str], unknown: Counter[str])
 
 
 def _header_values(record: dict[str, Any], unknown: Counter[str]) -> dict[str, Any]:
-    """Make records of the parts of a header that are records; what has another form is left for the header's check."""
+    """Convert the nested records of a header; invalid parts are left for the header's own check."""
     values = {"run_id": None, "wall_s": None} | {name: value for name, value in record.items() if value is not None}
     if isinstance(values.get("argv"), list):
         values["argv"] = tuple(values["argv"])

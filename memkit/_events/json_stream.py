@@ -1,6 +1,6 @@
-"""Parse JSON piece by piece, so that a file takes the memory of what is kept of it, not of all that stands in it.
+"""Parse JSON piece by piece, so that memory use depends on the values that are kept, not on the whole file.
 
-``[{},{},...]`` takes 24 times its own size when it is parsed as a whole, and a thousandth of it when it is packed.
+``[{},{},...]`` takes 24 times its own size when parsed as a whole, and a thousandth of its size when compressed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, Final
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _AFTER: Final = frozenset(" \t\n\r,:]}")
 _HALF: Final = re.compile(r"\\u[dD]")
-_LARGEST_CHARS: Final = 2**24  # of one value: a line of a log may have as many bytes
+_LARGEST_CHARS: Final = 2**24  # per value: a line of a log may have that many bytes
 _SMALL_CHARS: Final = 2**20
-_CHARS_PER_CONTAINER: Final = 16  # of a large value, at least: it holds texts and numbers
+_CHARS_PER_CONTAINER: Final = 16  # minimum for a large value, since it holds strings and numbers
 
 
 class NotWholeError(ValueError):
-    """The text is no JSON, so that it may be the beginning of some."""
+    """The text is not valid JSON, and may be a truncated document."""
 
 
 def check_density(text: str, start: int = 0) -> None:
-    """Refuse a large value that consists of hardly anything but containers, before it is parsed.
+    """Reject a large value that consists almost only of containers, before it is parsed.
 
     Raises:
-        ValueError: It would take far more memory than it has characters.
+        ValueError: The value would take far more memory than its length.
     """
     num_chars = len(text) - start
     if num_chars > _SMALL_CHARS:
@@ -37,15 +37,15 @@ def check_density(text: str, start: int = 0) -> None:
 
 
 class JsonStream:
-    """A JSON text, of which one value after the other is asked for.
+    """A JSON text, parsed one value at a time on request.
 
     Args:
-        chunks: The text in UTF-8, in pieces of any length.
+        chunks: The text in UTF-8, in chunks of any length.
         decoder: Parses the values.
 
     Raises:
-        NotWholeError: The text is no JSON; of all methods.
-        ValueError: The decoder refuses a value, or a value is too large; of all methods.
+        NotWholeError: The text is not valid JSON; raised by all methods.
+        ValueError: The decoder rejects a value, or a value is too large; raised by all methods.
     """
 
     def __init__(self, chunks: Iterable[bytes], decoder: json.JSONDecoder) -> None:
@@ -56,16 +56,16 @@ class JsonStream:
 
     @property
     def num_chars(self) -> int:
-        """Characters that were passed over or parsed."""
+        """Number of characters skipped or parsed."""
         return self._num_before + self._at
 
     @property
     def may_have_halves(self) -> bool:
-        """Whether an escape in the last value spells half of a surrogate pair."""
+        """Whether an escape in the last value may be half of a surrogate pair."""
         return self._has_halves
 
     def peek(self) -> str:
-        """Return the next character that is no space; nothing at the end of the text."""
+        """Return the next non-space character; empty at the end of the text."""
         while True:
             found = _SPACE.match(self._text, self._at)
             self._at = found.end() if found else self._at
@@ -75,7 +75,7 @@ class JsonStream:
                 return ""
 
     def expect(self, characters: str) -> str:
-        """Pass over the next character that is no space, which must be one of these."""
+        """Skip the next non-space character, which must be one of these."""
         found = self.peek()
         if not found or found not in characters:
             names = " or ".join(repr(each) for each in characters)
@@ -84,7 +84,7 @@ class JsonStream:
         return found
 
     def expect_end(self) -> None:
-        """See that nothing comes any more."""
+        """Check that nothing follows."""
         if self.peek():
             raise NotWholeError(f"no JSON at character {self.num_chars} (Extra data)")
 
@@ -95,20 +95,20 @@ class JsonStream:
             try:
                 value, end = self._decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if not self._read_on(len(self._text) - self._at):  # as much again: the value is parsed once more
+                if not self._read_on(len(self._text) - self._at):  # double the text: the value is parsed again
                     raise NotWholeError(f"no JSON at character {self._num_before + error.pos} ({error.msg})") from None
             except RecursionError:
                 raise ValueError("JSON that is nested too deeply") from None
             else:
                 if (
                     self._text[end : end + 1] in _AFTER or not self._read_on()
-                ):  # else a number may go on: "1", "1.", "1e"
+                ):  # otherwise a number may continue: "1", "1.", "1e"
                     self._has_halves = self._any_halves and bool(_HALF.search(self._text, self._at, end))
                     self._at = end
                     return value
 
     def elements(self) -> Iterator[Any]:
-        """Parse the array that comes next, one element after the other."""
+        """Parse the next array, one element at a time."""
         self.expect("[")
         if self.peek() == "]":
             self.expect("]")
@@ -119,7 +119,7 @@ class JsonStream:
                 return
 
     def names(self) -> Iterator[str]:
-        """Parse the names in the object that comes next; after each, its value must be asked for."""
+        """Parse the names in the next object; the value must be read after each name."""
         self.expect("{")
         if self.peek() == "}":
             self.expect("}")
@@ -134,7 +134,7 @@ class JsonStream:
                 return
 
     def _read_on(self, num_chars: int = 1) -> bool:
-        """Get more text, ``num_chars`` if there are so many; say whether there was any."""
+        """Read at least ``num_chars`` more characters, if there are that many; return whether there were any."""
         if len(self._text) - self._at > _LARGEST_CHARS:
             raise ValueError(f"a value of over {_LARGEST_CHARS} characters at character {self.num_chars}")
         pieces, num_new = [self._text[self._at :]], 0

@@ -1,7 +1,7 @@
-"""What a memory log holds: events, and the header of the run that they belong to. Their checks are the log's law.
+"""Contents of a memory log: events, and the header of their run. Their validation defines the log format.
 
-An event or header that exists can be written and read back: the writer and the reader check no value again. Neither
-torch nor NumPy is imported: logs are also read on machines that have neither.
+Every event or header object can be written and read back: the writer and the reader do not validate values again.
+Neither torch nor NumPy is imported: logs are also read on machines that have neither.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import short
 from memkit._version import __version__
 
-_LARGEST_INT = 2**63 - 1  # what a signed 64-bit integer of any other reader holds; no memory is larger
-_LAST_SECOND = 10**11  # the year 5138; nanoseconds taken for seconds are beyond it
-_DEEPEST_NOTE = 32  # levels of lists and objects: far from what makes a JSON encoder fail
+_LARGEST_INT = 2**63 - 1  # fits into a signed 64-bit integer of any other reader; no memory is larger
+_LAST_SECOND = 10**11  # the year 5138; nanoseconds mistaken for seconds exceed it
+_DEEPEST_NOTE = 32  # levels of lists and objects: far below the limit of JSON encoders
 
 RecordKind = Literal["measured", "predicted", "sampled"]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a number comes from. None means "not recorded".
+    """Origin of a number. None means "not recorded".
 
     Attributes:
-        source: Who said it: ``"cuda_allocator"``, ``"dispatch"``, ``"profiler"``, ``"fake"``, ``"nvml"``, ``"driver"``,
+        source: Its source: ``"cuda_allocator"``, ``"dispatch"``, ``"profiler"``, ``"fake"``, ``"nvml"``, ``"driver"``,
             ``"rss"``, ``"user"``, or another name.
-        kind: ``"measured"`` (counted, exact), ``"predicted"`` (nothing ran), or ``"sampled"`` (looked at now and then:
-            a peak is at least this).
+        kind: ``"measured"`` (counted, exact), ``"predicted"`` (nothing ran), or ``"sampled"`` (read now and then: the
+            true peak is at least this).
     """
 
     source: str | None = None
@@ -53,28 +53,28 @@ class Event:
         time_ns: Monotonic clock in nanoseconds; comparable within one process.
         wall_s: Seconds since 1970; comparable between ranks as far as their clocks agree.
         phase: Path of the nested phases that the event belongs to, such as ``"train/forward"``.
-        component: The part of the model that it is about, such as ``"vae"``.
+        component: The part of the model that the event is about, such as ``"vae"``.
         step: Number of the training step.
-        rank: The process in a distributed run; the reader takes it from the header where the event has none.
-        duration_ns: How long it took, in nanoseconds of the host's clock.
-        allocated_bytes: Bytes in live tensors, as the allocator rounded them up.
-        requested_bytes: Bytes in live tensors, as they were asked for.
-        peak_bytes: Largest ``allocated_bytes`` since the event before, or during the phase.
+        rank: The process in a distributed run; the reader takes it from the header if the event has none.
+        duration_ns: Duration in nanoseconds of the host's clock.
+        allocated_bytes: Bytes in live tensors, as rounded up by the allocator.
+        requested_bytes: Bytes in live tensors, as requested.
+        peak_bytes: Largest ``allocated_bytes`` since the previous event, or during the phase.
         peak_total_bytes: Largest ``allocated_bytes`` since the run began.
         reserved_bytes: Bytes that the allocator holds, live or cached.
         reserved_peak_bytes: Largest ``reserved_bytes`` since the run began.
-        device_used_bytes: Bytes of the device in use by all processes, by the driver's count.
+        device_used_bytes: Bytes of the device in use by all processes, as counted by the driver.
         host_rss_bytes: Resident bytes of the process.
         host_peak_bytes: Largest resident bytes of the process.
-        incremental_bytes: What the event added, where only that is known.
-        source: Who said this event's numbers, where it is not who the header names; see `Origin`.
-        kind: How this event's numbers came about, where it is not as the header says; see `Origin`.
+        incremental_bytes: Bytes that the event added, if only that is known.
+        source: Source of this event's numbers, if different from the header's; see `Origin`.
+        kind: Kind of this event's numbers, if different from the header's; see `Origin`.
         note: Anything else, as plain JSON values with text keys; copied.
-        run: Which of `EventLog.headers` it stands under; set by the reader, never written.
+        run: Index into `EventLog.headers` of the event's header; set by the reader, never written.
 
     Raises:
-        InputTypeError: A value has the wrong type: a size must be an int, and a bool or a NumPy integer is none.
-        InputError: A number is negative or above 2**63 - 1, the name is empty, a note holds no plain JSON.
+        InputTypeError: A value has the wrong type: a size must be an int, not a bool or a NumPy integer.
+        InputError: A number is negative or above 2**63 - 1, the name is empty, or a note is not plain JSON.
 
     Example:
         >>> from memkit._events.log import Event
@@ -108,7 +108,7 @@ class Event:
     run: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        # Whatever may be wrong is looked at twice, so that what is right costs no calls: logs are long.
+        # Only suspicious values get the full check, so that valid values cost no calls: logs are long.
         for value in _get_counts(self):
             if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST_INT):
                 _refuse_counts(self)
@@ -136,7 +136,7 @@ class LoggedDevice:
     """The device that a run used.
 
     Attributes:
-        name: As the driver calls it.
+        name: Its name, as given by the driver.
         total_bytes: Its usable capacity.
         backend: ``"cuda"``, ``"hip"``, ``"xpu"``, ``"mps"``, ``"cpu"``, ...
     """
@@ -157,22 +157,22 @@ class LogHeader:
     """The first line of each run in a log. None means "not recorded". `LogHeader.new` fills in this process's values.
 
     Attributes:
-        run_id: Text that no other run has.
-        wall_s: When the run began, in seconds since 1970. Only files of other programs leave it open.
+        run_id: Text that is unique to the run.
+        wall_s: Start of the run, in seconds since 1970. Only files of other programs omit it.
         time_ns: The monotonic clock at that instant, in nanoseconds.
-        host: Name of the machine. It tells whoever reads the log how your machines are called.
-        rank: This process among the run's.
+        host: Name of the machine. It reveals your machine names to anyone who reads the log.
+        rank: Rank of this process in the run.
         world_size: Number of processes in the run.
-        device: What the run computed on.
+        device: The device that the run used.
         versions: Package to version, with ``"python"`` and ``"memkit"``.
-        argv: The command line. It may hold passwords, tokens and user names: left out unless it is passed.
-        git_commit: The commit of the user's code; memkit does not ask git.
-        config: The user's settings as plain JSON values. Whatever is put here is in the log for all to read.
-        fields: Origin of each kind of number (``allocated_bytes``, ...), for events that do not say otherwise.
+        argv: The command line. It may contain passwords, tokens and user names: left out unless passed.
+        git_commit: The commit of the user's code; memkit does not query git.
+        config: The user's settings as plain JSON values. Everything in it is readable by anyone who has the log.
+        fields: Origin of each kind of number (``allocated_bytes``, ...), for events that do not override it.
 
     Raises:
         InputTypeError: A value has the wrong type.
-        InputError: A number is out of range, a text is empty, or ``fields`` names what no event has.
+        InputError: A number is out of range, a text is empty, or ``fields`` names a number that events do not have.
     """
 
     run_id: str
@@ -201,7 +201,7 @@ class LogHeader:
         config: Mapping[str, Any] | None = None,
         fields: Mapping[str, Origin] | None = None,
     ) -> LogHeader:
-        """Make the header of a run that begins now in this process; arguments as the attributes say.
+        """Create the header of a run that begins now in this process; for the arguments, see the attributes.
 
         Example:
             >>> from memkit._events.log import LogHeader, Origin
@@ -252,13 +252,13 @@ def _refuse_counts(event: Event) -> None:
 
 
 def require_count(call: str, name: str, value: object) -> None:
-    """Refuse what is no integer from 0 to 2**63 - 1; a bool is none."""
+    """Reject anything but an integer from 0 to 2**63 - 1; a bool is rejected too."""
     if type(value) is not int or not 0 <= value <= _LARGEST_INT:
         raise _refusal(call, name, value, "an integer from 0 to 2**63 - 1", int)
 
 
 def require_rank(call: str, rank: int, world_size: int) -> None:
-    """Refuse a rank that a run of ``world_size`` processes does not have."""
+    """Reject a rank that a run of ``world_size`` processes does not have."""
     require_count(call, "rank", rank)
     require_count(call, "world_size", world_size)
     if not 0 <= rank < world_size:
@@ -266,7 +266,7 @@ def require_rank(call: str, rank: int, world_size: int) -> None:
 
 
 def _refusal(call: str, name: str, value: object, expected: str, *types: type[object]) -> InputError | InputTypeError:
-    """Make the error for a value: it is the type's fault unless the value has one of ``types``."""
+    """Create the error for a value: a type error unless the value has one of ``types``."""
     error = InputError if type(value) in types else InputTypeError
     return error(call, got=f"{name}={short(value)}", expected=expected, fix=f"pass such a {name}, or leave it out.")
 

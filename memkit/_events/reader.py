@@ -1,4 +1,4 @@
-"""Read memory logs: one file, several runs in it, a file for each rank, the older JSON array, snapshots, traces."""
+"""Read memory logs: single files, files with several runs, per-rank files, older JSON arrays, snapshots, traces."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class LogNotFoundError(InputError, FileNotFoundError):
 
 @dataclass(frozen=True, slots=True)
 class EventLog:
-    """A memory log as it was read.
+    """A memory log that was read.
 
     Attributes:
-        headers: One for each run and rank; none for the older form.
-        events: All events, in the file's order; of several files in the order of their wall times. ``event.run`` says
-            which header an event stands under.
-        form: What it was read from: ``"lines"``, our own; ``"array"``, the older JSON array, which knows names and one
+        headers: One for each run and rank; none for the older format.
+        events: All events, in the file's order; for several files, in the order of their wall times. ``event.run`` is
+            the index of an event's header.
+        form: Source format: ``"lines"``, memkit's own; ``"array"``, the older JSON array, which has only names and one
             number per event; ``"snapshot"``, a CUDA memory snapshot; ``"trace"``, a trace of torch.profiler.
-        problems: What a reader of the figures should know, one sentence each: a line that was cut, fields that this
-            memkit does not know, several runs in one file, a rank that is missing.
+        problems: Caveats about the figures, one sentence each: a line that was cut, fields unknown to this version of
+            memkit, several runs in one file, a missing rank.
     """
 
     headers: tuple[LogHeader, ...]
@@ -42,19 +42,19 @@ class EventLog:
 
     @property
     def is_legacy(self) -> bool:
-        """Whether it was the older JSON array."""
+        """Whether the log was in the older JSON array format."""
         return self.form == "array"
 
     def origin(self, event: Event, name: str) -> Origin:
-        """Say where one of an event's numbers comes from.
+        """Return the origin of one of an event's numbers.
 
         Args:
             event: One of ``events``.
             name: The number, such as ``"allocated_bytes"``.
 
         Returns:
-            What the event says, and where it says nothing, what its header says. ``Origin()`` where nobody says, and
-            for a number that is not recorded.
+            The event's own origin, or else its header's. ``Origin()`` if neither gives one, and for a number that is
+            not recorded.
 
         Raises:
             InputError: No event has a number of that name.
@@ -83,10 +83,10 @@ class EventLog:
 
 
 def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> EventLog:
-    """Read a memory log. It needs neither torch nor the machine that wrote it.
+    """Read a memory log, without torch or access to the machine that wrote it.
 
-    The last line of a run may be cut: it is left out, and ``problems`` says so. Anything else that is wrong is an error
-    that names the file and the line, or the index in an array: a log is never read in part without a word.
+    The last line of a run may be cut: it is left out, and ``problems`` says so. Any other defect is an error that names
+    the file and the line, or the index in an array: a log is never silently read in part.
 
     Args:
         path: A log file; the older JSON array ``[{"event": ..., "peak_memory": ...}, ...]``; a CUDA memory snapshot
@@ -95,16 +95,16 @@ def read_memory_events(path: str | os.PathLike[str] | Sequence[str | os.PathLike
             (``memory_events.jsonl`` for ``memory_events.rank0.jsonl``, ...); or the directory that holds one such log.
 
     Returns:
-        The log. ``peak_memory`` of the older form is ``peak_total_bytes``, ``incremental_memory`` is
-        ``incremental_bytes``. Each card of a snapshot or a trace is a run, and each action of its allocator an event.
-        A snapshot is loaded without making any object of a class. Events of several files are merged by wall time;
+        The log. ``peak_memory`` of the older format becomes ``peak_total_bytes``, and ``incremental_memory`` becomes
+        ``incremental_bytes``. Each GPU of a snapshot or a trace is a run, and each action of its allocator an event.
+        A snapshot is loaded without instantiating any class. Events of several files are merged by wall time;
         each file's own order is kept.
 
     Raises:
         LogNotFoundError: There is no such file (an `InputError` and a ``FileNotFoundError``).
-        InputError: A directory holds several logs or none; a list is empty, or holds the older form beside others.
+        InputError: A directory holds several logs or none, or a list is empty or mixes the older format with others.
         InputTypeError: ``path`` is neither a path nor a list of paths.
-        FileFormatError: A file is no log, or a line of it is wrong.
+        FileFormatError: A file is not a log, or a line of it is invalid.
         OSError: The file cannot be read.
 
     Memory:
@@ -174,7 +174,7 @@ def _find_one(path: object, problems: list[str]) -> list[Path]:
 
 
 def _base_in(directory: Path, call: str) -> Path:
-    """Find the one log that a directory holds: the path that the run was given."""
+    """Find the only log in a directory: the path that was passed to the run."""
     names = set()
     for file in directory.glob("*.jsonl"):
         match = _RANK_FILE.fullmatch(file.name)

@@ -1,7 +1,7 @@
-"""Take CUDA memory snapshots apart, as ``torch.cuda.memory._dump_snapshot`` writes them. No torch.
+"""Parse CUDA memory snapshots written by ``torch.cuda.memory._dump_snapshot``. No torch.
 
-A snapshot is a pickle of lists, tuples, dicts, texts and numbers; any other is refused before it is loaded. No field is
-required: torch has added fields over the years, and old files are read too.
+A snapshot is a pickle of lists, tuples, dicts, strings and numbers; any other pickle is rejected before it is loaded.
+No field is required: torch has added fields over the years, and old files are supported too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPERATOR = re.compile(r"at::_ops::(\w+)::")
 
 
 class SnapshotBlock(NamedTuple):
-    """What is in use at one address, and the place in the code that asked for it."""
+    """A block in use at one address, and the place in the code that requested it."""
 
     allocated_bytes: int
     requested_bytes: int
@@ -32,11 +32,11 @@ class SnapshotBlock(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What the allocator took from the card at once.
+    """Memory that the allocator took from the GPU in one piece.
 
     Attributes:
         is_small: Whether it is for blocks of up to 1 MiB.
-        blocks: Of each block where it begins, what is in use there, and its size.
+        blocks: For each block, its start address, its contents if in use, and its size.
     """
 
     is_small: bool
@@ -55,14 +55,14 @@ class AllocatorAction(NamedTuple):
 
 
 class Snapshot:
-    """A snapshot's parts, with names of places instead of stacks.
+    """Parts of a snapshot, with place names instead of stacks.
 
     Args:
         data: The file.
 
     Raises:
-        InputError: The file is no snapshot; also of the methods.
-        InputTypeError: A field has another type than torch gives it; also of the methods.
+        InputError: The file is not a snapshot; also raised by the methods.
+        InputTypeError: A field does not have the type that torch writes; also raised by the methods.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -71,14 +71,14 @@ class Snapshot:
         if not isinstance(snapshot, dict) or not {"segments", "device_traces"} & snapshot.keys():
             refuse_pickle(f"a pickle of {short(value)}", "the segments or device_traces of a CUDA memory snapshot")
         self._snapshot = snapshot
-        self._num_left = len(data)  # parts may stand in many places of it: how many are looked at
+        self._num_left = len(data)  # limit on the parts inspected, since a part may occur in many places
         self._places: dict[int, str | None] = {}
         self._segments = list(self._records(snapshot.get("segments", []), "segments"))
         self._notes = list(self._records(snapshot.get("external_annotations", []), "external_annotations"))
         self._traces = self._list(snapshot.get("device_traces", []), "device_traces")
 
     def cards(self) -> list[int]:
-        """Numbers of the cards that something is known of."""
+        """Return the indices of the GPUs in the snapshot."""
         cards = {self._number(segment, "device", 0) for segment in self._segments}
         cards |= {card for card, trace in enumerate(self._traces) if trace}
         if len(cards) > _MOST_CARDS:
@@ -86,7 +86,7 @@ class Snapshot:
         return sorted(cards)
 
     def segments_of(self, card: int) -> list[Segment]:
-        """The segments of a card."""
+        """Return the segments of a GPU."""
         segments = [each for each in self._segments if self._number(each, "device", 0) == card]
         return [Segment(each.get("segment_type") == "small", list(self._blocks(each))) for each in segments]
 
@@ -103,7 +103,7 @@ class Snapshot:
             address += size
 
     def entries_of(self, card: int) -> list[AllocatorAction]:
-        """What the allocator did on a card, in order."""
+        """Return the allocator's actions on a GPU, in order."""
         trace = self._traces[card] if card < len(self._traces) else []
         return [
             AllocatorAction(
@@ -118,7 +118,7 @@ class Snapshot:
         ]
 
     def annotations_of(self, card: int) -> list[tuple[float, str, str]]:
-        """Time, ``"START"`` or ``"END"``, and name of what the program marked on a card."""
+        """Return the program's annotations on a GPU: time, ``"START"`` or ``"END"``, and name."""
         found = [
             (seconds, _text(note, "stage"), _text(note, "name"))
             for note in self._notes
@@ -127,14 +127,14 @@ class Snapshot:
         return sorted(found, key=lambda each: each[0])
 
     def own(self) -> dict[str, Any]:
-        """What memkit adds to its own snapshots; empty where it is somebody else's."""
+        """Return the data that memkit adds to its own snapshots; empty for other snapshots."""
         own = self._snapshot.get("memkit", {})
         if not isinstance(own, dict):
             refuse_pickle(f"memkit={short(own)}", "a dict")
         return own
 
     def settings(self) -> dict[str, Any] | None:
-        """The allocator's settings that are single values."""
+        """Return the allocator's settings that are single values."""
         settings = self._snapshot.get("allocator_settings")
         if not isinstance(settings, dict):
             return None
@@ -166,14 +166,14 @@ class Snapshot:
         return None if microseconds is None else microseconds / 1e6
 
     def _place(self, frames: object) -> str | None:
-        """Name the deepest frame of the user's code; stacks are shared between records, and looked at once."""
+        """Return the name of the deepest frame of user code; stacks are shared by records, and inspected once."""
         if id(frames) not in self._places:
             self._places[id(frames)] = _place(frames if isinstance(frames, list) else [])
         return self._places[id(frames)]
 
 
 def _frames(record: dict[str, Any]) -> object:
-    """The stack of a block or an action; years ago it stood in a block's history."""
+    """Return the stack of a block or an action; old versions stored it in a block's history."""
     history = record.get("history")
     if isinstance(history, list) and history and isinstance(history[0], dict):
         return history[0].get("frames")
@@ -181,7 +181,7 @@ def _frames(record: dict[str, Any]) -> object:
 
 
 def _place(frames: Iterable[object]) -> str | None:
-    """The deepest line of the user's code; else of a library's; else the operator, as in a backward."""
+    """Return the deepest line of user code, else of library code, else the operator, as in a backward."""
     line_of_library = operator = None
     for frame in frames:
         if not isinstance(frame, dict):
@@ -199,12 +199,12 @@ def _place(frames: Iterable[object]) -> str | None:
 
 
 def is_library(file: str) -> bool:
-    """Say whether a file is no code of the user's own."""
+    """Return whether a file is not the user's own code."""
     return _LIBRARY.search(file) is not None
 
 
 def place_name(file: str, line: object, function: str) -> str:
-    """Name a place in code shortly: the last two parts of the path tell files apart."""
+    """Return a short name of a place in code: the last two parts of the path distinguish files."""
     return f"{'/'.join(PurePosixPath(file.replace(chr(92), '/')).parts[-2:])}:{line} {function}"
 
 

@@ -1,4 +1,4 @@
-"""Turn a CUDA memory snapshot into a log's own records: its history played forth and back from the final state."""
+"""Convert a CUDA memory snapshot to log records, by replaying its history back and forth from the final state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memkit._core.pickles import refuse_pickle
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.snapshot_file import NO_PLACE, AllocatorAction, Segment, Snapshot, SnapshotBlock
 
-_UNIT_BYTES = 512  # the allocator rounds up to these at least
+_UNIT_BYTES = 512  # the allocator rounds up to multiples of at least this
 _DEVICE_KEYS = ("name", "total_bytes", "backend")
 _TOTALS = ("peak_total_bytes", "reserved_peak_bytes", "device_used_bytes")
 _NUMBERS = ("allocated_bytes", "requested_bytes", "reserved_bytes", *_TOTALS)
@@ -19,7 +19,7 @@ _GROWS = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unm
 
 
 class Imported(NamedTuple):
-    """What a file of another program holds, in a log's own records."""
+    """Contents of another program's file, as log records."""
 
     headers: list[LogHeader]
     events: list[Event]
@@ -27,18 +27,18 @@ class Imported(NamedTuple):
 
 
 def read_snapshot(data: bytes, first_run: int) -> Imported:
-    """Read a snapshot: each card is a run, each action of its allocator an event, its final state the last event.
+    """Read a snapshot: each GPU is a run, each action of its allocator an event, its final state the last event.
 
-    The history says what was asked for. What the allocator rounded that up to is known for blocks that are in use at
-    the end; the others count as the next multiple of 512 bytes, so that ``allocated_bytes`` is at least what is said.
+    The history gives the requested sizes. The allocator's rounded sizes are known only for blocks in use at the end;
+    the others count as the next multiple of 512 bytes, so that the true ``allocated_bytes`` is at least the one given.
 
     Args:
         data: The file.
-        first_run: Number of the first card's run.
+        first_run: Number of the first GPU's run.
 
     Raises:
-        InputError: The file is no snapshot.
-        InputTypeError: A field has another type than torch gives it.
+        InputError: The file is not a snapshot.
+        InputTypeError: A field does not have the type that torch writes.
     """
     snapshot = Snapshot(data)
     headers, events, own = list[LogHeader](), list[Event](), snapshot.own()
@@ -90,9 +90,9 @@ def _card_events(
     for block in peak.values():
         by_place[block.place] = by_place.get(block.place, 0) + block.allocated_bytes
     held = reserved - sum(_GROWS.get(entry.action, 0) * entry.num_bytes for entry in entries)
-    is_told = held >= 0  # else actions are missing, and what was held meanwhile is not known
+    is_told = held >= 0  # otherwise actions are missing, and the bytes held meanwhile are unknown
     phases = _phases(annotations)
-    if entries and best < 0:  # never again as much as before the first action
+    if entries and best < 0:  # never again as high as before the first action
         yield Event(
             "history begins",
             wall_s=entries[0].seconds,
@@ -106,7 +106,7 @@ def _card_events(
     for index, (entry, (allocated, requested)) in enumerate(zip(entries, levels, strict=True)):
         held += _GROWS.get(entry.action, 0) * entry.num_bytes
         if entry.action == "free_completed" and index != best:
-            continue  # it was counted when it was asked for
+            continue  # already counted when it was requested
         note: dict[str, Any] = {"peak_by_line": by_place} if index == best else {}
         if entry.action == "oom":
             note |= {"oom": {"asked_bytes": entry.num_bytes, "free_bytes": entry.free_bytes}}
@@ -139,7 +139,7 @@ def _card_events(
 def _rewind(
     final: dict[int, SnapshotBlock], entries: Sequence[AllocatorAction]
 ) -> tuple[dict[int, SnapshotBlock], list[int]]:
-    """Go back from the final state: what was in use before the first action, and the size of each block."""
+    """Go back from the final state; return the blocks in use before the first action, and the size of each block."""
     live, sizes = dict(final), [0] * len(entries)
     for index in range(len(entries) - 1, -1, -1):
         entry = entries[index]
@@ -155,7 +155,7 @@ def _rewind(
 def _levels(
     live: dict[int, SnapshotBlock], entries: Iterable[AllocatorAction], sizes: Iterable[int]
 ) -> Iterator[tuple[int, int]]:
-    """Follow the actions: bytes in use and bytes asked for after each; ``live`` changes along."""
+    """Replay the actions: yield bytes in use and bytes requested after each; updates ``live``."""
     allocated = sum(block.allocated_bytes for block in live.values())
     requested = sum(block.requested_bytes for block in live.values())
     for entry, size in zip(entries, sizes, strict=True):
@@ -171,7 +171,7 @@ def _levels(
 
 
 def _phases(annotations: Sequence[tuple[float, str, str]]) -> Callable[[float | None], str | None]:
-    """Make a function that names what was going on at a time; times must be asked for in order."""
+    """Return a function that names the phase at a time; it must be called with times in order."""
     ahead, inside = list(reversed(annotations)), list[str]()
 
     def phase(seconds: float | None) -> str | None:
@@ -193,7 +193,7 @@ def _name(entry: AllocatorAction) -> str:
 
 
 def _summary(kind: Literal["small", "large"], segments: Sequence[Segment]) -> dict[str, Any]:
-    """What the segments of one kind hold, of blocks up to 1 MiB or larger ones."""
+    """Summarize the segments of one kind, for blocks up to 1 MiB or for larger ones."""
     parts = [segment.blocks for segment in segments if segment.is_small == (kind == "small")]
     used = [used for blocks in parts for _, used, _ in blocks if used]
     return {

@@ -1,4 +1,4 @@
-"""Read traces of torch.profiler (Kineto, in Chrome's trace format) into a log's own records. No torch."""
+"""Convert traces of torch.profiler (Kineto, in Chrome's trace format) to log records. No torch."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from memkit._events.snapshot_log import Imported
 
 _MEMORY = "[memory]"
 _BACKENDS = {0: "cpu", 1: "cuda", 6: "hip", 12: "xpu", 13: "mps"}  # torch's DeviceType
-_FIRST_SECOND = 10**9  # times before 2001 are no times of day
+_FIRST_SECOND = 10**9  # times before 2001 are not wall times
 _STEP = re.compile(r"ProfilerStep#(\d{1,18})", re.ASCII)
 _CODE = re.compile(r"(?P<file>.+\.pyw?)\((?P<line>\d+)\): (?P<name>.+)", re.DOTALL)
 CHUNK_BYTES = 2**20
-_MOST_ACTS = 2**20  # a profile writes some 3000 bytes for each, and a file has at most 2**28
-_MOST_LEVELS = 1000  # of slices inside each other
-_CHARS_PER_RECORD = 48  # on the average, at least: the profiler's have some 250
-_MOST_PACKED = 200  # bytes in one of a gzip file: the profiler's have some 20, what is made to be unpacked has 1000
+_MOST_ACTS = 2**20  # the profiler writes about 3000 bytes for each, and a file has at most 2**28
+_MOST_LEVELS = 1000  # of nested slices
+_CHARS_PER_RECORD = 48  # minimum on average: the profiler's have about 250
+_MOST_PACKED = 200  # unpacked bytes per gzip byte: about 20 in profiler files, 1000 in a zip bomb
 _SMALL_BYTES = 2**24
-# Categories of slices that are looked at; the first traces had one for operators and marks.
+# Categories of slices that are read; the first traces had one category for operators and marks.
 _SLICES = ("cpu_op", "Operator", "user_annotation", "python_function")
 
 
-_Thread = tuple[str, str]  # numbers of process and thread
+_Thread = tuple[str, str]  # process and thread IDs
 
 
 class _Act(NamedTuple):
@@ -49,7 +49,7 @@ class _Act(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """Something that took a while."""
+    """A timed slice of the trace."""
 
     start_us: float
     end_us: float
@@ -58,10 +58,10 @@ class _Slice(NamedTuple):
 
 
 def unzipped(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
-    """Yield what a gzip file holds, in pieces; no more is unpacked than is allowed.
+    """Yield the contents of a gzip file in chunks, up to a size limit.
 
     Raises:
-        InputError: The file is damaged, or holds more.
+        InputError: The file is damaged, or larger than the limit.
     """
     unpacker, num_bytes, num_packed, has_more = zlib.decompressobj(wbits=31), 0, 0, False
     for chunk in chunks:
@@ -90,21 +90,21 @@ def unzipped(chunks: Iterable[bytes], most_bytes: int) -> Iterator[bytes]:
 
 
 class Trace:
-    """What is kept of a trace, which is read piece by piece.
+    """The parts kept of a trace, which is read in chunks.
 
     Args:
         chunks: The file's text.
         own: The category of events that memkit itself has exported.
 
     Attributes:
-        entries: All but its events.
-        own_records: Events that memkit has exported, with their places in the list.
-        acts: Memory events by device, in the order of their times.
-        slices: What took a while, by thread, in the order of their times.
+        entries: Everything except its events.
+        own_records: Events that memkit has exported, with their positions in the list.
+        acts: Memory events by device, in order of time.
+        slices: Timed slices by thread, in order of time.
 
     Raises:
-        InputError: The file is no trace, or an event has values that the profiler does not give.
-        InputTypeError: A field has another type than the profiler gives it.
+        InputError: The file is not a trace, or an event has values that the profiler does not write.
+        InputTypeError: A field does not have the type that the profiler writes.
     """
 
     def __init__(self, chunks: Iterable[bytes], own: str) -> None:
@@ -145,7 +145,7 @@ class Trace:
             refuse_pickle("JSON that has no list of traceEvents", "a trace in Chrome's format")
 
     def _add(self, index: int, record: dict[str, Any]) -> None:
-        """Keep what is needed of an event."""
+        """Keep the needed parts of an event."""
         if record.get("cat") == self._own:
             self.own_records.append((index, record))
         elif record.get("name") == _MEMORY and isinstance(args := record.get("args"), dict):
@@ -176,7 +176,7 @@ class Trace:
 
 
 def _with_whole_characters(value: Any) -> Any:
-    """Return a value in which half of a surrogate pair alone, which has no place in UTF-8, is a "?"."""
+    """Replace lone surrogates in a value, which UTF-8 cannot encode, by "?"."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -186,19 +186,19 @@ def _with_whole_characters(value: Any) -> Any:
 
 
 def read_profile(trace: Trace, name: str, first_run: int) -> Imported:
-    """Turn a trace of torch.profiler into records: each device is a run, each block taken or given back an event.
+    """Convert a trace of torch.profiler to records: each device is a run, each allocation or free an event.
 
-    A CPU's sizes are counted here, since the profiler's own total also has blocks of earlier sessions; blocks from
-    before the session are not in it. Where an accelerator was used, the CPU's blocks are left out.
+    CPU bytes are summed here, since the profiler's own total also includes blocks of earlier sessions; the sum does not
+    include blocks from before the session. If an accelerator was used, CPU blocks are left out.
 
     Args:
         trace: The trace.
-        name: What no other trace is called.
+        name: Unique name of the trace.
         first_run: Number of the first device's run.
 
     Raises:
-        InputError: There are no memory events, or one has values that the profiler does not give.
-        InputTypeError: A field has another type than the profiler gives it.
+        InputError: There are no memory events, or one has values that the profiler does not write.
+        InputTypeError: A field does not have the type that the profiler writes.
     """
     base_s = _number(trace.entries, "baseTimeNanoseconds", 0) / 1e9
     acts = trace.acts
@@ -230,11 +230,11 @@ class _Run:
     """One device's memory events.
 
     Args:
-        acts: In the order of their times.
-        slices: By thread, in the order of their beginnings.
-        base_s: When the trace's clock stood at zero.
+        acts: Memory events in order of time.
+        slices: Slices by thread, in order of their start.
+        base_s: Wall time of the trace clock's zero.
         run: Number of the device's header.
-        is_own: Whether sizes have to be counted here.
+        is_own: Whether bytes have to be summed here.
     """
 
     def __init__(
@@ -249,13 +249,13 @@ class _Run:
         self._acts, self._slices, self._base_s, self._run = acts, slices, base_s, run
         if is_own:
             sums = list(accumulate(act.num_bytes for act in acts))
-            before = -min(0, *sums)  # blocks from before the session that were given back in it
+            before = -min(0, *sums)  # blocks from before the session that were freed in it
             self._levels = [before + each for each in sums]
         else:
             self._levels = [act.allocated_bytes or 0 for act in acts]
 
     def events(self) -> Iterator[Event]:
-        """Make the events; at the largest, its note says who held what."""
+        """Yield the events; the note of the peak event breaks it down."""
         best = max(range(len(self._acts)), key=self._levels.__getitem__)
         places = list(self._places())
         steps = self._steps()
@@ -276,7 +276,7 @@ class _Run:
             yield self._step_event(steps.pop())
 
     def _steps(self) -> list[_Slice]:
-        """The profiler's steps, the last one first."""
+        """Return the profiler's steps, last first."""
         found = [part for parts in self._slices.values() for part in parts if _STEP.fullmatch(part.name)]
         bounds = [self._bounds(part) for part in found]
         if sum(end - start for start, end in bounds) > _MOST_LEVELS * len(self._acts):
@@ -284,7 +284,7 @@ class _Run:
         return sorted(found, key=lambda part: -part.end_us)
 
     def _bounds(self, part: _Slice) -> tuple[int, int]:
-        """The acts between the beginning and the end."""
+        """Return the bounds of the acts between a slice's start and end."""
         start, end = (bisect_left(self._acts, us, key=lambda act: act.time_us) for us in (part.start_us, part.end_us))
         return start, end
 
@@ -303,7 +303,7 @@ class _Run:
         )
 
     def _places(self) -> Iterator[_Place]:
-        """Find what each act was part of. The acts of a thread come in order, so each slice is looked at once."""
+        """Find the place of each act. The acts of a thread come in order, so each slice is visited once."""
         ahead = {thread: list(reversed(self._slices.get(thread, ()))) for thread in {act.thread for act in self._acts}}
         inside: dict[_Thread, list[_Slice]] = {thread: [] for thread in ahead}
         for act in self._acts:
@@ -320,7 +320,7 @@ class _Run:
             yield _place(stack)
 
     def _split(self, places: Sequence[_Place], best: int) -> dict[str, Any]:
-        """Take the largest level apart by the operators and lines that took its blocks."""
+        """Split the peak by the operators and lines that allocated its blocks."""
         if any(act.address is None for act in self._acts):  # as in the first traces
             return {}
         live: dict[Any, int] = {}
@@ -337,7 +337,7 @@ class _Run:
 
 
 class _Place(NamedTuple):
-    """What a memory event was part of; None where the trace does not say."""
+    """Place of a memory event; None if the trace does not contain it."""
 
     operator: str | None
     code: str | None
@@ -367,14 +367,14 @@ def _device(trace: Mapping[str, Any], device: tuple[int, int]) -> LoggedDevice:
 
 
 def _wall(base_s: float, time_us: float) -> float | None:
-    """Return a time of day, where the trace's clock tells it."""
+    """Return a wall time, if the trace's clock provides it."""
     wall_s = base_s + time_us / 1e6
     return wall_s if wall_s >= _FIRST_SECOND else None
 
 
 def _time(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    if type(value) not in (int, float) or not 0 <= value <= 2**63:  # type: ignore[operator]  # NaN fails it as well
+    if type(value) not in (int, float) or not 0 <= value <= 2**63:  # type: ignore[operator]  # NaN fails too
         refuse_pickle(f"{name}={short(value)}", "microseconds")
     return float(value)  # type: ignore[arg-type]
 

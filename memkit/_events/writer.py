@@ -1,4 +1,4 @@
-"""Write memory logs: JSON lines, a header line for each run, one flushed line for each event."""
+"""Write memory logs: JSON lines, with a header line for each run and one flushed line for each event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if sys.platform != "win32":
     import fcntl
 
 SCHEMA = "memkit.events/1"
-LONGEST_LINE_BYTES = 2**24  # the reader holds no more of a file that may be no log at all
+LONGEST_LINE_BYTES = 2**24  # the reader buffers no more of a file that may not be a log
 _LOG_START = b'{"schema":"memkit.events/'
 _NUM_UNWRITTEN = 10_000  # about 5 MB of events
 _ENCODED = (str, dict)  # types of values that need the encoder
@@ -35,26 +35,26 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=
 class EventWriter:
     """Append events to a log file, one line each, so that a kill costs at most the line being written.
 
-    Each line is handed to the system in one write, at once. Several threads may write.
+    Each line is passed to the system immediately, in one write. Several threads may write.
 
-    A file that holds runs already is continued: a last line that was cut is ended, and a new header line begins the
-    new run. Each process writes its own file; see `rank_path`.
+    A file that already contains runs is continued: a truncated last line is terminated, and a new header line starts
+    the new run. Each process writes its own file; see `rank_path`.
 
-    Nothing is synced to the disk for each event: what the system has taken survives the end of the process, also by
+    Events are not individually synced to disk: data passed to the system survives the end of the process, even by
     SIGKILL or the out-of-memory killer; only a crash of the whole machine may lose the last seconds.
 
-    When the file can no longer be written (disk full), one `MemkitWarning` says so, and the run goes on: the last
-    10,000 of the events that follow are kept in ``unwritten``, for `save_events` elsewhere.
+    When the file can no longer be written (disk full), one `MemkitWarning` is issued, and the run continues: the last
+    10,000 of the following events are kept in ``unwritten``, for `save_events` to another path.
 
     Args:
         path: The log file. Its directory must exist.
-        header: What to say about this run.
+        header: Header that describes this run.
 
     Raises:
         OSError: The file cannot be opened.
-        StateError: Another writer has the file open, in this process or another one; it is left alone. Not noticed on
-            Windows, and on file systems without locks.
-        FileFormatError: The file holds something that is no event log; it is left alone.
+        StateError: Another writer, in this process or another one, has the file open; it is left unchanged. Not
+            detected on Windows, nor on file systems without locks.
+        FileFormatError: The file is not an event log; it is left unchanged.
         InputError: The header takes more than 16 MiB.
 
     Example:
@@ -84,7 +84,7 @@ class EventWriter:
             raise
 
     def _lock(self) -> None:
-        """Refuse a file that another writer has open. The lock ends with its holder, in whatever way."""
+        """Reject a file that another writer has open. The lock is released however its holder ends."""
         if sys.platform == "win32":
             return
         try:
@@ -97,11 +97,11 @@ class EventWriter:
                 fix="close() the other manager first, or choose another path. Ranks get a file each where RANK and "
                 "WORLD_SIZE are set. The workers of a killed run hold its log until they end.",
             ) from None
-        except OSError:  # some network file systems have no locks: there, writers are not told apart
+        except OSError:  # some network file systems have no locks: other writers are not detected there
             return
 
     def _join(self) -> bytes:
-        """Return what must stand between the file's content and a new header line; refuse a file that is no log."""
+        """Return the separator between the file's content and a new header line; reject a file that is not a log."""
         self._file.seek(0)
         start = self._file.read(len(_LOG_START))
         if not looks_like_log(start):
@@ -111,7 +111,7 @@ class EventWriter:
                 expected="a new file, or an event log to continue",
                 fix="choose another path; nothing was changed.",
             )
-        if len(start) < len(_LOG_START):  # new, or cut before it said anything
+        if len(start) < len(_LOG_START):  # new, or cut before it is recognizable
             self._file.truncate(0)
             return b""
         self._file.seek(-1, os.SEEK_END)
@@ -133,10 +133,10 @@ class EventWriter:
         """Append several events in one write.
 
         Args:
-            texts: Of each event its `event_text`.
+            texts: The `event_text` of each event.
 
         Raises:
-            StateError: As `write`.
+            StateError: As for `write`.
             InputError: An event takes more than 16 MiB; none is written.
         """
         data = b"".join([_line(text) for text in texts])
@@ -158,10 +158,10 @@ class EventWriter:
         self.unwritten.extend(parse_event(text) for text in texts[len(texts) - num_left :])
 
     def _append(self, data: bytes) -> bytes:
-        """Write lines; on failure warn, give the file up, and return what is left, from the middle of a line on."""
+        """Write lines; on failure, warn, abandon the file, and return the unwritten rest, possibly from mid-line."""
         rest = data
         try:
-            while rest:  # more than one turn only when the disk is full or the system is interrupted
+            while rest:  # more than one iteration only if the disk is full or the call is interrupted
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             self._has_failed = True
@@ -174,9 +174,9 @@ class EventWriter:
         return rest
 
     def close(self) -> None:
-        """Close the file; more than once does no harm."""
+        """Close the file; may be called more than once."""
         if sys.platform != "win32" and not self._file.closed and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):  # let go at once: a process forked from here may have the file open
+            with contextlib.suppress(OSError):  # release at once: a forked process may have the file open
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
@@ -190,20 +190,20 @@ class EventWriter:
 
 
 def looks_like_log(start: bytes) -> bool:
-    """Say whether a file that begins so is an event log, however early it was cut."""
+    """Return whether a file that begins with ``start`` is an event log, however early it was cut."""
     return start.startswith(_LOG_START) or _LOG_START.startswith(start)
 
 
 def save_events(path: str | os.PathLike[str], header: LogHeader, events: Iterable[Event]) -> None:
-    """Write a complete log, atomically: a file that exists is replaced as a whole.
+    """Write a complete log atomically: an existing file is replaced as a whole.
 
     Args:
         path: The log file. Its directory must exist.
-        header: What to say about the run.
+        header: Header that describes the run.
         events: The run's events in order.
 
     Raises:
-        OSError: The file cannot be written; what was there before still is.
+        OSError: The file cannot be written; an existing file is unchanged.
         InputError: The header or an event takes more than 16 MiB.
     """
     with atomic_writer(path) as file:
@@ -211,28 +211,28 @@ def save_events(path: str | os.PathLike[str], header: LogHeader, events: Iterabl
 
 
 def run_lines(header: LogHeader, events: Iterable[Event]) -> Iterator[bytes]:
-    """Yield the lines of one run; those of several runs may stand in a file one after the other."""
+    """Yield the lines of one run; a file may contain several runs in sequence."""
     yield _header_line(header)
     for event in events:
         yield _line(_text_of(event))
 
 
 def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
-    """Write the older form, a JSON array of ``{"event", "peak_memory"}`` or ``{"event", "incremental_memory"}``.
+    """Write the older format, a JSON array of ``{"event", "peak_memory"}`` or ``{"event", "incremental_memory"}``.
 
-    ``peak_memory`` is the event's ``peak_total_bytes``, and ``incremental_memory`` its ``incremental_bytes``; where
-    both are known, the peak is written. All else is lost. An event with neither number is left out: the form has no
-    way to say "not recorded".
+    ``peak_memory`` is the event's ``peak_total_bytes``, and ``incremental_memory`` its ``incremental_bytes``; if both
+    are known, the peak is written. Everything else is lost. An event with neither number is left out: the format
+    cannot express "not recorded".
 
     Args:
         path: The file, replaced atomically.
         events: The events in order.
 
     Returns:
-        How many events were left out.
+        Number of events left out.
 
     Raises:
-        OSError: The file cannot be written; what was there before still is.
+        OSError: The file cannot be written; an existing file is unchanged.
 
     Example:
         >>> import tempfile, pathlib
@@ -260,18 +260,18 @@ def save_legacy(path: str | os.PathLike[str], events: Iterable[Event]) -> int:
 
 
 def rank_path(path: str | os.PathLike[str], rank: int, world_size: int) -> Path:
-    """Name the log file of one process in a run.
+    """Return the log path of one process in a run.
 
     Args:
-        path: The run's log, as the reader is asked for it.
-        rank: The process.
-        world_size: Number of processes; with one, the path stays as it is.
+        path: The run's log path, as passed to the reader.
+        rank: Rank of the process.
+        world_size: Number of processes; with one, the path is unchanged.
 
     Returns:
         The process's own path.
 
     Raises:
-        InputTypeError: A number is no int.
+        InputTypeError: A number is not an int.
         InputError: The run has no such rank.
 
     Example:
@@ -296,9 +296,9 @@ def _header_line(header: LogHeader) -> bytes:
 
 
 def event_text(values: Mapping[str, Any]) -> str:
-    """Return the JSON of an event's values, such as ``Event(**values)`` takes. They are not checked; None is left out.
+    """Return the JSON of an event's values, as accepted by ``Event(**values)``, without checks; None is left out.
 
-    The encoder would take twice as long for the whole: most values are numbers, and Python writes those as JSON does.
+    Encoding the whole dict would take twice as long: most values are numbers, which Python formats as JSON does.
     """
     texts = [
         f'"{name}":{_encode(value) if type(value) in _ENCODED else repr(value)}'
@@ -330,5 +330,5 @@ def _line(text: str) -> bytes:
 
 
 def _utf8(text: str) -> bytes:
-    # Half of a surrogate pair, as in a file name that is no Unicode, has no place in UTF-8: "?" stands for it.
+    # UTF-8 cannot encode a lone surrogate, as in a file name that is not Unicode: it becomes "?".
     return text.encode(errors="replace")

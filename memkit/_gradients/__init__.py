@@ -1,1 +1,1 @@
-"""What a loss is, and how gradients get around a function's inside."""
+"""Loss values with weights, and functions that compute their own gradients."""

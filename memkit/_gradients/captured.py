@@ -1,4 +1,4 @@
-"""Finds tensors that a function uses unseen: nobody would take their gradients, and they would be missing silently."""
+"""Find tensors that a function captures from outside, whose gradients would be silently missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Edge(NamedTuple):
 
 
 class CapturedTensors:
-    """What a function took from outside. Make it before the function runs: what is older is from outside.
+    """Tensors that a function captured. Create it before the function runs: older graph nodes are from outside.
 
     Args:
         call: The user's call, for the message.
@@ -39,13 +39,13 @@ class CapturedTensors:
         """Refuse results that depend on a tensor that needs a gradient and is not known.
 
         Args:
-            results: What the function returned, with a graph.
-            known: Leaf tensors whose gradients will be taken.
+            results: The function's results, with a graph.
+            known: Leaf tensors whose gradients will be computed.
 
         Raises:
-            InputError: Names the tensors, with shape, and the way out.
+            InputError: There is such a tensor; the message gives its name and shape, and a fix.
         """
-        # A function may ask for a row's gradient itself (forces): such a row is known, though nobody outside needs it.
+        # A function may take a row's gradient itself (forces): such a row is known, even if not needed outside.
         sources = {get_gradient_edge(leaf).node for leaf in known if leaf.requires_grad}
         seen: set[Node] = set()
         edges = [_Edge(*get_gradient_edge(result)[:2]) for result in results if result.requires_grad]
@@ -96,7 +96,7 @@ def _age(node: Any) -> int:
 
 
 def named_tensors(fn: object) -> Iterator[tuple[str, Tensor]]:
-    """Tensors from outside that a function's code names, those of its own object among them; none of modules."""
+    """Yield the outside tensors that a function's code names, including its own object's, excluding modules'."""
     return ((name, value) for name, value in _named_values(fn) if isinstance(value, Tensor))
 
 
@@ -109,6 +109,6 @@ def _named_values(fn: object) -> Iterator[tuple[str, object]]:
         yield from ((f"self.{name}", value) for name, value in getattr(fn.__self__, "__dict__", {}).items())
         yield from _named_values(fn.__func__)
     elif inspect.isfunction(fn):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
+        with contextlib.suppress(ValueError):  # a variable without a value yet
             variables = inspect.getclosurevars(fn)
             yield from [*variables.nonlocals.items(), *variables.globals.items()]

@@ -1,4 +1,4 @@
-"""The return value of a loss function: a mean or a sum, its weight, and further outputs."""
+"""The return value of a loss function: a mean or a sum, its weight, and additional outputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memkit._torch import pytree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Loss:
-    """A loss with its weight, for a ``loss_fn`` whose mean is not over rows, or which has more to return.
+    """A loss with its weight, for a ``loss_fn`` whose mean is not over rows, or that returns more than the loss.
 
-    A plain tensor is a mean over rows. A mean over valid tokens, or over class weights, has another divisor: give it as
-    the ``count``, and a batch that is cut has exactly the gradient of the whole.
+    A plain tensor is a mean over rows. A mean over valid tokens, or over class weights, has another divisor: pass it as
+    the ``count``, and a split batch has exactly the gradient of the whole.
 
     Args:
         mean: 0-dim mean over ``count``, with its graph.
@@ -53,7 +53,7 @@ class Loss:
     outputs: Any = None
 
     def __post_init__(self) -> None:
-        """Check what can be told without waiting for the device."""
+        """Check everything that needs no synchronization with the device."""
         if (self.mean is None) == (self.sum is None):
             raise InputError(
                 "mk.Loss(...)",
@@ -87,7 +87,7 @@ class Loss:
 
     @property
     def value(self) -> Tensor:
-        """The loss as it was given, mean or sum."""
+        """The loss as passed, mean or sum."""
         return self.sum if self.mean is None else self.mean  # type: ignore[return-value]  # one of them is there
 
     @property
@@ -115,7 +115,7 @@ class Loss:
         return self.value / self.weight if self.mean is None else self.value
 
     def detached(self, count: float | Tensor) -> Loss:
-        """Return the same without its graph, 0-dim, with the weight that it has in its batch."""
+        """Return the loss without its graph, 0-dim, with its weight in the batch."""
         value, outputs = self.value.detach(), None if self.outputs is None else detached(self.outputs)
         value = value.reshape(()) if value.dim() else value
         return _unchecked(None, value, count, outputs) if self.mean is None else _unchecked(value, None, count, outputs)
@@ -126,7 +126,7 @@ LossFn: TypeAlias = Callable[[Any, Any], Tensor | Loss]
 
 
 def _unchecked(mean: Tensor | None, sum_: Tensor | None, count: float | Tensor | None, outputs: Any) -> Loss:
-    """Make a loss of what was checked before."""
+    """Make a loss from values that are already checked."""
     loss = object.__new__(Loss)
     _set_mean(loss, mean)
     _set_sum(loss, sum_)
@@ -141,15 +141,15 @@ _set_mean, _set_sum, _set_count, _set_outputs = [
 
 
 def read_loss(result: object, *, call: str) -> Loss:
-    """Read what a loss function has returned: a tensor is a mean over rows.
+    """Read the result of a loss function; a tensor is a mean over rows.
 
     Args:
         result: A tensor, or a `Loss`.
         call: The user's call, for the message.
 
     Raises:
-        InputError: A tuple or a list, which does not say what its entries are.
-        InputTypeError: Anything else.
+        InputError: The result is a tuple or a list, which does not say what its entries are.
+        InputTypeError: The result is anything else.
     """
     if isinstance(result, Loss):
         return result

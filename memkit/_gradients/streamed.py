@@ -1,4 +1,4 @@
-"""A scalar whose gradient is computed inside the forward, chunk by chunk, so that no graph outlives its chunk."""
+"""Scalars whose gradient is computed inside the forward, chunk by chunk, so that no graph outlives its chunk."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> Tensor:
-    """Make a 0-dim tensor differentiable whose gradients are known as soon as it is.
+    """Make a differentiable 0-dim tensor whose gradients are computed together with its value.
 
-    Backward multiplies the gradients by the one number that comes from above: in place, unless the graph is retained.
-    With ``retain_graph=True`` a second backward is exact; without, it raises torch's own error. Each input gets one
+    Backward multiplies the gradients by the scalar upstream gradient: in place, unless the graph is retained. With
+    ``retain_graph=True`` a second backward is exact; without, it raises torch's own error. Each input gets one
     gradient per call, so a parameter's hooks run once.
 
     Args:
@@ -38,8 +38,8 @@ def with_gradients(compute: Compute, inputs: Sequence[Tensor], *, call: str) -> 
         call: The user's call, for the message.
 
     Returns:
-        The value. It requires no gradient where no input does, where gradients are disabled, or where `compute` gave
-        none; in the first two cases `compute` is told to do no gradient work.
+        The value. It requires no gradient if no input does, if gradients are disabled, or if `compute` returned none;
+        in the first two cases `compute` is told to do no gradient work.
 
     Raises:
         StateError: In backward, with ``create_graph=True``: the graphs of the chunks are gone.
@@ -59,26 +59,26 @@ def sum_of_chunks(
     behind: Callable[..., Any] | None = None,
     head: int = 0,
 ) -> Tensor:
-    """Sum a function over chunks of rows, each chunk's gradient taken at once: memory is bounded by one chunk.
+    """Sum a function over chunks of rows, differentiating each chunk at once: memory is bounded by one chunk.
 
     The chunks run in order and once, under the caller's autocast, so random numbers are drawn as in the plain loop
     over the same chunks. Half-precision parameters accumulate their gradient in float32.
 
     Args:
         chunk_sum: ``chunk_sum(*chunk)`` returns a 0-dim tensor.
-        rows: Tensors of one or more dimensions with equally many rows in dimension 0 are cut; all else is passed to
-            every chunk as it is.
+        rows: Tensors of one or more dimensions with the same number of rows in dimension 0 are split; all else goes to
+            every chunk unchanged.
         params: Distinct leaf tensors that ``chunk_sum`` uses besides the rows and that require grad.
-        chunk_size: Rows per chunk. No rows at all are one empty chunk.
+        chunk_size: Rows per chunk. Zero rows give one empty chunk.
         call: The user's call, for messages.
-        behind: What ``chunk_sum`` calls, where that is the user's; a tensor that it captured is named.
+        behind: The user's function that ``chunk_sum`` calls, if any; errors name the tensors that it captured.
         head: See `spans`.
 
     Returns:
         The sum, 0-dim, at least float32.
 
     Raises:
-        InputError: The rows disagree or there are none to cut; ``chunk_sum`` uses another tensor that requires grad.
+        InputError: The rows disagree or there are none to split; ``chunk_sum`` uses another tensor that requires grad.
         StateError: See `with_gradients`.
 
     Memory cost: per chunk its graph and one gradient of all parameters; throughout, one gradient of all parameters
@@ -115,12 +115,12 @@ def sum_of_chunks(
 
 
 def spans(num_rows: int, chunk_size: int, head: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield start and length of each chunk, the last one short; one empty chunk where there are no rows.
+    """Yield start and length of each chunk, the last one short; one empty chunk if there are no rows.
 
     Args:
-        num_rows: All rows.
-        chunk_size: Rows of a chunk.
-        head: Rows of a first chunk before the others; 0 for none.
+        num_rows: Total number of rows.
+        chunk_size: Rows per chunk.
+        head: Rows of an extra first chunk; 0 for none.
     """
     if head:
         yield 0, head
@@ -129,7 +129,7 @@ def spans(num_rows: int, chunk_size: int, head: int = 0) -> Iterator[tuple[int, 
 
 
 def refuse_second_derivative(call: str, fix: str) -> None:
-    """In the backward of a node whose graphs are gone by then: refuse ``create_graph=True``.
+    """Refuse ``create_graph=True`` in the backward of a node whose graphs are already gone.
 
     Raises:
         StateError: It is a backward with ``create_graph=True``.
@@ -144,7 +144,7 @@ def refuse_second_derivative(call: str, fix: str) -> None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which many values of ``dtype`` add up: float32 for half precision, which loses digits."""
+    """Return the dtype for accumulating many values of ``dtype``: float32 for half precision, which loses digits."""
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -179,7 +179,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 class _Accumulators:
-    """Gradients of all inputs, each allocated with its first contribution; None for an input that got none."""
+    """Accumulated gradients of all inputs, each allocated with its first contribution; None if there was none."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self._inputs = inputs
@@ -191,7 +191,7 @@ class _Accumulators:
             return
         buffer, source = self.buffers[index], self._inputs[index]
         if buffer is None:
-            # A row's gradient comes once: more digits would be of no use.
+            # A row's gradient comes once: a wider dtype would not help.
             dtype = source.dtype if rows else accumulator_dtype(source.dtype)
             buffer = self.buffers[index] = torch.zeros_like(source, dtype=dtype, requires_grad=False)
         (buffer[rows] if rows else buffer).add_(gradient)
@@ -199,7 +199,7 @@ class _Accumulators:
 
 @contextlib.contextmanager
 def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
-    """Keep tensor hooks on parameters from running per chunk: they belong to the whole gradient, and run on it."""
+    """Keep tensor hooks on parameters from running per chunk; they run once, on the whole gradient."""
     hooks = [(each, hooks_of(each)) for each in params if hooks_of(each)]
     try:
         for each, _ in hooks:
@@ -215,7 +215,7 @@ def _is_cut(value: object) -> bool:
 
 
 def num_rows_of(rows: Sequence[Any], call: str) -> int:
-    """Return how many rows the tensors have that are cut; refuse where they differ, or where there is none."""
+    """Return the number of rows of the split tensors; refuse tensors that differ, or none at all."""
     counts = {len(each) for each in rows if _is_cut(each)}
     if len(counts) != 1:
         raise InputError(

@@ -1,1 +1,1 @@
-"""The machine: devices, the host, files, random state."""
+"""Machine access: devices, the host, files, random state."""

@@ -1,4 +1,4 @@
-"""The only door to the machine: accelerators through torch, host memory through psutil, /proc and cgroups."""
+"""The single interface to the machine: accelerators through torch, host memory through psutil, /proc and cgroups."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _CGROUP_V1_UNLIMITED = 2**60  # cgroup v1 writes "no limit" as a huge page-align
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """Turn ``"auto"``, a device name or a device into a device that is there.
+    """Resolve ``"auto"``, a device name or a device to an available device.
 
     Args:
-        device: ``"auto"`` takes the accelerator of this machine, or the CPU where there is none.
+        device: ``"auto"`` selects the accelerator of this machine, or the CPU if there is none.
 
     Returns:
         The device; an accelerator without an index gets the current one.
@@ -44,7 +44,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         ConfigError: The name is not a device, or this machine does not have it.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    there = {"cpu": math.inf, "meta": math.inf}  # how many of them
+    there = {"cpu": math.inf, "meta": math.inf}  # number of devices
     if accelerator:
         there[accelerator.type] = torch.accelerator.device_count()
     resolved = (accelerator or torch.device("cpu")) if device == "auto" else _parse_device(device)
@@ -70,7 +70,7 @@ def _parse_device(device: str | torch.device) -> torch.device | None:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Read the allocator and the driver of an accelerator; for the CPU, which keeps no count, all is None."""
+    """Read the allocator and driver counters of an accelerator; all None for the CPU, which has no counters."""
     counters = allocator_counters(device)
     if device.type in _WITHOUT_PEAK:
         return counters
@@ -79,7 +79,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_counters(device: torch.device) -> DeviceMemory:
-    """Read the allocator's counters alone, without asking the driver: cheap, and no wait for the device."""
+    """Read only the allocator's counters, without querying the driver: cheap, and without device synchronization."""
     if device.type in {"cpu", "meta"}:
         return DeviceMemory()
     if device.type == "mps":
@@ -88,7 +88,7 @@ def allocator_counters(device: torch.device) -> DeviceMemory:
             reserved_bytes=torch.mps.driver_allocated_memory(),
             total_bytes=torch.mps.recommended_max_memory(),
         )
-    # As it comes, in one call: torch's single readings each flatten and sort all of its hundred numbers.
+    # Raw, in one call: each of torch's single-value getters flattens and sorts all of its hundred numbers.
     stats = torch.get_device_module(device).memory_stats_as_nested_dict(device)
 
     def bytes_of(name: str, which: str) -> int:
@@ -104,29 +104,29 @@ def allocator_counters(device: torch.device) -> DeviceMemory:
 
 
 def allocator_counter(device: torch.device) -> Callable[[], DeviceMemory] | None:
-    """Return a reader of `allocator_counters`; None where there are none."""
+    """Return a function that reads `allocator_counters`; None if the device has none."""
     return None if device.type in {"cpu", "meta"} else lambda: allocator_counters(device)
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Read the largest allocated bytes of a device since the last reset; None where it keeps no such count."""
+    """Read the peak of allocated bytes of a device since the last reset; None if it has no such counter."""
     return None if device.type in _WITHOUT_PEAK else allocator_counters(device).peak_bytes
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak counters of a device start again from what is allocated now: for everybody in this process."""
+    """Reset the peak counters of a device to the bytes allocated now, for all code in this process."""
     if device.type not in _WITHOUT_PEAK:
         machine.reset_allocator_peak(device)
 
 
 def device_name(device: torch.device) -> str:
-    """Name a device as its driver does; the CPU by its architecture."""
+    """Return a device's name as given by its driver; for the CPU, its architecture."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     return properties(device).name if properties and device.type != "cpu" else platform.machine()
 
 
 def device_architecture(device: torch.device) -> str | None:
-    """Return the compute capability of an NVIDIA card ("8.9") or AMD's name ("gfx90a"); None for other devices."""
+    """Return the compute capability of an NVIDIA GPU ("8.9") or AMD's name ("gfx90a"); None for other devices."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -136,9 +136,9 @@ def device_architecture(device: torch.device) -> str | None:
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Return what tells a card from all others, in every process; None for the CPU and where the driver does not say.
+    """Return an ID of a GPU that is unique across processes; None for the CPU, or if the driver gives none.
 
-    An index does not: each process counts the devices that it sees.
+    An index is not unique: each process numbers the devices that it sees.
     """
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     uuid = getattr(properties(device), "uuid", None) if properties and device.type != "cpu" else None
@@ -146,20 +146,20 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def allocator_settings() -> dict[str, str]:
-    """Return the environment's settings of torch's allocators, by variable."""
+    """Return the environment variables that configure torch's allocators."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def allocator_snapshot(device: torch.device) -> bytes | None:
-    """Return the allocator's own account as https://pytorch.org/memory_viz reads it; None where there is none."""
+    """Return the allocator's snapshot in the format of https://pytorch.org/memory_viz; None if there is none."""
     if device.type != "cuda":
         return None
     return pickle.dumps(machine.allocator_history())
 
 
 def prefers_bfloat16(device: torch.device) -> bool:
-    """Say whether a device computes faster in bfloat16 than in float32, in hardware and not by emulation."""
+    """Return whether a device computes faster in bfloat16 than in float32, in hardware and not by emulation."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
@@ -168,7 +168,7 @@ def prefers_bfloat16(device: torch.device) -> bool:
 
 
 def release_cached_memory() -> None:
-    """Collect reference cycles, then give the accelerator allocator's unused blocks back to the driver."""
+    """Collect reference cycles, then return the accelerator allocator's unused blocks to the driver."""
     gc.collect()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
@@ -176,7 +176,7 @@ def release_cached_memory() -> None:
 
 
 def process_rank() -> tuple[int, int]:
-    """Return this process's number and how many there are: by torch.distributed, else by the launcher's environment."""
+    """Return rank and world size, from torch.distributed or else from the launcher's environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
@@ -186,7 +186,7 @@ def process_rank() -> tuple[int, int]:
 
 
 def trim_heap() -> None:
-    """Give the C library's free heap back to the system, where it has a call for it (glibc); elsewhere do nothing."""
+    """Return the C library's free heap to the system if it has a call for that (glibc); otherwise do nothing."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -194,9 +194,9 @@ def trim_heap() -> None:
 
 
 def resident_bytes() -> int:
-    """Read the resident bytes of this process in about 2 microseconds, where psutil takes 15."""
+    """Read the resident bytes of this process in about 2 microseconds; psutil takes 15."""
     try:
-        file = os.open("/proc/self/statm", os.O_RDONLY)  # opened anew: after a fork an old one reads the parent
+        file = os.open("/proc/self/statm", os.O_RDONLY)  # reopened: after a fork, an old descriptor reads the parent
     except OSError:
         return int(psutil.Process().memory_info().rss)
     try:
@@ -206,22 +206,22 @@ def resident_bytes() -> int:
 
 
 class ResidentPeak:
-    """The largest resident bytes of this process, since its start or since the count's restart."""
+    """Peak of the resident bytes of this process since its start, or since the counter was restarted."""
 
     def __init__(self) -> None:
-        self._own_from: float = math.inf  # what the quick count says from here on is this process's own
+        self._own_from: float = math.inf  # above this value, the quick counter is this process's own
         self._restart_pid: int | None = None
         self._restart_file = -1
 
     def read(self) -> int:
-        """Read it, in half a microsecond.
+        """Read the peak in half a microsecond.
 
-        On Linux the quick count (``ru_maxrss``) begins with that of the process that started this program, which may
-        have been larger: where it cannot be told apart, the process's own is asked for, in 15 microseconds.
+        On Linux, the quick counter (``ru_maxrss``) starts at the value of the process that launched this program, which
+        may have been larger: if the two cannot be distinguished, the process's own peak is read, in 15 microseconds.
         """
         if sys.platform == "win32":
             return int(psutil.Process().memory_info().peak_wset)
-        # On Linux that of a thread tells the process's peak too, and is quicker: it skips every other thread.
+        # On Linux, a thread's counter gives the process's peak too, and is quicker: it skips every other thread.
         who = resource.RUSAGE_THREAD if sys.platform == "linux" else resource.RUSAGE_SELF
         peak = resource.getrusage(who).ru_maxrss * _USAGE_UNIT
         if peak >= self._own_from:
@@ -232,7 +232,7 @@ class ResidentPeak:
         return own
 
     def restart(self) -> bool:
-        """Let the kernel's count start again from now; False where the system cannot."""
+        """Restart the kernel's counter from now; False if the system cannot."""
         try:
             if self._restart_pid != os.getpid():  # after a fork the file is still the parent's
                 self._restart_file = os.open("/proc/self/clear_refs", os.O_WRONLY)
@@ -245,14 +245,14 @@ class ResidentPeak:
 
 
 def limit_memory(device: torch.device, num_bytes: int) -> None:
-    """Let this process take at most ``num_bytes`` more than it has now; a real limit, and it stays.
+    """Limit this process to ``num_bytes`` more than it holds now; the limit is enforced and permanent.
 
-    On CUDA torch's allocator refuses more. For the CPU on Linux the kernel does: soft RLIMIT_DATA, which counts heaps,
-    anonymous mappings and thread stacks, but no libraries. Start thread pools before.
+    On CUDA, torch's allocator enforces it. For the CPU on Linux, the kernel does: soft RLIMIT_DATA, which counts heaps,
+    anonymous mappings and thread stacks, but not libraries. Start thread pools first.
 
     Args:
-        device: Whose memory.
-        num_bytes: What may still be taken.
+        device: The device to limit.
+        num_bytes: Bytes that may still be allocated.
 
     Raises:
         ConfigError: This system has no such limit.
@@ -276,10 +276,10 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
-    """Say whether so much memory can be had in one piece; it is given back at once.
+    """Return whether this much memory can be allocated in one block; it is freed at once.
 
-    For the CPU the system is asked, past torch's allocator: a large block that comes and goes would make the C library
-    keep other ones. Without a limit for the process the system always says yes.
+    For the CPU, the block comes from the system, bypassing torch's allocator: a large block that is allocated and freed
+    would make the C library keep other blocks. Without a limit on the process, the system always says yes.
     """
     try:
         if device.type == "cpu":
@@ -293,14 +293,14 @@ def has_room(device: torch.device, num_bytes: int) -> bool:
 
 
 def under_memory_pressure(backend: str) -> bool:
-    """Say whether a backend is nearly full, to judge an error message that can mean several things.
+    """Return whether a backend is nearly full, to interpret an ambiguous error message.
 
     Args:
-        backend: ``"cpu"`` or ``"host"`` for this process's host memory, else the type of an accelerator.
+        backend: ``"cpu"`` or ``"host"`` for this process's host memory, otherwise the type of an accelerator.
 
     Returns:
         True when less than a tenth of the memory is free (cached blocks of torch's own allocator count as free).
-        False where the backend is absent or keeps no count: what cannot be read is not taken for pressure.
+        False if the backend is absent or has no counters: unknown does not count as pressure.
     """
     if backend in {"cpu", "host"}:
         host = host_memory()
@@ -311,20 +311,20 @@ def under_memory_pressure(backend: str) -> bool:
     memory = device_memory(resolve_device())
     if memory.total_bytes is None or memory.allocated_bytes is None or memory.reserved_bytes is None:
         return False
-    if memory.free_bytes is None:  # MPS: what the driver gave this process, against what it recommends
+    if memory.free_bytes is None:  # MPS: memory held by this process, relative to the driver's recommended maximum
         return memory.total_bytes - memory.reserved_bytes < _PRESSURE * memory.total_bytes
     free_bytes = memory.free_bytes + memory.reserved_bytes - memory.allocated_bytes
     return free_bytes < _PRESSURE * memory.total_bytes
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Read the host's memory as this process may use it: machine, container (cgroup v1 and v2) and resource limits.
+    """Read the host memory available to this process: machine, container (cgroup v1 and v2) and resource limits.
 
     Args:
-        root: The file system root whose ``/proc`` and ``/sys`` are read; another one in tests.
+        root: The file system root whose ``/proc`` and ``/sys`` are read; tests use another one.
 
     Returns:
-        The reading. The tightest limit decides what is available.
+        The reading. The tightest limit determines the available bytes.
     """
     machine = psutil.virtual_memory()
     available = [(machine.available, "machine")]
@@ -353,7 +353,7 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[str, int, int]]:
         else:
             continue
         folder = mount / path.lstrip("/")
-        # Inside a container the path can be the host's: then only the mount itself is there to be read.
+        # Inside a container the path can be the host's: then only the mount itself can be read.
         for level in (folder, *folder.parents):
             limit, used = _read(level / files[0]).strip(), _read(level / files[1]).strip()
             if limit.isdecimal() and used.isdecimal() and int(limit) < _CGROUP_V1_UNLIMITED:
@@ -371,7 +371,7 @@ def _stat_value(cgroup: Path, key: str) -> int:
 
 
 def _resource_limits(root: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, soft limit, used) for RLIMIT_DATA and RLIMIT_AS where they are set."""
+    """Yield (name, soft limit, used) for RLIMIT_DATA and RLIMIT_AS if they are set."""
     if sys.platform == "win32":
         return
     for name, limit_id, field in (

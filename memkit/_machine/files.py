@@ -1,8 +1,8 @@
-"""Files that are either the old one or the new one, never half of each, whatever kills the process.
+"""Atomic file writes: the target is either the old or the new file, never half of each, even if the process is killed.
 
 The new content goes to a temporary file in the same directory (a rename across file systems would be a copy), is
-flushed to the disk, and replaces the target in one step; then the directory entry is flushed too. A process that was
-killed while writing leaves its temporary file behind: the next write of the same target sweeps it.
+flushed to disk, and replaces the target in one step; then the directory entry is flushed too. A process that is
+killed while writing leaves its temporary file behind: the next write to the same target removes it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SUFFIX = ".memkit-tmp"
 
 @contextlib.contextmanager
 def atomic_writer(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open ``path`` for writing so that it changes as a whole, when the block ends without an error.
+    """Open ``path`` for writing, so that it is replaced as a whole when the block ends without an error.
 
     Args:
-        path: The file to write. Its directory must exist. A symbolic link stays a link: the file behind it changes,
-            which must be there. A file that exists keeps its permissions.
+        path: The file to write. Its directory must exist. A symbolic link stays a link: the file that it points to
+            changes, and must exist. An existing file keeps its permissions.
 
     Yields:
-        A binary file. If the block raises, or the process dies at any instant, ``path`` is what it was before.
+        A binary file. If the block raises, or the process dies at any instant, ``path`` is unchanged.
 
     Raises:
-        OSError: The file cannot be written (disk full, read-only, a link to nowhere, a device); ``path`` is untouched
+        OSError: The file cannot be written (disk full, read-only, a dangling link, a device); ``path`` is unchanged
             and nothing is left behind.
     """
     target = _target_of(path)
@@ -63,7 +63,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _target_of(path: str | os.PathLike[str]) -> Path:
-    """Return the file that is to change; a link that leads nowhere would let others choose where a file appears."""
+    """Return the file to replace; rejects a dangling link, which would let others choose where a file appears."""
     target = Path(os.path.realpath(path))
     if not target.exists() and Path(path).is_symlink():
         raise FileNotFoundError(errno.ENOENT, "a link to a file that is not there", os.fspath(path))
@@ -73,14 +73,14 @@ def _target_of(path: str | os.PathLike[str]) -> Path:
 
 
 def _prefix(target: Path) -> str:
-    # The host is part of the name: on a shared file system a process number says nothing about another machine. The
-    # checksum stands for the target's own name, which may already be as long as the file system allows.
+    # The host is part of the name: on a shared file system, a PID says nothing about another machine. The checksum
+    # stands for the target's own name, which may already be as long as the file system allows.
     return f".{zlib.crc32(target.name.encode()):08x}.{zlib.crc32(platform.node().encode()):08x}."
 
 
 def _sweep(target: Path) -> None:
     """Remove temporary files for ``target`` whose writers on this host are dead."""
-    if os.name != "posix":  # no harmless way to ask whether a process lives
+    if os.name != "posix":  # no harmless way to check whether a process is alive
         return
     prefix = _prefix(target)
     for stale in target.parent.glob(f"{prefix}*{_SUFFIX}"):
@@ -95,7 +95,7 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # somebody else's process
+        return True  # another user's process
     return True
 
 

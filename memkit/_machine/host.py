@@ -1,4 +1,4 @@
-"""What the host gives this process beside memory: processor cores and room for shared memory."""
+"""Host resources other than memory: CPU cores and shared memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Count the cores that this process may keep busy: its affinity, and the container's quota (cgroup v1 and v2).
+    """Count the cores that this process may use: its affinity, and the container's quota (cgroup v1 and v2).
 
     Args:
-        root: The file system root whose ``/proc`` and ``/sys`` are read; another one in tests.
+        root: The file system root whose ``/proc`` and ``/sys`` are read; tests use another one.
 
     Returns:
         Whole cores, at least one; a quota of 1.5 cores counts as 2.
@@ -24,7 +24,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def shared_memory_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:
-    """Return the free bytes of the shared memory that DataLoader workers hand batches over in; None where unknown."""
+    """Return the free bytes of the shared memory through which DataLoader workers pass batches; None if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -32,7 +32,7 @@ def shared_memory_free_bytes(folder: Path = Path("/dev/shm")) -> int | None:
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
-    """Return the processor cgroup of this process and all its parents, in both versions."""
+    """Return the CPU cgroup of this process and all its parents, in both versions."""
     folders: list[Path] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,4 +1,4 @@
-"""Random state: capture and restore all of it, torch's, NumPy's and Python's."""
+"""Capture and restore the random state of torch, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from memkit._core.errors import FileFormatError, StateError
 
 _VERSION = 2
-_POSITION = 624  # words of the Mersenne twister; the next one says where it stands
+_POSITION = 624  # words of the Mersenne twister; the next word is its position
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class HostRandomState:
     """The random state of NumPy's global generator and of Python's `random`.
 
     Attributes:
-        numpy: As `numpy.random.get_state` gives it: a tuple; a dict of another generator than NumPy's own.
-        python: As `random.getstate` gives it.
+        numpy: Result of `numpy.random.get_state`: a tuple, or a dict for a generator other than NumPy's default.
+        python: Result of `random.getstate`.
     """
 
     numpy: tuple[Any, ...] | dict[str, Any]
@@ -37,9 +37,9 @@ class RandomState:
 
     Attributes:
         cpu: uint8 tensor, torch's CPU state.
-        accelerator: uint8 tensor, the current accelerator device's state; None where there is none in use.
+        accelerator: uint8 tensor, state of the current accelerator device; None if none is in use.
         host: NumPy's and Python's state.
-        others: Those of further accelerators, by index: a model may lie on another one than the current.
+        others: States of the other accelerators, by index: a model may be on a device that is not the current one.
     """
 
     cpu: torch.Tensor
@@ -49,14 +49,14 @@ class RandomState:
 
     @property
     def num_devices(self) -> int:
-        """Accelerators whose states these are."""
+        """Number of accelerators whose states are included."""
         return (self.accelerator is not None) + len(self.others)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain types that ``torch.load(weights_only=True)`` accepts (it refuses NumPy's own state).
 
         Raises:
-            StateError: NumPy's global generator is not its own.
+            StateError: NumPy's global generator is not the default one.
         """
         if isinstance(self.host.numpy, dict):
             raise StateError(
@@ -82,9 +82,9 @@ class RandomState:
         """Rebuild the state from `state_dict`.
 
         Raises:
-            FileFormatError: The version is not one that this memkit reads.
+            FileFormatError: This version of memkit cannot read the state's version.
         """
-        if state.get("version") not in {1, _VERSION}:  # the first had the current accelerator alone
+        if state.get("version") not in {1, _VERSION}:  # version 1 had only the current accelerator
             raise FileFormatError(
                 "RandomState.from_state_dict(state)",
                 got=f"version {state.get('version')!r}",
@@ -105,10 +105,10 @@ class RandomState:
 
 
 def capture(numpy: NumpyState | None = None) -> RandomState:
-    """Capture the random state of torch, NumPy and Python; copies a few kilobytes, and starts no accelerator.
+    """Capture the random state of torch, NumPy and Python; copies a few kilobytes and initializes no accelerator.
 
     Args:
-        numpy: Knows NumPy's from before.
+        numpy: Cache of NumPy's state.
     """
     module = _accelerator_module()
     return RandomState(
@@ -120,7 +120,7 @@ def capture(numpy: NumpyState | None = None) -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Put a captured random state back."""
+    """Restore a captured random state."""
     torch.set_rng_state(state.cpu)
     module = _accelerator_module()
     for index in _others(module):
@@ -132,17 +132,17 @@ def restore(state: RandomState) -> None:
 
 
 def capture_host(numpy: NumpyState | None = None) -> HostRandomState:
-    """Capture NumPy's and Python's random state alone, where torch's is somebody else's business; 40 microseconds."""
+    """Capture only NumPy's and Python's random state, if torch's is handled elsewhere; takes 40 microseconds."""
     legacy = _numpy_state() if numpy is None else numpy.get()
     return HostRandomState(numpy=legacy, python=random.getstate())
 
 
 class NumpyState:
-    """The random state of NumPy's global generator, copied anew only where it has moved.
+    """Cached random state of NumPy's global generator, copied again only if it has changed.
 
-    A copy takes longer than all else that is captured, since NumPy makes a new array of it. Where its Mersenne twister
-    stands, and some of its words, lie at an address that NumPy gives. They move with each draw, but for one: the second
-    of a pair of normal numbers, which is kept. A state that keeps one is copied each time.
+    A copy takes longer than everything else that is captured, since NumPy creates a new array for it. The position of
+    its Mersenne twister, and some of its words, lie at an address that NumPy exposes. They change with each draw except
+    one: the second of a pair of normal numbers, which is stored. A state with such a number is copied every time.
     """
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class NumpyState:
         self._state: Any = ()
 
     def get(self) -> Any:
-        """Return the state as `numpy.random.get_state` does."""
+        """Return the state in the form of `numpy.random.get_state`."""
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
         if generator is not self._generator:
             self._look_at(generator)
@@ -160,7 +160,7 @@ class NumpyState:
         mark = (words[0], words[1], words[_POSITION - 227], words[_POSITION]) if words else ()
         if not mark or mark != self._mark:
             self._state, self._mark = _numpy_state(), mark
-            if mark and self._state[3]:  # it keeps a number
+            if mark and self._state[3]:  # it stores a normal number
                 self._mark = ()
         return self._state
 
@@ -169,7 +169,7 @@ class NumpyState:
         if type(generator) is np.random.MT19937:
             words = (ctypes.c_uint32 * (_POSITION + 1)).from_address(generator.ctypes.state_address)
             _, key, position, *_ = _numpy_state()
-            if words[_POSITION] == position and list(words[:_POSITION]) == key.tolist():  # as NumPy lays them out today
+            if words[_POSITION] == position and list(words[:_POSITION]) == key.tolist():  # NumPy's current layout
                 self._words = words
 
 
@@ -181,13 +181,13 @@ def _numpy_state() -> Any:
 
 
 def restore_host(state: HostRandomState) -> None:
-    """Put NumPy's and Python's random state back."""
+    """Restore NumPy's and Python's random state."""
     np.random.set_state(state.numpy)  # noqa: NPY002 - the counterpart of capture_host()
     random.setstate(state.python)
 
 
 def advance(generators: Iterable[torch.Generator] = ()) -> None:
-    """Draw once from every generator, NumPy's and Python's global ones too: what is drawn next is something else."""
+    """Draw once from every generator, including NumPy's and Python's global ones, so that the next draws differ."""
     torch.rand(())
     module = _accelerator_module()
     if module is not None:
@@ -204,13 +204,13 @@ def advance_host() -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator | None:
-    """Return the generator that operators on a device draw from by default; None where torch does not tell."""
+    """Return the generator that operators on a device draw from by default; None if torch does not expose it."""
     if device.type == "cpu":
         return torch.default_generator
     module = _accelerator_module()
     generators: Sequence[torch.Generator] = getattr(
         module, "default_generators", ()
-    )  # of torch.cuda and torch.xpu, one for each card
+    )  # of torch.cuda and torch.xpu, one per device
     if not generators:
         return None
     index = module.current_device() if device.index is None else device.index  # type: ignore[redundant-expr]  # it is
@@ -219,7 +219,7 @@ def default_generator(device: torch.device) -> torch.Generator | None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Run a block that may draw random numbers, and leave the random state as it was before."""
+    """Run a block that may draw random numbers, then restore the random state."""
     state = capture()
     try:
         yield
@@ -228,7 +228,7 @@ def preserved() -> Iterator[None]:
 
 
 def _accelerator_module() -> Any:
-    """Return torch.cuda, torch.xpu or torch.mps where it is in use already, else None: capturing must not start one."""
+    """Return torch.cuda, torch.xpu or torch.mps if already initialized, else None: capturing must not start it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -237,7 +237,7 @@ def _accelerator_module() -> Any:
 
 
 def _others(module: Any) -> list[int]:
-    """List the accelerators beside the current one; asking for their states starts none, they are kept on the host."""
+    """List the accelerators other than the current one; their states are kept on the host, so reading starts none."""
     if module is None or module.device_count() == 1:
         return []
     return [index for index in range(module.device_count()) if index != module.current_device()]

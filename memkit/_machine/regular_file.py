@@ -1,4 +1,4 @@
-"""Files that somebody names: ordinary ones of a sane size are read, and nothing else is waited for."""
+"""Reading of user-named files: only regular files of a reasonable size, without blocking on anything else."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MOST_BYTES = 64 * 2**20
 
 
 def read_regular(path: str | os.PathLike[str], call: str, most_bytes: int = MOST_BYTES) -> bytes:
-    """Read a file that a user has named.
+    """Read a file named by the user.
 
     Args:
-        path: The file; a link is followed.
+        path: The file; links are followed.
         call: The user's call, for the error.
-        most_bytes: A larger one is refused.
+        most_bytes: Maximum size; a larger file is rejected.
 
     Raises:
-        FileFormatError: It is a pipe, a device, a directory or a socket, or larger than that.
-        OSError: It cannot be read.
+        FileFormatError: The file is a pipe, a device, a directory or a socket, or larger than ``most_bytes``.
+        OSError: The file cannot be read.
     """
-    # Without O_NONBLOCK a pipe without a writer would be waited for.
+    # Without O_NONBLOCK, opening a pipe without a writer would block.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(file.fileno()).st_mode

@@ -1,1 +1,1 @@
-"""Births and deaths of storages, real or without data: who made them, and where."""
+"""Recording of storage lifetimes, real or fake: which operator created each storage, and where."""

@@ -1,6 +1,6 @@
-"""Births and deaths of storages, on real or fake tensors, and where they come from: the one way to watch memory.
+"""Recorder of storage lifetimes, on real or fake tensors, with the place each storage was created.
 
-How it works, what it sees and what it cannot see: `docs/explanation-recorder.md`.
+All memory tracking in memkit builds on it. Its design and its limits: `docs/explanation-recorder.md`.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from memkit._torch.tensors import is_zero_tensor, sparse_parts, storage_key, use
 
 _aten = torch.ops.aten
 ADD = _aten.add.Tensor
-# What autograd's AccumulateGrad node calls to put a gradient into `.grad`.
+# Operators that autograd's AccumulateGrad node calls to store a gradient in `.grad`.
 ACCUMULATIONS = frozenset({_aten.detach.default, _aten.clone.default, _aten.add_.Tensor, ADD})
-# Backward formulas write into fresh zeros. Under a dispatch mode they call the out-of-place forms.
+# Backward formulas write into fresh zeros. Under a dispatch mode they call the out-of-place variants.
 FILLS = frozenset({_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default})
 WRITES = frozenset(
     {
@@ -61,65 +61,65 @@ WRITES = frozenset(
     }
 )
 REUSING = WRITES | {ADD}
-_LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) hands over what it made below the dispatcher
+_LIFT = _aten.lift_fresh.default  # how torch.tensor([...]) returns the tensor that it created below the dispatcher
 _DEVICE = torch.ops.prim.device.default
-# Existing storages of these categories were there before the block; others only since the current step began.
+# Storages of these categories may exist before the block; others only since the start of the current step.
 _LASTING: frozenset[Category] = frozenset({"parameter", "buffer", "gradient", "optimizer"})
 _Holders = tuple[int, int, int]
-# Code in these folders is nobody's own: a source is the innermost frame outside of them.
+# Code in these folders is not the user's: the source line is the innermost frame outside them.
 _INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _NO_BACKWARD = -1
-UNSHARD = "fsdp.unshard"  # who made a storage into which FSDP gathers, and that it empties again
+UNSHARD = "fsdp.unshard"  # creator of a storage that FSDP gathers into and empties again
 
 
 class Beneath(Protocol):
-    """What lies beneath the tensors of a device that is simulated: its kernels, and perhaps its allocator.
+    """Backend of a simulated device: its kernels, and optionally its allocator.
 
-    The recorder tells it what becomes of storages, before it counts them itself: what does not fit was never there.
+    The recorder reports storage changes to it before counting them itself, so an allocation that fails is not counted.
     """
 
     def counts(self, device: torch.device) -> bool:
-        """Say whether storages on a device are its own; others are not recorded."""
+        """Return whether storages on a device belong to it; others are not recorded."""
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device:
-        """Return the device of a storage whose tensors nobody knows."""
+        """Return the device of a storage whose tensors are unknown."""
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Take memory for a new storage, until it dies."""
+        """Allocate memory for a new storage, until it is freed."""
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Take memory for a storage that has another size now."""
+        """Reallocate memory for a storage whose size has changed."""
 
     def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Let a storage have the memory of another one, whose `id` is ``key``."""
+        """Transfer the memory of the storage whose `id` is ``key`` to another storage."""
 
     def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-        """Take and give back what an operator's kernels take inside; return how much more they may take at most."""
+        """Allocate and free the memory that an operator's kernels use internally; return how much more they may use."""
 
     def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return what runs an operator as the operators that it is made of; None where it comes undivided."""
+        """Return a function that runs an operator as its decomposition; None if the operator is not decomposed."""
 
 
 class Marks(Protocol):
-    """What marks each operator for somebody else who watches: see `memkit._recorder.workspace.WorkspaceMarks`."""
+    """Marks around each operator for another observer: see `memkit._recorder.workspace.WorkspaceMarks`."""
 
     accelerator: torch.device | None
 
     def begin(self) -> None:
-        """Begin with the recorder's block."""
+        """Begin at the start of the recorder's block."""
 
     def end(self) -> None:
-        """End with the recorder's block."""
+        """End at the end of the recorder's block."""
 
     def around(self, func: Any, run: Callable[[], Any], moment: Callable[[], RecorderMark]) -> Any:
         """Run an operator between two marks."""
 
     def added_to(self, recording: Recording) -> Recording:
-        """Return a recording with what was seen between the marks."""
+        """Return the recording with the events between the marks added."""
 
 
 class RecorderMark(NamedTuple):
-    """How far a recorder is: events and phases so far, and where the operator that runs now comes from."""
+    """Progress of a recorder: numbers of events and phases so far, and the place of the running operator."""
 
     num_events: int
     num_phases: int
@@ -127,15 +127,15 @@ class RecorderMark(NamedTuple):
 
 
 class Events(NamedTuple):
-    """What a recorder saw from one event on.
+    """Events of a recorder from a given event on.
 
     Attributes:
         live: int64, shape ``(num_events + 1,)``: live bytes at the start and after each event.
-        operators: For each event the operator that made its storage.
-        is_growth: For each event whether memory was taken.
-        places: For each event where its storage was made.
-        bounds: int64, shape ``(num_kernels,)``: for each kernel that may take something inside of itself, live bytes
-            with the most that it may.
+        operators: For each event, the operator that created its storage.
+        is_growth: For each event, whether memory was allocated.
+        places: For each event, the place where its storage was created.
+        bounds: int64, shape ``(num_kernels,)``: for each kernel that may allocate internally, live bytes plus the
+            maximum that it may allocate.
     """
 
     live: IntArray
@@ -146,7 +146,7 @@ class Events(NamedTuple):
 
 
 class _Block(weakref.ref[torch.UntypedStorage]):
-    """Weak reference to a storage, with the number of its record: the death callback gets nothing else."""
+    """Weak reference to a storage that carries its record number: the weakref callback receives nothing else."""
 
     __slots__ = ("key", "number")
     key: int
@@ -154,18 +154,18 @@ class _Block(weakref.ref[torch.UntypedStorage]):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Record every storage that is born, resized or freed in a block of code.
+    """Record every storage that is created, resized or freed in a block of code.
 
     Use it as ``with Recorder() as recorder: step()`` and read `recording` then or later. It works on real tensors and
-    inside ``FakeTensorMode``, keeps no tensor alive and changes no result. It sees the thread that entered it, with
+    inside ``FakeTensorMode``, keeps no tensor alive and changes no result. It sees the thread that entered it and
     the threads that autograd starts for its backward. One recorder records one block.
 
     Args:
-        beneath: Of a device that is simulated: what is told of storages and kernels.
-        marks: Marks operators; what is seen between the marks is in `recording` once the block is over.
+        beneath: Backend of a simulated device, which is notified of storages and kernels.
+        marks: Marks around operators; the events between them are part of `recording` after the block.
         as_without_recorder: Any dispatch mode makes autograd sum gradients out of place where it would otherwise
-            reuse one of them. True reports the memory that the step takes without the recorder; False reports what
-            this very run allocates.
+            reuse one of them. True reports the memory that the step uses without the recorder; False reports what
+            this run actually allocates.
 
     Example:
         >>> import torch
@@ -187,27 +187,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._operator: Any = ""  # the one whose storages are being counted
         self._bounds: list[tuple[int, int]] = []  # number of events so far, bytes
         self._reusing = REUSING if as_without_recorder else frozenset()
-        self._unshared: _Holders | None = None  # references to a gradient that nobody shares
+        self._unshared: _Holders | None = None  # reference counts of an unshared gradient
         self._is_probing = False
         self._cleanup = ExitStack()
         self._was_entered = False
         self._where = Whereabouts()
         self._blocks: dict[int, _Block] = {}  # by id() of the storage's Python object, which lives as long as it
         self._live: dict[torch.device, int] = {}
-        # One entry per event, and the storages that were there before: (event before which they count, number, bytes).
+        # One entry per event, and the storages that existed before: (event before which they count, number, bytes).
         self._event_storage: list[int] = []
         self._event_bytes: list[int] = []
         self._adopted: list[tuple[int, int, int]] = []
         self._step_start = 0  # first event of the current step
         self._phases: list[tuple[int, StepPhase]] = []
         self._phase: StepPhase | None = None
-        self._plain_types: set[type] = set()  # of tensors that are no wrappers around others
+        self._plain_types: set[type] = set()  # of tensors that do not wrap other tensors
         # One entry per storage.
         self._bytes: list[int] = []
         self._devices: list[torch.device] = []
-        self._operators: list[Any] = []  # the operator, or "" for what was there before
+        self._operators: list[Any] = []  # the operator, or "" for storages from before the block
         self._places: list[OperatorPlace] = []
-        self._nodes: list[int] = []  # sequence number of the autograd node that ran; -1 outside of backward
+        self._nodes: list[int] = []  # sequence number of the autograd node that ran; -1 outside backward
         self._categories: dict[int, Category] = {}
         self._untracked: dict[str, None] = {}
 
@@ -244,20 +244,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._cleanup.close()
-        self._blocks.clear()  # with the weak references go their callbacks: what dies from here on was alive at the end
+        self._blocks.clear()  # drops the weakref callbacks too: storages freed from here on were live at the end
 
     def live_bytes(self, device: torch.device | str | None = None) -> int:
-        """Bytes in live storages now (at the end of the block once it is over), on one device or on all."""
+        """Return bytes in live storages now (after the block, at its end), on one device or on all."""
         if device is None:
             return sum(self._live.values())
         return self._live.get(torch.device(device), 0)
 
     def num_events(self) -> int:
-        """How many events there were so far: a mark for `peak_since`."""
+        """Return the number of events so far: a mark for `peak_since`."""
         return len(self._event_bytes)
 
     def peak_since(self, event: int, device: torch.device | str | None = None) -> int:
-        """Highest live bytes since an event, on one device or on all; costs time in proportion to the events since."""
+        """Return peak live bytes since an event, on one device or on all; takes time linear in the events since."""
         changes = _int64(self._event_bytes[event:])
         if device is not None:
             where = torch.device(device)
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return int(max(live_after.max(initial=0), self.live_bytes(device) - changes.sum()))
 
     def events_since(self, event: int) -> Events:
-        """What happened from an event on, one by one."""
+        """Return all events from a given event on."""
         before = sum(num_bytes for _, _, num_bytes in self._adopted) + sum(self._event_bytes[:event])
         live = before + np.cumsum([0, *self._event_bytes[event:]], dtype=np.int64)
         storages = self._event_storage[event:]
@@ -280,12 +280,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         )
 
     def moment(self) -> RecorderMark:
-        """How far it is."""
+        """Return the current progress."""
         return RecorderMark(len(self._event_bytes), len(self._phases), self._where.place())
 
     @property
     def operator(self) -> Any:
-        """The operator whose storages are being counted; "" before the first."""
+        """The operator whose storages are being counted; "" before the first operator."""
         return self._operator
 
     # ------------------------------------------------------------------------------------------- operators
@@ -361,10 +361,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
                 self._note_all(item, operator)
 
     def _note(self, tensor: torch.Tensor, operator: Any) -> int | None:
-        """Book a tensor's storage: a birth where `operator` made it, an adoption where it was there already.
+        """Register a tensor's storage: as a birth if `operator` created it, as an adoption if it already existed.
 
         Returns:
-            The storage's number; None if it holds no memory of its own.
+            The storage's number; None if it has no memory of its own.
         """
         try:
             storage = tensor.untyped_storage()
@@ -390,7 +390,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._categories[number] = "parameter"
 
     def _book_again(self, block: _Block, storage: torch.UntypedStorage, operator: Any) -> int:
-        """Notice that a storage has another size now."""
+        """Register the new size of a storage."""
         change = storage.nbytes() - self._bytes[block.number]
         if change:
             if self._beneath is not None:
@@ -400,7 +400,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return block.number
 
     def _book(self, storage: torch.UntypedStorage, device: torch.device, operator: Any) -> int | None:
-        """Count a storage that was not met before."""
+        """Count a storage that was not seen before."""
         nbytes = storage.nbytes()
         if nbytes == 0 or (self._beneath is not None and not self._beneath.counts(device)):
             return None
@@ -443,11 +443,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         self._live[self._devices[number]] += by
 
     def _parts(self, tensor: torch.Tensor, operator: Any) -> Iterator[torch.Tensor]:
-        """The plain tensors that hold the memory of a sparse or wrapping one."""
+        """Yield the plain tensors that hold the memory of a sparse or wrapper tensor."""
         if is_traceable_wrapper_subclass_type(type(tensor)):
             for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]  # the check says it has it
                 part = getattr(tensor, name)
-                if isinstance(part, torch.Tensor):  # a DTensor's mesh is no memory
+                if isinstance(part, torch.Tensor):  # a DTensor's mesh is not memory
                     yield from self._parts(part, operator)
         elif tensor.layout is torch.strided:
             yield tensor
@@ -463,10 +463,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     # ------------------------------------------------------------------------------------- gradients in place
 
     def _reused_otherwise(self, func: Any, args: tuple[Any, ...]) -> _Block | None:
-        """The block that this operator would have written into, if there were no dispatch mode.
+        """Return the block that this operator would have written into without a dispatch mode.
 
-        The rule is `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp: a dense gradient to which nobody
-        but the engine refers, neither to the tensor nor to its storage. A formula's write goes into fresh zeros.
+        The rule is `can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp: a dense gradient whose tensor and
+        storage are referenced only by the engine. A backward formula writes into fresh zeros.
         """
         tensor = args[0]
         if torch.is_grad_enabled() or tensor.layout is not torch.strided:
@@ -488,7 +488,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def _may_be_summed(self, block: _Block) -> bool:
         """Whether the engine, not a node's own formula, may be adding to this block.
 
-        The engine adds what two nodes sent to one place, or one node along two of its edges.
+        The engine adds gradients that two nodes send to the same input, or one node along two of its edges.
         """
         node = running_node()
         if node is None or sequence_number(node) != self._nodes[block.number]:
@@ -497,14 +497,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return len(set(edges)) < len(edges)
 
     def _reuse(self, block: _Block, out: torch.Tensor) -> None:
-        """Count the result as written into `block`, whose own storage is about to die unseen."""
+        """Count the result as written into `block`, whose own storage is about to be freed unseen."""
         if self._beneath is not None:
             self._beneath.pass_on(block.key, out.untyped_storage())
         del self._blocks[block.key]
         self._follow(out.untyped_storage(), block.number)
 
     def _probe(self) -> None:
-        """Learn how many references an unshared gradient has, counted at this place in this Python and this torch."""
+        """Measure the reference counts of an unshared gradient at this point, in this version of Python and torch."""
         self._is_probing = True
         with torch.inference_mode(mode=False), torch.enable_grad():
             x = torch.zeros(1, device="cpu", requires_grad=True)
@@ -548,26 +548,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             self._step_start = len(self._event_storage)
 
     def label(self, value: Any, category: Category, module: str = "") -> None:
-        """Say what the storages of all tensors in `value` are for. The first label stays: a parameter is no input."""
+        """Label the storages of all tensors in `value`. The first label stays: a parameter never becomes an input."""
         for leaf in tree_leaves(value):
             if not isinstance(leaf, torch.Tensor) or is_lazy(leaf):
                 continue
             for part in self._parts(leaf, None):
                 number = self._note(part, None)
                 if number is None or (category == "input" and self._places[number].phase != "other"):
-                    continue  # what a forward made is an activation, also where it is the input of another model
+                    continue  # a forward's result is an activation, even if it is another model's input
                 if self._categories.setdefault(number, category) == category and not self._places[number].module:
                     self._places[number] = self._places[number]._replace(module=module)
 
     # ---------------------------------------------------------------------------------------------- reading
 
     def recording(self) -> Recording:
-        """Everything seen so far, as plain data; with `Marks` what was seen between them too."""
+        """Return everything seen so far as plain data, including the events between `Marks`."""
         live = self.live_recording()
         return live if self._marks is None else self._marks.added_to(live)
 
     def live_recording(self) -> Recording:
-        """The storages that were seen so far, as plain data."""
+        """Return the storages seen so far as plain data."""
         before = [0 if self._categories.get(number) in _LASTING else event for event, number, _ in self._adopted]
         event_storage = np.insert(_int64(self._event_storage), before, [number for _, number, _ in self._adopted])
         event_bytes = np.insert(_int64(self._event_bytes), before, [nbytes for *_, nbytes in self._adopted])
@@ -601,11 +601,11 @@ def _int64(values: Sequence[int]) -> IntArray:
     return np.asarray(values, dtype=np.int64)
 
 
-# --------------------------------------------------------------------------------------- where an operator comes from
+# ----------------------------------------------------------------------------------------- origin of an operator
 
 
 def running_node() -> torch.autograd.graph.Node | None:
-    """The autograd node that the engine evaluates now, if any."""
+    """Return the autograd node that the engine is running now, if any."""
     return current_node()
 
 
@@ -620,7 +620,7 @@ class SourceLine(NamedTuple):
 
 
 class OperatorPlace(NamedTuple):
-    """Phase, module and source line of an operator; module "" and line None where there is none."""
+    """Phase, module and source line of an operator; module "" and line None if there is none."""
 
     phase: StepPhase
     module: str
@@ -628,14 +628,14 @@ class OperatorPlace(NamedTuple):
 
 
 class Whereabouts:
-    """Follow a step through its operators and module calls.
+    """Tracks a step through its operators and module calls.
 
     Call `update` at every operator, `enter_module` and `leave_module` around module calls, and set `outside_backward`
-    where an optimizer starts or ends.
+    when an optimizer step starts or ends.
 
     Attributes:
         phase: Phase of the latest operator.
-        outside_backward: Phase of what runs while autograd's engine does not.
+        outside_backward: Phase of operators that run outside autograd's engine.
     """
 
     def __init__(self) -> None:
@@ -652,15 +652,15 @@ class Whereabouts:
         self._is_internal: dict[str, bool] = {}
 
     def update(self) -> None:
-        """Notice what changed since the last operator: a backward began or ended, graph nodes were made."""
+        """Detect changes since the last operator: a backward began or ended, or graph nodes were created."""
         backward = current_backward()
         if backward != self._backward:
             if self._backward == _NO_BACKWARD:
-                self.outside_backward = "other"  # when it is over, the forward is too
+                self.outside_backward = "other"  # the forward has ended too once the backward ends
             self._backward = backward
             self._backward_depth = len(self._modules)
         number = next_sequence_number()
-        # The counter belongs to a thread: on an accelerator, backward runs in another one.
+        # The counter is per thread: on an accelerator, backward runs in another thread.
         if number != self._next_sequence_number and threading.get_ident() == self._thread:
             if self.outside_backward == "other" and backward == _NO_BACKWARD:
                 self.outside_backward = "forward"
@@ -673,7 +673,7 @@ class Whereabouts:
             self.phase = self.outside_backward if backward == _NO_BACKWARD else "backward"
 
     def place(self) -> OperatorPlace:
-        """Where the operator that runs now comes from."""
+        """Return the place of the running operator."""
         line, by_engine = self._line()
         module = self._modules[-1] if self._modules else ""
         if self.phase != "backward":
@@ -681,30 +681,30 @@ class Whereabouts:
         node = running_node()
         origin = self._origins.get(sequence_number(node)) if node is not None else None
         if origin is not None:
-            if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint runs its module again
+            if len(self._modules) <= self._backward_depth:  # deeper: a checkpoint reruns its module
                 module = origin[0]
             if by_engine:
                 line = origin[1]
         return OperatorPlace("backward", module, line)
 
     def called_by_engine(self) -> bool:
-        """Whether the operator comes from autograd's C++ code, not from Python that runs inside the backward."""
+        """Whether the operator is called by autograd's C++ code, not by Python code inside the backward."""
         return self._line()[1]
 
     def enter_module(self, module: torch.nn.Module) -> bool:
-        """Push a module call; True if no other module's call is around it."""
+        """Push a module call; True if it is the outermost one."""
         self._modules.append(self.name_of(module))
         return len(self._modules) == 1
 
     def leave_module(self) -> None:
         """Pop a module call."""
-        if self._modules:  # a call that began before the recorder did was never pushed
+        if self._modules:  # a call that began before the recorder was never pushed
             self._modules.pop()
 
     def name_of(self, module: torch.nn.Module) -> str:
-        """Dotted name of a module.
+        """Return the dotted name of a module.
 
-        One that was not met before gives names to all modules under it.
+        A module that was not seen before gives names to all modules under it.
 
         The first root's are plain dotted names; those of later roots start with the root's class name.
         """
@@ -726,9 +726,9 @@ class Whereabouts:
         return self._module_names[module]
 
     def _line(self) -> tuple[SourceLine | None, bool]:
-        """Innermost line of the user's own code, and whether autograd's engine lies between it and the operator."""
+        """Return the innermost line of user code, and whether autograd's engine lies between it and the operator."""
         by_engine = False
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public form
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - no public equivalent
         while frame is not None:
             code = frame.f_code
             is_internal = self._is_internal.get(code.co_filename)
@@ -741,11 +741,11 @@ class Whereabouts:
         return None, True  # a thread of the engine: it has no Python frames of its own
 
 
-# ------------------------------------------------------------------------------------------ storages that are resized
+# ------------------------------------------------------------------------------------------------ resized storages
 
 
 _resize = torch.UntypedStorage.resize_
-# Blocks may end in another order than they began, in several threads: each leaves by itself.
+# Blocks in several threads may end in a different order than they began: each removes its own listener.
 _listeners: list[Callable[[torch.UntypedStorage], None]] = []
 
 
@@ -758,7 +758,7 @@ def _resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
 
 @contextmanager
 def telling(listener: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``listener`` with each storage after it was resized, in whichever thread."""
+    """Call ``listener`` with each storage after it is resized, in any thread."""
     _listeners.append(listener)
     torch.UntypedStorage.resize_ = _resize_and_tell  # type: ignore[method-assign,assignment]
     try:

@@ -1,6 +1,6 @@
-"""What a Recorder saw, as plain immutable data: events, storages, and the questions asked of them.
+"""Result of a Recorder as plain immutable data: events, storages, and queries on them.
 
-Nothing here needs torch: a recording can be pickled, sent to another process, and read there.
+Nothing here needs torch: a recording can be pickled and read in another process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Moment: TypeAlias = Literal["peak", "end"]
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """One block of memory under one or more tensors, from birth to death. Empty text means "not recorded".
+    """One storage shared by one or more tensors, from birth to death. Empty text means "not recorded".
 
     Attributes:
-        id: Number of the storage, in the order in which the recorder met them.
-        nbytes: Largest size it had, in bytes.
-        device: Where it lived, for example ``"cuda:0"``.
-        category: What it was for.
-        module: Dotted name of the module whose forward made it, or whose backward did. The root's is its class name.
-        operator: The operator that made it, for example ``"aten.mm.default"``; empty where it existed before.
-        phase: Part of the step in which it was born.
-        source: Line of the user's code that made it, as ``"file:line in function"``.
-        birth: Index of the event at which it came.
-        death: Index of the event at which it went, or None if it was alive at the end.
+        id: Number of the storage, in the order in which the recorder saw them.
+        nbytes: Its largest size in bytes.
+        device: Its device, for example ``"cuda:0"``.
+        category: Its purpose, such as a parameter or an activation.
+        module: Dotted name of the module whose forward or backward created it. The root's name is its class name.
+        operator: The operator that created it, for example ``"aten.mm.default"``; empty if it existed before.
+        phase: Part of the step in which it was created.
+        source: Line of the user's code that created it, as ``"file:line in function"``.
+        birth: Index of the event at which it was created.
+        death: Index of the event at which it was freed, or None if it was live at the end.
     """
 
     id: int
@@ -55,14 +55,14 @@ class Recording:
     """Births, deaths and resizes of storages, in order.
 
     An event adds ``event_bytes[k]`` (negative for a death) to the storage ``event_storage[k]``. A storage that existed
-    before the recorder saw it is born at the event from which it is counted.
+    before the recorder saw it is born at the first event from which it is counted.
 
     Attributes:
-        event_storage: int64, shape ``(num_events,)``: which storage.
+        event_storage: int64, shape ``(num_events,)``: number of the storage.
         event_bytes: int64, shape ``(num_events,)``: change of its size in bytes.
-        codes: For each label an int64 array of shape ``(num_storages,)``: index into ``names[label]``.
+        codes: For each label, an int64 array of shape ``(num_storages,)``: indices into ``names[label]``.
         names: For each label, its texts.
-        phases: ``(event index, phase)`` wherever the phase changed: events from that index on belong to it.
+        phases: ``(event index, phase)`` at each change of phase: events from that index on belong to it.
         untracked: ``"operator: layout"`` of tensors whose memory cannot be seen, such as opaque oneDNN tensors.
     """
 
@@ -75,7 +75,7 @@ class Recording:
 
     @property
     def num_storages(self) -> int:
-        """How many storages were seen."""
+        """Number of storages seen."""
         return len(self.codes["device"])
 
     @property
@@ -84,7 +84,7 @@ class Recording:
         return self.names["device"]
 
     def timeline(self, device: str | None = None) -> IntArray:
-        """Live bytes after each event.
+        """Return live bytes after each event.
 
         Args:
             device: One device's bytes; None for all devices together.
@@ -98,49 +98,49 @@ class Recording:
         return np.cumsum(self._changes(device))
 
     def peak_event(self, device: str | None = None) -> int:
-        """Index of the first event at which live bytes were highest; -1 where nothing was recorded."""
+        """Return the index of the first event at which live bytes were highest; -1 if nothing was recorded."""
         return int(np.argmax(self.timeline(device))) if len(self.event_bytes) else -1
 
     def peak_bytes(self, device: str | None = None) -> int:
-        """Highest live bytes of one device, or of all devices together."""
+        """Return the peak of live bytes on one device, or on all devices together."""
         return int(self.timeline(device).max(initial=0))
 
     def live_bytes(self, device: str | None = None) -> int:
-        """Live bytes at the end of the recording."""
+        """Return live bytes at the end of the recording."""
         return int(self._changes(device).sum())
 
     def peak_by(self, label: Label, device: str | None = None) -> dict[str, int]:
         """Split the peak: bytes per category, module, operator, source line, phase of birth, or device.
 
         Args:
-            label: What to group by.
+            label: The label to group by.
             device: One device's peak; None for all devices together.
 
         Returns:
-            Bytes per name, largest first, without names that hold nothing; the values add up to ``peak_bytes(device)``.
+            Bytes per name, largest first, without names at zero; the values add up to ``peak_bytes(device)``.
 
         Raises:
-            InputError: The recording has no storage on ``device``, or there is no such label.
+            InputError: The recording has no storage on ``device``, or the label is unknown.
         """
         return self._split(label, self._held_at("peak", device))
 
     def live_by(self, label: Label, device: str | None = None) -> dict[str, int]:
-        """Split what is live at the end, as `peak_by` splits the peak; the values add up to ``live_bytes(device)``."""
+        """Split live bytes at the end, as `peak_by` splits the peak; the values add up to ``live_bytes(device)``."""
         return self._split(label, self._held_at("end", device))
 
     def peak_storage(self, device: str | None = None) -> StorageRecord | None:
-        """The storage that took live bytes to their peak; None where nothing was recorded."""
+        """Return the storage that brought live bytes to their peak; None if nothing was recorded."""
         event = self.peak_event(device)
         return self._records(self.event_storage[event : event + 1])[0] if event >= 0 else None
 
     def top(self, count: int, device: str | None = None, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
-        """The ``count`` largest storages that were alive at the peak or at the end, largest first."""
+        """Return the ``count`` largest storages that were live at the peak or at the end, largest first."""
         held = self._held_at(at, device)
         order = np.argsort(-held, kind="stable")[:count]
         return self._records(order[held[order] > 0])
 
     def storages(self) -> tuple[StorageRecord, ...]:
-        """Every storage, by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
+        """Return all storages by id. Builds one object per storage: prefer `peak_by` and `top` for large recordings."""
         return self._records(np.arange(self.num_storages))
 
     def _split(self, label: Label, held: IntArray) -> dict[str, int]:
@@ -171,7 +171,7 @@ class Recording:
         return np.where(on_device, self.event_bytes, 0)
 
     def _held_at(self, moment: Moment, device: str | None) -> IntArray:
-        """Bytes that each storage holds at a moment: int64, shape ``(num_storages,)``."""
+        """Return the bytes that each storage holds at a moment: int64, shape ``(num_storages,)``."""
         until = self.peak_event(device) + 1 if moment == "peak" else len(self.event_bytes)
         held = np.zeros(self.num_storages, dtype=np.int64)
         np.add.at(held, self.event_storage[:until], self._changes(device)[:until])
@@ -203,7 +203,7 @@ class Recording:
 
 
 def lifetimes(event_storage: IntArray, event_bytes: IntArray, num_storages: int) -> tuple[IntArray, IntArray]:
-    """First and last event of each storage; ``len(event_storage)`` as the last one of those that stay alive."""
+    """Return first and last event of each storage; the last is ``len(event_storage)`` for storages never freed."""
     end = len(event_storage)
     index = np.arange(end)
     births = np.full(num_storages, end)
@@ -225,14 +225,14 @@ def resolve_categories(
     backwards: Sequence[int],
     end: int,
 ) -> list[Category]:
-    """Name every storage: what `known` does not name goes by phase of birth and by lifetime.
+    """Assign a category to every storage: from `known`, or else by phase of birth and lifetime.
 
     Args:
-        known: Categories that were resolved by identity.
+        known: Categories resolved by identity.
         born_in: Phase of birth of each storage.
-        was_before: Storages that were there before the recorder saw them.
-        lifetimes: What `lifetimes` returns.
-        backwards: Event indices at which a backward begins.
+        was_before: Storages that existed before the recorder saw them.
+        lifetimes: Result of `lifetimes`.
+        backwards: Indices of the events at which a backward begins.
         end: Number of events.
     """
     births, deaths = lifetimes
@@ -253,7 +253,7 @@ def resolve_categories(
 
 
 def _largest_sizes(event_storage: IntArray, event_bytes: IntArray, num_storages: int) -> IntArray:
-    """Largest size that each storage had: a running sum per storage, over events sorted by storage."""
+    """Return the largest size of each storage: a running sum per storage, over events sorted by storage."""
     order = np.argsort(event_storage, kind="stable")
     owners, running = event_storage[order], np.cumsum(event_bytes[order])
     starts = np.searchsorted(owners, np.arange(num_storages))

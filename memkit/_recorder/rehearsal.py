@@ -1,14 +1,14 @@
-"""Run the user's own forward and backward for inspection, in place, and leave no trace of it.
+"""Run the user's own forward and backward in place for inspection, without side effects.
 
-Nothing is copied beforehand, so that it works where a copy would not: with models that keep activations, teachers that
+Nothing is copied beforehand, so it works where a copy would not: with models that keep activations, teachers that
 a loss function closes over, models that fill the memory. Below autograd, a dispatch mode sees every operator:
 
-- A tensor that was there before is copied right before an operator writes to it, whoever holds it, and put back later.
-- Random draws of a run can be kept, and given out again row by row to runs on some of the rows.
-- Operators can be made to round a little differently, which tells rounding from a true difference.
-- What exchanges tensors with other processes is refused before it starts: the others may not be there.
+- An existing tensor is copied right before an operator writes to it, whatever holds it, and restored later.
+- Random draws of a run can be kept and replayed row by row in runs on some of the rows.
+- Operators can be made to round slightly differently, to distinguish rounding from a real difference.
+- Operators that exchange tensors with other processes are rejected before they start: the others may not be running.
 
-Attributes of modules, and of the objects that they and the loss function hold, are noted beforehand and put back.
+Attributes of modules, and of the objects that they and the loss function hold, are saved beforehand and restored.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from memkit._torch.modules import STATE, members_of
 from memkit._torch.operators import schema_of
 from memkit._torch.tensors import storage_key
 
-_MAX_OBJECTS = 10_000  # that are looked into for attributes which a forward may change
-_MAX_ITEMS = 4096  # of a list or dict that may hold such objects
-_MAX_COPIED = 100_000  # items of a list or dict that is put back as it was
+_MAX_OBJECTS = 10_000  # searched for attributes that a forward may change
+_MAX_ITEMS = 4096  # of a list or dict that is searched for such objects
+_MAX_COPIED = 100_000  # items of a list or dict that is restored
 _NAMESPACES_OF_RANKS = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor")
-# What native_batch_norm writes to, though its schema does not say so.
+# Arguments that native_batch_norm writes to, although its schema does not say so.
 _WRITTEN_UNSAID = ("running_mean", "running_var")
 _TF32_EPS = 2.0**-10
-_FEWEST_NUMEL = 256  # of a piece that is rounded otherwise at once
-# Operators that choose or move values and round none: a value must stay equal to where it came from (topk, then >=).
+_FEWEST_NUMEL = 256  # of a piece that is perturbed at once
+# Operators that select or move values without rounding: a value must stay equal to its source (topk, then >=).
 _EXACT_OPERATORS = frozenset(
     """
     topk sort msort kthvalue median nanmedian mode max min amax amin aminmax cummax cummin clone copy _to_copy cat stack
@@ -53,21 +53,21 @@ _EXACT_OPERATORS = frozenset(
     """.split()  # noqa: SIM905 - a table of words
 )
 _CONTAINERS = (list, dict, set, collections.deque)
-# Machinery of every module; a forward does not change it.
-_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # one that was put in its class's place
+# Internals of every module; a forward does not change them.
+_MODULE_MACHINERY = (frozenset(vars(nn.Module())) - STATE) | {"forward"}  # an instance-level override
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "memkit", "lightning", "accelerate"}
 
 
 class RanksError(Exception):
-    """A rehearsed run was about to exchange tensors with other processes."""
+    """A rehearsed run tried to exchange tensors with other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows of a rehearsal's batch that a run sees: from ``start`` to before ``stop`` of ``total``.
+    """Rows of a rehearsal's batch that a run sees: from ``start`` up to ``stop`` (exclusive) of ``total``.
 
-    Where a batch has no rows, the number of the part: parts that run in order draw one after the other. The whole has
-    number None.
+    For a batch without rows, ``number`` is the index of the part: parts that run in order draw one after the other. It
+    is None for the whole batch.
     """
 
     start: int = 0
@@ -77,36 +77,36 @@ class Span:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the run sees all."""
+        """Whether the run sees the whole batch."""
         return self.number is None and self.stop - self.start == self.total
 
 
 @dataclass(slots=True)
 class _Draw:
     shape: torch.Size
-    values: Callable[[], Tensor]  # drawn anew from ``state``, or kept where they depend on an input
+    values: Callable[[], Tensor]  # redrawn from ``state``, or kept if they depend on an input
     is_kept: bool
     state: Tensor
     state_after: Tensor
-    edges: list[int]  # where the parts' draws begin, for parts without rows
+    edges: list[int]  # start of each part's draws, for parts without rows
 
 
 class Rehearsal:
-    """Runs that leave no trace.
+    """Runs without side effects.
 
-    Enter `run` around each forward and backward, and call `close` at the end. A run starts from where the first one
-    started, unless it goes on where the last one ended.
+    Enter `run` around each forward and backward, and call `close` at the end. A run starts from the same state as the
+    first one, unless it continues from the end of the last one.
 
     Args:
-        roots: Modules and functions whose state, down to the objects that they hold, is put back.
-        room_bytes: What the operators of a forward may make on the CPU, all together, where running out of memory
-            would end the process; None for no limit.
+        roots: Modules and functions whose state, including the objects that they hold, is restored.
+        room_bytes: Total bytes that the operators of a forward may allocate on the CPU, where running out of memory
+            would kill the process; None for no limit.
 
     Attributes:
-        most_elements: Of a tensor that an operator made.
-        has_unmatched_draws: Whether random numbers were drawn that could not be found in the first run's.
+        most_elements: Number of elements of the largest tensor that an operator created.
+        has_unmatched_draws: Whether random numbers were drawn that have no match in the first run.
         has_permutations: Whether a permutation was drawn.
-        has_branches: Whether Python asked a tensor whether it is true, and may go the other way with other rows.
+        has_branches: Whether Python branched on the value of a tensor, so that other rows may take the other branch.
     """
 
     def __init__(self, roots: Sequence[object], *, room_bytes: int | None = None) -> None:
@@ -114,8 +114,8 @@ class Rehearsal:
         self.left_bytes: int | None = None
         self._attributes = Attributes(roots)
         self._random = random_state.capture()
-        self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, with their bytes then
-        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their first state
+        self._before: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # storages written to, original bytes
+        self._generators: dict[int, tuple[torch.Generator, Tensor]] = {}  # the user's own, with their initial state
         self._draws: dict[tuple[object, ...], _Draw] = {}
         self._is_dirty, self.most_elements = False, 0
         self.has_unmatched_draws = self.has_branches = self.has_permutations = False
@@ -131,17 +131,17 @@ class Rehearsal:
         other_noise: bool = False,
         other_host_noise: bool = False,
     ) -> Iterator[None]:
-        """A context for one forward and backward.
+        """Return a context for one forward and backward.
 
         Args:
             span: The rows of the run. The first run with a span sees all rows, and its random draws are kept; later
-                ones draw, for their rows, what that one drew.
-            goes_on: Start from the state that the last run left, not from the first one's.
-            random_goes_on: The same for random numbers, NumPy's and Python's or all: draws for one row after the other
-                are then those of the whole.
-            rounding: Makes each operator's results differ by about one unit in the last place.
-            other_noise: Draw other random numbers than the other runs.
-            other_host_noise: The same for NumPy's and Python's numbers only.
+                runs reuse its draws for their rows.
+            goes_on: Start from the state at the end of the last run, not from that of the first run.
+            random_goes_on: The same for random numbers, either NumPy's and Python's or all: draws made row by row
+                then equal those of the whole batch.
+            rounding: Perturbs each operator's results by about one unit in the last place.
+            other_noise: Draw different random numbers from the other runs.
+            other_host_noise: The same for NumPy's and Python's random numbers only.
 
         Raises:
             RanksError: The block exchanges tensors with other processes.
@@ -152,7 +152,7 @@ class Rehearsal:
         host = random_state.capture_host()
         if random_goes_on != "all":
             for generator, state in self._generators.values():
-                generator.set_state(state)  # noise is the same in each run, whatever was drawn since
+                generator.set_state(state)  # noise is the same in each run, regardless of later draws
             random_state.restore(self._random)
         if random_goes_on is not None:
             random_state.restore_host(host)
@@ -163,17 +163,17 @@ class Rehearsal:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
-            if compiler.is_loaded():  # a compiled module runs as written: nothing is compiled for a look
+            if compiler.is_loaded():  # a compiled module runs eagerly: nothing is compiled for an inspection
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_Watch(self, span, rounding))
             yield
 
     def end_forward(self) -> None:
-        """Say that a run's backward begins, which makes less than its forward."""
+        """Mark the start of a run's backward, which allocates less than its forward."""
         self.left_bytes = None
 
     def undo(self) -> None:
-        """Put back all that the runs so far have changed."""
+        """Restore everything that the runs so far have changed."""
         if not self._is_dirty:
             return
         with torch.no_grad():
@@ -186,20 +186,20 @@ class Rehearsal:
         self._is_dirty = False
 
     def close(self) -> None:
-        """Put everything back, and forget the copies."""
+        """Restore everything, and drop the copies."""
         self.undo()
         self._before.clear()
         self._draws.clear()
 
     def changed(self) -> list[str]:
-        """Name the attributes that the runs since the last `undo` have changed, as far as modules hold them."""
+        """Return the names of module attributes that the runs since the last `undo` have changed."""
         written = {key for key, (storage, copy) in self._before.items() if not torch.equal(_as_bytes(storage), copy)}
         return self._attributes.changed(written)
 
     # ------------------------------------------------------------------ for the mode
 
     def keep(self, tensor: Tensor, born: set[int]) -> None:
-        """Copy a tensor's storage before it is written to, unless a run has made it."""
+        """Copy a tensor's storage before it is written to, unless a run created it."""
         storage = _storage_of(tensor)
         if storage is None or not storage.nbytes():
             return
@@ -208,9 +208,9 @@ class Rehearsal:
             self._before[key] = (storage, _as_bytes(storage).clone())
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], span: Span | None) -> Any:
-        """Run a random operator; keep what it draws, or give out what was kept."""
+        """Run a random operator; keep its draws, or replay the kept ones."""
         found = _find_generator(args, kwargs)
-        if found is None:  # on a device whose generator nobody knows
+        if found is None:  # on a device whose generator is unknown
             self.has_unmatched_draws = True
             return func(*args, **kwargs)
         generator, is_own = found
@@ -220,7 +220,7 @@ class Rehearsal:
         out = func(*args, **kwargs)
         self.has_permutations |= func.overloadpacket is torch.ops.aten.randperm
         after = generator.get_state()
-        if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that only could draw
+        if torch.equal(state, after):  # nothing was drawn: dropout with p=0, an operator that need not draw
             return out
         values = _drawn_values(func, out)
         key = (func, str(generator.device), state.numpy().tobytes())
@@ -246,7 +246,7 @@ class Rehearsal:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Sees every operator of a run."""
+    """Dispatch mode that sees every operator of a run."""
 
     supports_higher_order_operators = True
 
@@ -259,7 +259,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload):  # higher-order operators: nothing to see
+        if not isinstance(func, OpOverload):  # higher-order operators are not inspected
             return func(*args, **kwargs)
         if func.namespace in _NAMESPACES_OF_RANKS:
             raise RanksError(str(func))
@@ -303,13 +303,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
 class _Facts:
     written: tuple[int | str, ...]  # positions, or names of keywords
     is_random: bool
-    makes_tensors: bool  # of its own: its results are no views of its arguments
+    makes_tensors: bool  # its results are new tensors, not views of its arguments
     rounds: bool
 
 
 @functools.cache
 def _facts(func: Any) -> _Facts:
-    schema = schema_of(func)  # what an operator writes to stands nowhere else
+    schema = schema_of(func)  # the only source for the arguments that an operator writes to
     written = [
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
@@ -338,18 +338,18 @@ def _round_differently(tensor: Tensor, func: Any, generator: torch.Generator) ->
         for piece in _pieces(real):
             noise = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
             noise.uniform_(-eps, eps, generator=generator).mul_(piece)
-            piece.add_(noise.masked_fill_(piece == piece.round(), 0))  # whole numbers are exact: counts, one-hot rows
+            piece.add_(noise.masked_fill_(piece == piece.round(), 0))  # integers are exact: counts, one-hot rows
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Views of a tensor, one after the other in memory, so that work on them takes little."""
+    """Split a tensor into views, contiguous in memory, so that work on each needs little memory."""
     if not torch.ops.aten.is_non_overlapping_and_dense.default(tensor):
         return (tensor,)
     return torch.split(tensor.as_strided((tensor.numel(),), (1,)), max(_FEWEST_NUMEL, tensor.numel() // 16))
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None where it has none of its own, as sparse tensors and wrappers of others."""
+    """Return a tensor's storage; None if it has no storage of its own, as for sparse and wrapper tensors."""
     try:
         return tensor.untyped_storage() if tensor.layout is torch.strided else None
     except (NotImplementedError, RuntimeError):
@@ -381,7 +381,7 @@ def _find_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torc
 
 
 def _drawn_values(func: Any, out: Any) -> Tensor | None:
-    """Return the tensor that an operator has drawn; None where it does not hand it out, or hands out more."""
+    """Return the tensor that an operator has drawn; None if the draw is not returned, or not returned alone."""
     if isinstance(out, Tensor):
         return out
     if func is torch.ops.aten.native_dropout.default:
@@ -393,7 +393,7 @@ def _drawn_values(func: Any, out: Any) -> Tensor | None:
 def _draw_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Tensor, state: Tensor, state_after: Tensor
 ) -> _Draw:
-    """Note what was drawn. Where it depends on shapes alone it is drawn again when wanted, and takes no memory."""
+    """Record a draw. A draw that depends only on shapes is redrawn on demand, and takes no memory."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     by_shape = len(tensors) == 1 and tensors[0] is args[0] and _draws_by_shape(func)
     is_kept = bool(tensors) and not by_shape
@@ -416,13 +416,13 @@ def _draw_of(
 
 
 def _draws_by_shape(func: Any) -> bool:
-    """Whether an operator takes nothing from its tensor but the shape: it fills it, makes one like it, or a mask."""
+    """Whether an operator uses only the shape of its tensor: it fills it, or creates a similar tensor or a mask."""
     name = schema_of(func).name.rpartition("::")[2]  # see `_facts`
     return bool(name.endswith(("_", "_like")) or name == "native_dropout")
 
 
 def _put_values(func: Any, out: Any, values: Tensor, part: Tensor, args: tuple[Any, ...]) -> None:
-    """Change an operator's result to what it would be had it drawn ``part``."""
+    """Change an operator's result as if it had drawn ``part``."""
     values.copy_(part)
     if func is torch.ops.aten.native_dropout.default:
         x, p = args[0], args[1]
@@ -430,7 +430,7 @@ def _put_values(func: Any, out: Any, values: Tensor, part: Tensor, args: tuple[A
 
 
 def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int] | None:
-    """Where some rows' draws are among all rows': the one dimension in which they differ, the start, the number."""
+    """Locate some rows' draws among those of all rows: the one dimension that differs, the start, and the length."""
     if draw.shape == shape:
         return 0, 0, 0  # all
     differing = [dim for dim, (all_rows, some) in enumerate(zip(draw.shape, shape, strict=False)) if all_rows != some]
@@ -454,7 +454,7 @@ def _rows_of(draw: _Draw, shape: torch.Size, span: Span) -> tuple[int, int, int]
 
 
 class Attributes:
-    """Attributes of modules and of the user's objects, as they are now."""
+    """Saved attributes of modules and of the user's objects."""
 
     def __init__(self, roots: Sequence[object]) -> None:
         self._owners: list[tuple[Any, dict[str, Any]]] = []
@@ -470,7 +470,7 @@ class Attributes:
                 todo.extend(self._note(value))
 
     def _note(self, value: Any) -> Sequence[object]:
-        """Note the state of one object; return what it holds."""
+        """Save the state of one object; return the objects that it holds."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             return list(_held_by_function(value))
         if isinstance(value, _CONTAINERS):
@@ -486,7 +486,7 @@ class Attributes:
         return list(own.values())
 
     def restore(self) -> None:
-        """Put all attributes back that are not as they were."""
+        """Restore all attributes that have changed."""
         for container, copy in self._containers:
             if not _is_same(container, copy):
                 container.clear()
@@ -501,7 +501,7 @@ class Attributes:
                     now[name] = value
 
     def differ(self) -> bool:
-        """Whether any is not as it was."""
+        """Return whether any attribute has changed."""
         if any(not _is_same(container, copy) for container, copy in self._containers):
             return True
         for owner, attributes in self._owners:
@@ -513,14 +513,14 @@ class Attributes:
         return False
 
     def plain_tensors(self) -> list[Tensor]:
-        """Tensors in attributes and containers that are no parameters and no buffers."""
+        """Return the tensors in attributes and containers that are neither parameters nor buffers."""
         values = [each for owner, attributes in self._owners for each in attributes.values()]
         for _, copy in self._containers:
             values += copy.values() if isinstance(copy, dict) else copy
         return [each for each in values if isinstance(each, Tensor) and not isinstance(each, nn.Parameter)]
 
     def changed(self, written: set[int]) -> list[str]:
-        """Name what has changed, or lies in a storage that was written to, in modules."""
+        """Return the names of module members that have changed, or whose storage was written to."""
         names: dict[str, None] = {}
         for owner, attributes in self._owners:
             place, now = self._names.get(id(owner), type(owner).__name__), vars(owner)

@@ -1,4 +1,4 @@
-"""Workspace: what an operator takes and gives back inside of itself, which only the allocator's own events show."""
+"""Workspace: memory that an operator allocates and frees internally, visible only in the allocator's own events."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class _Call(NamedTuple):
 
     end: RecorderMark
     operator: Any
-    accelerator: torch.device | None  # the one that was in use, if any
+    accelerator: torch.device | None  # the current accelerator, if any
 
     def device(self, memory: _Memory) -> str:
         return "cpu" if memory == "cpu" else str(self.accelerator)
 
 
 class _Workspace(NamedTuple):
-    """How far one call rose above both of its ends."""
+    """Rise of live bytes within one call above both its start and its end."""
 
     call: _Call
     device: str
@@ -49,28 +49,28 @@ class _Workspace(NamedTuple):
 
 
 class WorkspaceMarks:
-    """For a Recorder that also sees what an operator takes and gives back inside: category ``"workspace"``.
+    """Marks for a Recorder that also sees memory used internally by operators, as category ``"workspace"``.
 
     Use it as ``Recorder(marks=WorkspaceMarks())``. It puts a mark around each operator. torch's profiler writes the
-    marks and the allocations of a thread into one list, in the order in which they came: no clocks have to be aligned,
-    no running totals trusted, and nothing outside of the operators counts.
+    marks and the allocations of a thread into one list, in order: no clocks have to be aligned, no running totals
+    trusted, and nothing outside the operators counts.
 
-    The profiler is the one beneath `torch.autograd.profiler_legacy`. Unlike Kineto's it prints nothing, and stays in
-    its own thread (with those of autograd), so that a profiler in another thread is not disturbed. torch calls it
-    deprecated; Kineto's would give the same events at a higher price.
+    The profiler is the one behind `torch.autograd.profiler_legacy`. Unlike Kineto's, it prints nothing and stays in
+    its own thread (and those of autograd), so that it does not disturb a profiler in another thread. torch calls it
+    deprecated; Kineto's would give the same events at a higher cost.
     """
 
     def __init__(self) -> None:
         self.accelerator: torch.device | None = None
         self._calls: dict[int, _Call] = {}
         self._numbers = count()
-        self._workspaces: list[_Workspace] | None = None  # None until the block is over
+        self._workspaces: list[_Workspace] | None = None  # None until the block ends
 
     def begin(self) -> None:
         """Start the profiler.
 
         Raises:
-            StateError: One runs in this thread.
+            StateError: A profiler is already running in this thread.
         """
         if running_profiler() != ActiveProfilerType.NONE:
             raise StateError(
@@ -81,10 +81,10 @@ class WorkspaceMarks:
             )
         shapes, memory, stack, flops, modules = False, True, False, False, False
         start_profiler(ProfilerConfig(ProfilerState.CPU, shapes, memory, stack, flops, modules, ExperimentalConfig()))
-        record_functions(False)  # noqa: FBT003 - only the marks are wanted, not each operator's own record
+        record_functions(False)  # noqa: FBT003 - record only the marks, not each operator
 
     def end(self) -> None:
-        """Stop the profiler, and read its events."""
+        """Stop the profiler and read its events."""
         record_functions(True)  # noqa: FBT003
         threads = stop_profiler()
         risen = sorted(found for events in threads for found in _risen(events))
@@ -101,14 +101,14 @@ class WorkspaceMarks:
             with Mark(f"{_MARK}{number}"):
                 record_functions(False)  # noqa: FBT003
                 return run()
-        finally:  # an operator that failed counts too: its workspace may be what did not fit
+        finally:  # a failed operator counts too: its workspace may be the allocation that did not fit
             self._calls[number] = _Call(moment(), func, self.accelerator)
 
     def added_to(self, recording: Recording) -> Recording:
-        """Return a recording with the workspaces: each is a storage that comes and goes within its operator.
+        """Return the recording with workspaces added, each as a storage that lives only within its operator.
 
         Raises:
-            StateError: The block is not over.
+            StateError: The block has not ended.
         """
         if self._workspaces is None:
             raise StateError(
@@ -121,10 +121,10 @@ class WorkspaceMarks:
 
 
 def _risen(events: Sequence[ProfilerEvent]) -> Iterator[tuple[int, _Memory, int]]:
-    """Yield (number of the call, which memory, bytes) for each marked call that rose above both of its ends.
+    """Yield (number of the call, memory, bytes) for each marked call that rose above both its start and its end.
 
     Args:
-        events: One thread's.
+        events: Events of one thread.
     """
     number, depth = None, 0
     changes: Mapping[_Memory, list[int]] = {}
@@ -150,11 +150,11 @@ def _risen(events: Sequence[ProfilerEvent]) -> Iterator[tuple[int, _Memory, int]
 
 
 def _with_workspaces(recording: Recording, workspaces: Sequence[_Workspace]) -> Recording:
-    """Insert each workspace as a storage that is born after its operator's outputs, and dies at once."""
+    """Insert each workspace as a storage that is born after its operator's outputs and freed at once."""
     num_old, num_new = recording.num_storages, len(workspaces)
     births, _ = lifetimes(recording.event_storage, recording.event_bytes, num_old)
     was_before = np.asarray(recording.names["operator"], dtype=str)[recording.codes["operator"]] == ""
-    # A call counts the events that the recorder saw happen, and not those that bring in what was there before.
+    # A call counts the events that the recorder saw happen, not those that add storages from before the block.
     num_events = len(recording.event_bytes)
     happened = np.delete(np.arange(num_events), births[was_before])
     after = np.concatenate([happened[:1] if len(happened) else [num_events], happened + 1])

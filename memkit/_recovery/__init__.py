@@ -1,1 +1,1 @@
-"""Recovery from out-of-memory: the only code that meets such an error, undoes what it cut off, and tries again."""
+"""Recovery from out-of-memory errors: the only code that catches them, undoes the unfinished work, and retries."""

@@ -1,7 +1,7 @@
-"""Run something that may run out of memory: its result, or an error that holds not a tensor of the failed call.
+"""Run something that may run out of memory: get its result, or an error that holds no tensors of the failed call.
 
-An error holds the frames of the call that failed, and these hold its tensors. So the frames are emptied where it is
-caught and dropped; undoing, collecting and releasing come after ``except``, which holds them too.
+An error holds the frames of the failed call, and the frames hold its tensors. So the frames are cleared where the error
+is caught, and dropped; undoing, collecting and releasing happen after ``except``, which holds the frames too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kinds = tuple[type[Exception], ...]
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[Result]):
-    """What an attempt returned."""
+    """Result of an attempt that succeeded."""
 
     result: Result
 
@@ -35,7 +35,7 @@ class OutOfMemory:
     """An attempt ran out of memory.
 
     Attributes:
-        error: The error, without frames: it can be the cause of another one, and holds no tensor.
+        error: The error, without frames: it can be the cause of another error, and holds no tensor.
     """
 
     error: BaseException
@@ -63,13 +63,13 @@ class Failed:
 
 
 class Caught(contextlib.AbstractContextManager["Caught"]):
-    """A context that ends without an error where memory ran out; the one handler of such errors.
+    """A context that suppresses out-of-memory errors; the only handler of such errors.
 
     Args:
-        others: Further kinds of errors that are caught.
+        others: Other exception types to catch.
 
     Attributes:
-        failure: What was caught; None where the block ran to its end, or another error passes through.
+        failure: The caught failure; None if the block completed, or another error propagates.
     """
 
     def __init__(self, others: Kinds = ()) -> None:
@@ -85,7 +85,7 @@ class Caught(contextlib.AbstractContextManager["Caught"]):
 
 
 def _judge(error: BaseException, others: Kinds) -> OutOfMemory | Failed | None:
-    """What an error is that was caught, without its frames; None where it is to pass through."""
+    """Classify a caught error and drop its frames; None if the error should propagate."""
     failure: OutOfMemory | Failed
     if is_out_of_memory(error):
         failure = OutOfMemory(error)
@@ -100,16 +100,16 @@ def _judge(error: BaseException, others: Kinds) -> OutOfMemory | Failed | None:
 def attempt(
     run: Callable[..., Result], *args: Any, undo: Callable[[], object] | None = None, others: Kinds = ()
 ) -> Done[Result] | OutOfMemory | Failed:
-    """Call ``run(*args)``; after an out-of-memory release what is cached and undo what it did.
+    """Call ``run(*args)``; after an out-of-memory error, release cached memory and undo the call's changes.
 
     Args:
-        run: What may run out of memory.
-        *args: For it.
-        undo: Puts back what ``run`` may have changed; tried twice, since it may need memory itself.
-        others: Further kinds of errors that are caught, and undone in the same way.
+        run: The function that may run out of memory.
+        *args: Its arguments.
+        undo: Restores everything that ``run`` may have changed; tried twice, since it may need memory itself.
+        others: Other exception types to catch and undo in the same way.
 
     Returns:
-        What it returned, or why it failed. Other errors pass through.
+        The result, or the failure. Other errors propagate.
     """
     try:
         return Done(run(*args))
@@ -124,7 +124,7 @@ def attempt(
 
 
 def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[Result] | Failed:
-    """Call ``run(*args)``; catch errors of some kinds. An out-of-memory passes through, to whoever recovers from it."""
+    """Call ``run(*args)`` and catch errors of some kinds. Out-of-memory errors propagate to an outer recovery."""
     try:
         return Done(run(*args))
     except kinds as error:
@@ -135,7 +135,7 @@ def unless_failed(kinds: Kinds, run: Callable[..., Result], *args: Any) -> Done[
 
 @contextlib.contextmanager
 def telling_errors(tell: Callable[[Exception, bool], None]) -> Iterator[None]:
-    """In the block, call ``tell(error, is_out_of_memory)`` with an error that then passes through."""
+    """Call ``tell(error, is_out_of_memory)`` with any error raised in the block, then let it propagate."""
     try:
         yield
     except Exception as error:
@@ -144,14 +144,14 @@ def telling_errors(tell: Callable[[Exception, bool], None]) -> Iterator[None]:
 
 
 def insist(run: Callable[[], Result], call: str) -> Result:
-    """Call ``run``; after an out-of-memory release what is cached, and call it once more.
+    """Call ``run``; after an out-of-memory error, release cached memory and call it once more.
 
     Args:
-        run: Does all of its work or none of it.
-        call: What it does, for the error.
+        run: Function that does all of its work or none of it.
+        call: Description of the work, for the error message.
 
     Raises:
-        MemkitOutOfMemoryError: It ran out of memory twice.
+        MemkitOutOfMemoryError: ``run`` ran out of memory twice.
     """
     outcome = attempt(run)
     if not isinstance(outcome, Done):
@@ -167,29 +167,29 @@ def insist(run: Callable[[], Result], call: str) -> Result:
 
 
 def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterable[SupportsIndex]) -> Result:
-    """Call ``fn(size)`` with falling sizes until one does not run out of memory.
+    """Call ``fn(size)`` with decreasing sizes until one does not run out of memory.
 
-    After a failure the attempt's tensors are gone before the next call: the error is dropped and its frames are
+    After a failure, the attempt's tensors are freed before the next call: the error is dropped and its frames are
     cleared, then reference cycles are collected and the allocator's cache is released, all outside ``except``, where
     a traceback would still hold every local of the failed call. Each failure is logged as a warning.
 
     Args:
-        fn: Does the whole piece of work at one size. It starts anew at each size, so it must not leave half-done
-            work behind, such as gradients of a failed backward: call ``zero_grad()`` first.
+        fn: Function that does all of the work at one size. It starts over at each size, so it must not leave
+            half-finished work behind, such as gradients of a failed backward: call ``zero_grad()`` first.
         sizes: The sizes to try, positive and each smaller than the one before; or the first size as an int, which is
-            halved (rounded down) down to 1: at most ``size.bit_length()`` calls.
+            halved (rounding down) until it reaches 1: at most ``size.bit_length()`` calls.
 
     Returns:
-        What ``fn`` returned. Where the size is wanted too, let ``fn`` return it.
+        The result of ``fn``. If you also need the size, have ``fn`` return it.
 
     Raises:
         MemkitOutOfMemoryError: Every size ran out of memory.
-        InputError: There is no size, or the sizes are not positive and falling.
+        InputError: There are no sizes, or the sizes are not positive and decreasing.
         InputTypeError: A size is not an int.
-        Exception: What ``fn`` raises and is not out-of-memory passes through unchanged, at once.
+        Exception: Any other error that ``fn`` raises propagates unchanged, at once.
 
     Memory:
-        Nothing of a failed attempt but its size and one line of text.
+        Only the size and one line of text are kept of a failed attempt.
 
     Example:
         >>> import memkit as mk
@@ -204,7 +204,7 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
     """
     tried: list[str] = []
     error: BaseException | None = None
-    for size in tuple(_falling(sizes)):  # all checked before the first call: a late complaint would come hours later
+    for size in tuple(_falling(sizes)):  # all checked before the first call: a late error could come hours into the run
         outcome = attempt(fn, size)
         if isinstance(outcome, Done):
             return outcome.result
@@ -221,7 +221,7 @@ def recover_from_oom(fn: Callable[[int], Result], sizes: SupportsIndex | Iterabl
 
 
 def _falling(sizes: SupportsIndex | Iterable[SupportsIndex]) -> Iterator[int]:
-    """Yield the sizes as ints; what falls and stays positive ends, so that this ends too."""
+    """Yield the sizes as ints; terminates, since the sizes must be decreasing and positive."""
     call = "recover_from_oom(fn, sizes)"
     previous: int | None = None
     for size in sizes if isinstance(sizes, Iterable) else _halved(_as_size(sizes, call)):

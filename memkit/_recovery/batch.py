@@ -1,7 +1,7 @@
-"""A batch on its way through a step: parts are tried one after the other; where memory runs out, with a remedy.
+"""Micro-batch execution of one batch: parts run one after the other, with a remedy or a retry if memory runs out.
 
-`BatchRun` is what is known of the batch under way. Who decides what is tried next is one of two: `Alone`, or the ranks
-of a sharded model together (`memkit.train.sharded`).
+`BatchRun` is the state of the current batch. The next attempt is chosen either by `Alone`, or jointly by the ranks of a
+sharded model (`memkit.train.sharded`).
 """
 
 from __future__ import annotations
@@ -25,71 +25,71 @@ CutPart = Callable[[Part, int], list[Part]]
 
 
 class Sums(Protocol):
-    """Where the gradients of a batch's parts are added up."""
+    """Accumulator for the gradients of a batch's parts."""
 
-    is_torn: bool  # an error came in the middle of adding
+    is_torn: bool  # an error interrupted an addition
 
     def discard(self) -> None:
-        """Start anew."""
+        """Drop the sums and start over."""
 
 
 class Undo(Protocol):
-    """All that a forward may change, at one instant."""
+    """Saved state of everything that a forward may change."""
 
     def discover(self) -> AbstractContextManager[None]:
-        """A context for a forward, which may change more than is known."""
+        """Return a context for a forward, which may change more than is known so far."""
 
     def learn(self) -> None:
-        """Note what a forward that ran to its end has left alone."""
+        """Record the state that a completed forward left unchanged."""
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
 
 
 class RemedySource(Protocol):
-    """What can be done about an out-of-memory before parts are made smaller."""
+    """Remedies for an out-of-memory error to try before parts are made smaller."""
 
     @property
     def failures(self) -> Kinds:
-        """Errors that a remedy may cause, and that it is then taken back for."""
+        """Errors that a remedy may cause; the remedy is reverted if they occur."""
 
     def around(self) -> AbstractContextManager[object] | None:
-        """A context for forward, where there is one."""
+        """Return a context for forward, if there is one."""
 
     def improve(self, failure: Failure, what: str, *, is_last: bool = False) -> bool:
-        """Take the next remedy; False where none is left."""
+        """Apply the next remedy; False if none is left."""
 
     def take_back(self) -> None:
-        """Turn off what did not suffice."""
+        """Turn off the remedies that were not enough."""
 
     def tell(self, kind: str, what: str, done: str) -> None:
-        """Say once of each kind what was done."""
+        """Report what was done, once per kind."""
 
 
 class Peers(Protocol):
-    """Who decides what is tried next."""
+    """Strategy that chooses the next attempt."""
 
     def num_parts(self, run: BatchRun, at_least: int) -> int:
-        """Choose how many parts a batch is cut into."""
+        """Choose the number of parts to cut a batch into."""
 
     def next_attempt(self, run: BatchRun) -> Attempt | None:
-        """Return the next attempt; None when the batch is through."""
+        """Return the next attempt; None when the batch is done."""
 
     def settle(self, run: BatchRun, attempt: Attempt) -> None:
-        """Take note of how an attempt ended."""
+        """Record the outcome of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """What recovery has at hand, for all batches of a model.
+    """Resources for recovery, shared by all batches of a model.
 
     Attributes:
-        sizes: What is known of sizes.
-        remedies: What is done about an out-of-memory; None lets it through.
-        snapshot: Notes all that a forward may change.
-        peers: Who decides.
-        unit: What sizes count.
-        call: What the user called, for messages.
+        sizes: Memory of the sizes that fit.
+        remedies: Remedies for an out-of-memory error; None lets the error propagate.
+        snapshot: Function that saves everything a forward may change.
+        peers: Strategy that chooses the next attempt.
+        unit: Unit in which sizes are counted.
+        call: The user's call, for messages.
     """
 
     sizes: SizeMemory
@@ -101,24 +101,24 @@ class Means:
 
 
 class Attempt:
-    """One try at one micro-batch: ``with attempt as micro: ...``. An out-of-memory ends the block without an error.
+    """One attempt at one micro-batch: ``with attempt as micro: ...``. The block suppresses an out-of-memory error.
 
     Args:
         part: The micro-batch.
         batch_size: The size of the whole batch.
-        remedies: What is done about an out-of-memory; None lets it through.
-        rollback: Puts back what the block changes, where its size is not known to fit.
-        watching: A further context for the block.
+        remedies: Remedies for an out-of-memory error; None lets the error propagate.
+        rollback: Restores everything that the block changes, if its size is not known to fit.
+        watching: An additional context for the block.
 
     Attributes:
         part: Its tensors.
         size: Its size, in rows or elements.
-        is_check: False: its results are the step's.
-        is_trial: Its size is not known to fit.
-        is_added: Its gradient is in the sum.
+        is_check: False: its results are part of the step.
+        is_trial: Whether its size is not known to fit.
+        is_added: Whether its gradient has been added to the sum.
         loss: Its loss, without a graph.
-        terms: What the terms of its loss were divided by.
-        failure: Why the block ended before its end; None where it did not.
+        terms: The divisor of its loss terms.
+        failure: Why the block failed; None if it did not.
     """
 
     is_check = False
@@ -171,11 +171,11 @@ class Attempt:
 
     @property
     def counts(self) -> bool:
-        """Whether its results are the step's: it ran to its end, and is in the sum."""
+        """Whether its results are part of the step: it completed, and its gradient is in the sum."""
         return self.is_added and self.failure is None
 
     def check_used(self) -> None:
-        """Refuse an attempt that has added nothing to the gradient."""
+        """Reject an attempt that has added nothing to the gradient."""
         if self.is_added:
             return
         raise StateError(
@@ -187,7 +187,7 @@ class Attempt:
 
 
 def note_part(error: BaseException, size: int, batch_size: int) -> None:
-    """Say with an error of the user's code that it met a part of the batch, which may be why."""
+    """Add a note to an error of the user's code: it ran on only a part of the batch, which may be the cause."""
     if isinstance(error, Exception) and size < batch_size:
         error.add_note(
             f"memkit: this was a micro-batch of {size} of {batch_size}. All tensors of the batch are cut along "
@@ -198,10 +198,10 @@ def note_part(error: BaseException, size: int, batch_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """Memory has forced a batch apart, and not the user.
+    """Marks a batch that was split for lack of memory, not at the user's request.
 
     Attributes:
-        failure: The error; None where it came in an earlier step, or on another rank.
+        failure: The error; None if it occurred in an earlier step, or on another rank.
     """
 
     failure: Failure | None
@@ -212,23 +212,23 @@ class BatchRun:
 
     Args:
         batch: The batch of one optimizer step.
-        size: Its rows, or elements.
-        num_parts: Micro-batches that are asked for; more where the size memory says so.
-        means: What recovery has at hand.
-        sums: Where the gradients go.
+        size: Its number of rows, or of elements.
+        num_parts: Requested number of micro-batches; more are used if the size memory says so.
+        means: Resources for recovery.
+        sums: Accumulator for the gradients.
         cut: ``cut(part, n)`` returns about n parts.
         key: Key under which sizes are stored.
-        is_intact: Says whether the batch is as it came.
+        is_intact: Returns whether the batch is unmodified.
 
     Attributes:
-        plan: The micro-batches that are to do, and those that are through.
-        forced: Set where memory has forced the batch apart.
-        is_cut_anew: Parts were made smaller, and nobody has looked yet whether they may be.
-        num_ooms: Out-of-memory errors survived.
-        is_complete: All micro-batches are through.
-        was_cut: The micro-batches are not the batch as it came.
-        done: The attempts that are through.
-        rollback: Puts back what the forwards of the batch have changed; None where that is not noted.
+        plan: The micro-batches to do, and those that are done.
+        forced: Set if the batch was split for lack of memory.
+        is_cut_anew: Parts were made smaller, and it has not been checked yet whether this is allowed.
+        num_ooms: Number of out-of-memory errors survived.
+        is_complete: All micro-batches are done.
+        was_cut: The batch has been cut into micro-batches.
+        done: The attempts that are done.
+        rollback: Restores everything that the forwards of the batch have changed; None if that was not saved.
     """
 
     def __init__(
@@ -261,26 +261,26 @@ class BatchRun:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the micro-batches that are through, in order."""
+        """Sizes of the micro-batches that are done, in order."""
         return tuple([each.size for each in self.done])
 
     def losses(self) -> tuple[Loss, ...]:
-        """Losses of the micro-batches that are through, in order."""
+        """Return the losses of the micro-batches that are done, in order."""
         return tuple([each.loss for each in self.done if each.loss is not None])
 
     def next_attempt(self) -> Attempt | None:
-        """Return the next attempt; None when all micro-batches are through.
+        """Return the next attempt; None when all micro-batches are done.
 
         Raises:
-            MemkitOutOfMemoryError: A rank ran out of memory with parts that cannot be smaller.
+            MemkitOutOfMemoryError: A rank ran out of memory with parts that cannot be made smaller.
         """
         return self.means.peers.next_attempt(self)
 
     def settle(self, attempt: Attempt) -> None:
-        """Take note of how an attempt ended, after its block. Where it ran out of memory, take a remedy or plan again.
+        """Record the outcome of an attempt, after its block. If it ran out of memory, apply a remedy or replan.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory, no remedy is left, and it cannot be made smaller.
+            MemkitOutOfMemoryError: The attempt ran out of memory, no remedy is left, and it cannot be made smaller.
             StateError: The block was not entered, or did not call backward.
         """
         if attempt.failure is None:
@@ -288,12 +288,12 @@ class BatchRun:
         self.means.peers.settle(self, attempt)
 
     def undo(self) -> None:
-        """Put back what the forwards so far have changed, where that was noted: random state, buffers, modes."""
+        """Restore the state that the forwards so far have changed, if it was saved: random state, buffers, modes."""
         if self.rollback is not None:
             self.rollback.restore()
 
     def undo_cut(self) -> bool:
-        """Where parts that were made smaller are to stay whole, take another remedy; False where none is left."""
+        """Revert a split that is not allowed by applying another remedy instead; False if none is left."""
         if self._before_cut is None:
             return False
         failed, plan, entry = self._before_cut
@@ -305,7 +305,7 @@ class BatchRun:
         return True
 
     def go_on_smaller(self) -> bool:
-        """Say that the batch goes on in smaller parts, which may be done; False where it stays whole."""
+        """Accept that the batch continues in smaller parts, and report it; False if the batch was not split again."""
         if not self.is_cut_anew:
             return False
         self.is_cut_anew = False
@@ -318,7 +318,7 @@ class BatchRun:
         return True
 
     def check_complete(self) -> None:
-        """Refuse to step with a batch that has micro-batches left."""
+        """Reject a step on a batch that has micro-batches left."""
         if not self.is_complete:
             raise StateError(
                 "trainer.step()",
@@ -327,20 +327,20 @@ class BatchRun:
                 fix="call trainer.step() after the loop over trainer.microbatches(batch), not in it.",
             )
 
-    # ------------------------------------------------------------------ for those who decide
+    # ------------------------------------------------------------------ for the strategies
 
     def take_rollback(self) -> Undo | None:
-        """Note all that a forward may change, where there is recovery."""
+        """Save everything that a forward may change, if recovery is on."""
         if self.means.remedies is None:
             return None
         return insist(self.means.snapshot, "copying the buffers that a forward changes")
 
     def cut_whole(self, num_parts: int) -> None:
-        """Plan the whole batch in so many parts."""
+        """Plan the whole batch in this many parts."""
         self._take(Plan(tuple(self._cut(self._whole, num_parts))))
 
     def finish_part(self, attempt: Attempt) -> None:
-        """Note that an attempt is through."""
+        """Record that an attempt is done."""
         if attempt.rollback is not None:
             attempt.rollback.learn()
             attempt.rollback = None
@@ -355,13 +355,13 @@ class BatchRun:
         self.done.clear()
 
     def improve(self, failed: Attempt, failure: Failure, *, is_last: bool = False) -> bool:
-        """Take the next remedy; False where none is left."""
+        """Apply the next remedy; False if none is left."""
         what = f"a micro-batch of {failed.size} {self.means.unit}"
         remedies = self.means.remedies
         return remedies is not None and remedies.improve(failure, what, is_last=is_last)
 
     def check_intact(self, failed: Attempt, failure: Failure) -> None:
-        """Refuse to run again with tensors that the failed attempt, or one before, has changed in place."""
+        """Reject a rerun with tensors that the failed attempt, or an earlier one, has changed in place."""
         if self._is_intact():
             return
         raise MemkitOutOfMemoryError(
@@ -373,10 +373,10 @@ class BatchRun:
         ) from failure.error
 
     def plan_smaller(self, failed: Attempt, failure: Failure) -> None:
-        """Plan smaller parts in place of those that are not smaller than a failed one.
+        """Replace the parts that are at least as large as a failed one by smaller parts.
 
         Raises:
-            MemkitOutOfMemoryError: One cannot be made smaller, and no remedy is left.
+            MemkitOutOfMemoryError: A part cannot be made smaller, and no remedy is left.
         """
         self._before_cut = failed, self.plan, self.means.sizes.entry(self.key)
         self.means.sizes.note_failure(self.key, failed.size)
@@ -402,16 +402,16 @@ class BatchRun:
 
 
 class Alone:
-    """This process decides by itself: a failed micro-batch is undone and runs again, with a remedy, or smaller."""
+    """Strategy of a single process: undo a failed micro-batch and run it again, with a remedy or in smaller parts."""
 
     def num_parts(self, run: BatchRun, at_least: int) -> int:
-        """Choose how many parts a batch is cut into."""
+        """Choose the number of parts to cut a batch into."""
         at_least = min(at_least, run.size)
         recovers = run.means.remedies is not None
         return run.means.sizes.num_parts(run.key, run.size, at_least) if recovers else at_least
 
     def next_attempt(self, run: BatchRun) -> Attempt | None:
-        """Return the next attempt; None when the batch is through."""
+        """Return the next attempt; None when the batch is done."""
         sizes, remedies = run.means.sizes, run.means.remedies
         if not run.plan.todo:
             run.is_complete = True
@@ -425,10 +425,10 @@ class Alone:
         return Attempt(part, run.size, remedies=remedies, rollback=rollback)
 
     def settle(self, run: BatchRun, attempt: Attempt) -> None:
-        """Take note of how an attempt ended; where it ran out of memory, undo it, and take a remedy or plan again.
+        """Record the outcome of an attempt; if it ran out of memory, undo it, and apply a remedy or replan.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory, no remedy is left, and it cannot be made smaller.
+            MemkitOutOfMemoryError: The attempt ran out of memory, no remedy is left, and it cannot be made smaller.
         """
         failure, sizes = attempt.failure, run.means.sizes
         if failure is None:
@@ -440,10 +440,10 @@ class Alone:
         release_cached_memory()
         run.check_intact(attempt, failure)
         if run.sums.is_torn or attempt.is_added or attempt.rollback is None:
-            run.start_over()  # it is in the gradients, or nobody noted its start
+            run.start_over()  # it is in the gradients, or its initial state was not saved
         else:
             attempt.rollback.restore()
-        # Where a size is known to have failed, a larger one than fits was tried, to grow back.
+        # If a size is known to have failed, this was a trial of a larger size, to grow back.
         is_new = sizes.largest(run.key) is None
         if (is_new or isinstance(failure, Failed)) and run.improve(attempt, failure):
             return

@@ -1,4 +1,4 @@
-"""Is this error out-of-memory? Judged by type, text and causes, and by what is free where these do not tell."""
+"""Detection of out-of-memory errors by type, message and causes, and by free memory if these are ambiguous."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from memkit._core.errors import MemkitError, MemkitOutOfMemoryError
 from memkit._machine.devices import under_memory_pressure
 
-# Backend and message. Each row is there for a real message: tests/data/oom_corpus.json has it, with its source.
+# Backend and message. Each row matches a real message, listed with its source in tests/data/oom_corpus.json.
 _CERTAIN = (
     ("cuda", r"CUDA out of memory|CUDA (driver )?error: ?out of memory|cuda runtime error \(2\)"),
     ("cuda", r"Triton Error \[CUDA\]: out of memory|Cuda failure (2 )?'out of memory'"),
@@ -32,7 +32,7 @@ _CERTAIN = (
     ("cpu", r"posix_memalign failed:"),  # NNPACK's convolutions; its alignment is right, so memory is short
     ("cpu", r"_HOST_ALLOCATION_FAILED|WinError 1455|os error 1455"),  # 1455: the Windows page file is full
 )
-# These also come from bad indices, unsupported inputs or a broken installation: only memory pressure decides.
+# Bad indices, unsupported inputs or a broken installation also raise these: only memory pressure decides.
 _PROBABLE = (
     ("cuda", r"CUBLAS_STATUS_NOT_INITIALIZED|CUSOLVER_STATUS_INTERNAL_ERROR|CUFFT_INTERNAL_ERROR"),
     ("cuda", r"CUDNN_STATUS_NOT_SUPPORTED|CUDNN_STATUS_NOT_INITIALIZED"),
@@ -46,7 +46,7 @@ _SIGNS = tuple(
     for certain, table in ((True, _CERTAIN), (False, _PROBABLE))
     for backend, pattern in table
 )
-# torch.save into memory: closing the archive fails because writing it already did; the true error is the context.
+# torch.save to memory: closing the archive fails because writing it already failed; the real error is the context.
 _MASKS_ITS_CONTEXT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos")
 _HANDLED_BEFORE = "During handling of the above exception, another exception occurred:"
 _LONGEST_DESCRIPTION = 200  # characters
@@ -66,7 +66,7 @@ class OomVerdict:
 
 
 def classify_oom(exc: BaseException) -> OomVerdict | None:
-    """Judge an error by its type, its message and its explicit causes, without looking at the machine.
+    """Classify an error by its type, its message and its explicit causes, without querying the machine.
 
     Args:
         exc: The error. An error raised ``from`` an out-of-memory counts as one; an error raised while one was being
@@ -80,17 +80,17 @@ def classify_oom(exc: BaseException) -> OomVerdict | None:
 
 
 def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) -> bool:
-    """Say whether an error means that memory ran out: on CUDA, ROCm, XPU, MPS and other accelerators, or on the host.
+    """Return whether an error means that memory ran out, on the host or on any accelerator (CUDA, ROCm, XPU, MPS, ...).
 
-    The allocators of torch, NumPy and Python, the libraries beneath (cuBLAS, cuDNN, cuFFT, cuSOLVER, oneDNN), and
-    errors that DataLoader workers, DataParallel and torch.compile wrap are recognised. Some messages have other
-    causes too, such as cuBLAS NOT_INITIALIZED after a bad index: these count only under memory pressure. Ask inside
-    the ``except`` block, while the failed attempt still holds its memory.
+    It recognizes errors from the allocators of torch, NumPy and Python, from the underlying libraries (cuBLAS, cuDNN,
+    cuFFT, cuSOLVER, oneDNN), and errors wrapped by DataLoader workers, DataParallel and torch.compile. Some messages
+    have other causes too, such as cuBLAS NOT_INITIALIZED after a bad index: these count only under memory pressure.
+    Call it inside the ``except`` block, while the failed attempt still holds its memory.
 
     Args:
         exc: The error, as caught.
-        under_pressure: Whether memory is short, for a message that does not decide; None reads the machine: less
-            than a tenth of that backend's memory free. Unused where the message decides.
+        under_pressure: Whether memory is short, for an ambiguous message; None queries the machine: less than a tenth
+            of that backend's memory free. Unused if the message is unambiguous.
 
     Returns:
         True when memory ran out. ``KeyboardInterrupt`` and ``SystemExit`` never count.
@@ -110,7 +110,7 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
     """
     try:
         verdict = classify_oom(exc)
-    except MemoryError:  # not even enough is left to look at the error
+    except MemoryError:  # not even enough memory to inspect the error
         return isinstance(exc, Exception)
     if verdict is None:
         return False
@@ -120,9 +120,9 @@ def is_out_of_memory(exc: BaseException, *, under_pressure: bool | None = None) 
 
 
 def drop_frames(exc: BaseException) -> None:
-    """Let an error, and all that led to it, hold no frames: whoever keeps it must not keep the tensors in them.
+    """Drop the frames of an error and of its causes, so that keeping the error does not keep their tensors alive.
 
-    Frames that somebody else holds are emptied too.
+    Frames that are referenced elsewhere are cleared too.
     """
     todo, seen = [exc], set[int]()
     while todo:
@@ -137,7 +137,7 @@ def drop_frames(exc: BaseException) -> None:
 
 
 def _links(exc: BaseException) -> Iterator[BaseException]:
-    """Yield an error, what it was raised from, and what it is known to mask."""
+    """Yield an error, the errors it was raised from, and those it is known to mask."""
     seen: set[int] = set()
     link: BaseException | None = exc
     # An interrupt stays an interrupt, whatever it was raised from.
@@ -160,13 +160,13 @@ def _classify_link(exc: BaseException) -> OomVerdict | None:
         isinstance(exc, OSError) and exc.errno == errno.ENOMEM
     ):
         return OomVerdict(certain=True, backend=by_text.backend if by_text else "cpu")
-    # Other types quote such messages (a ValueError about a log file); memkit's own errors quote them in their advice.
+    # Other types may quote such messages (a ValueError about a log file); memkit's own errors quote them in the fix.
     return by_text if isinstance(exc, (RuntimeError, OSError)) and not isinstance(exc, MemkitError) else None
 
 
 def _classify_text(text: str) -> OomVerdict | None:
-    # A worker's error arrives as its whole traceback in text. Source lines, which are indented, and errors that were
-    # only being handled when the last one came, say nothing about the last one.
+    # A worker's error arrives as the text of its whole traceback. Source lines, which are indented, and errors that
+    # were only being handled when the last one was raised, say nothing about the last one.
     if "Traceback" in text:
         last_error = text.rpartition(_HANDLED_BEFORE)[2]
         text = "\n".join(line for line in last_error.splitlines() if not line.startswith(" "))
@@ -179,7 +179,7 @@ def _classify_text(text: str) -> OomVerdict | None:
 def _text(exc: BaseException) -> str:
     try:
         return str(exc)
-    except Exception:  # noqa: BLE001 - a foreign __str__ can fail, and a second error here would hide the first
+    except Exception:  # noqa: BLE001 - a third-party __str__ can fail, and a second error here would hide the first
         return ""
 
 

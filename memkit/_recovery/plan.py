@@ -1,4 +1,4 @@
-"""What is left to do of a batch: parts in order, and smaller ones where memory did not suffice."""
+"""Plan for the remaining parts of a batch, in order, with smaller parts if memory was not enough."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Part(NamedTuple):
 
     Attributes:
         data: Its tensors.
-        size: Its rows, or elements of a packed batch.
+        size: Its number of rows, or of elements for a packed batch.
     """
 
     data: Any
@@ -19,7 +19,7 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The parts of a batch in order; those that are through, and those to do."""
+    """The parts of a batch in order: those that are done, and those to do."""
 
     todo: tuple[Part, ...]
     done: tuple[Part, ...] = ()
@@ -30,19 +30,19 @@ class Plan(NamedTuple):
         return tuple([part.size for part in (*self.done, *self.todo)])
 
     def advance(self) -> Plan:
-        """The plan after the next part is through."""
+        """Return the plan after the next part is done."""
         return Plan(self.todo[1:], (*self.done, self.todo[0]))
 
     def restart(self) -> Plan:
-        """The plan with all parts to do."""
+        """Return the plan with all parts to do."""
         return Plan((*self.done, *self.todo))
 
     def shrink(self, limit: int, cut: Callable[[Part, int], list[Part]]) -> Plan | None:
-        """The plan with what is to do in parts of at most ``limit``; None where one cannot be made smaller.
+        """Return the plan with the remaining parts at most ``limit`` in size; None if a part cannot be made smaller.
 
         Args:
-            limit: The largest size that is worth a try.
-            cut: ``cut(part, n)`` returns about n parts in its place.
+            limit: The largest size worth trying.
+            cut: ``cut(part, n)`` returns about n parts that replace it.
         """
         todo: list[Part] = []
         for part in self.todo:

@@ -1,4 +1,4 @@
-"""Run a forward again as if for the first time: random state and buffers as they were, statistics updated once."""
+"""Rerun a forward as if for the first time: with the original random state and buffers, and statistics updated once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from memkit._recovery.snapshot import AttributeStates, BufferSnapshot, RandomNum
 
 
 class Replay:
-    """One forward that will run again: enter the object itself around the first run, `again` around a repetition.
+    """One forward that will run again: enter the object itself around the first run, `again` around a rerun.
 
-    The repetition starts from what the first run started from: buffers, attributes, the module's own generators, and
-    the random state of NumPy and Python (torch's own is `torch.utils.checkpoint`'s business). It leaves no trace: the
+    The rerun starts from the same state as the first run: buffers, attributes, the module's own generators, and the
+    random state of NumPy and Python (torch's own is handled by `torch.utils.checkpoint`). It has no side effects: the
     buffers are swapped for copies while it runs, not overwritten, so that tensors saved for backward stay valid.
 
     Args:
-        watch: The watch of the module whose forward it is.
+        watch: The watch of the module that runs the forward.
     """
 
     def __init__(self, watch: StateWatch) -> None:
@@ -42,12 +42,12 @@ class Replay:
 
     @property
     def again(self) -> AbstractContextManager[None]:
-        """A context for the repetition; may be entered once for every repetition."""
+        """Return a context for the rerun; it may be entered once for every rerun."""
         return Again(self.repetition)
 
     @contextlib.contextmanager
     def repetition(self) -> Iterator[None]:
-        """Run a block in the first run's circumstances, and leave no trace."""
+        """Run a block in the state of the first run, without side effects."""
         buffers_now = []
         for (owner, name), entry in self._buffers.entries.items():
             if entry.copy is not None:
@@ -67,10 +67,10 @@ class Replay:
 
 
 class Again(contextlib.AbstractContextManager[None]):
-    """A repetition that can be entered more than once: a graph that is kept is recomputed for each backward.
+    """A rerun that can be entered more than once: a retained graph is recomputed for each backward.
 
     Args:
-        repetition: Makes the context of one repetition.
+        repetition: Creates the context of one rerun.
     """
 
     def __init__(self, repetition: Callable[[], AbstractContextManager[None]]) -> None:

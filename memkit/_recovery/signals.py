@@ -1,4 +1,4 @@
-"""Ctrl-C waits where something must be done whole."""
+"""Deferral of Ctrl-C during work that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 
 _WAITING = (signal.SIGINT, signal.SIGTERM)
 _PASSIVE = (signal.SIG_DFL, signal.SIG_IGN)
-# Beneath the enums that the module's own functions turn their arguments and results into, which take longer.
+# The C module, without the slower conversion of arguments and results to enums in the public functions.
 _beneath: Any = vars(signal)["_signal"]
 _get, _set = _beneath.getsignal, _beneath.signal
 
 
 def are_plain() -> bool:
-    """Say whether SIGINT raises KeyboardInterrupt, SIGTERM ends the process, or they are ignored: nobody listens."""
+    """Return whether SIGINT and SIGTERM have no custom handlers: each has its default handler or is ignored."""
     interrupt, terminate = _get(signal.SIGINT), _get(signal.SIGTERM)
     return (interrupt is signal.default_int_handler or interrupt in _PASSIVE) and terminate in _PASSIVE
 
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """In the block, SIGINT and SIGTERM wait for its end; then they come again, and their own handlers may raise.
+    """Hold back SIGINT and SIGTERM until the end of the block, then deliver them; their handlers may raise.
 
-    Python runs handlers between two lines of the main thread, so that a handler that raises, or saves a state, would
-    meet an optimizer's step half done. In other threads no handler runs, and there is nothing to do.
+    Python runs handlers between two lines of the main thread, so a handler that raises, or saves a state, could hit a
+    half-finished optimizer step. In other threads no handler runs, and there is nothing to do.
 
     Time cost: four system calls.
     """
@@ -37,7 +37,7 @@ def deferred_signals() -> Iterator[None]:
     own: dict[int, Any] = {}
     arrived: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's form
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature of a handler
         arrived.append(number)
 
     try:
@@ -49,7 +49,7 @@ def deferred_signals() -> Iterator[None]:
         finally:
             _restore(own)
     finally:
-        _restore(own)  # what is left, where a signal came in the middle of that
+        _restore(own)  # the remaining handlers, if a signal arrived during the restore above
         for each in arrived:
             signal.raise_signal(each)
 
@@ -57,6 +57,6 @@ def deferred_signals() -> Iterator[None]:
 def _restore(own: dict[int, Any]) -> None:
     while own:
         number, handler = next(iter(own.items()))
-        if handler is not None:  # else it was not set from Python, and cannot be
+        if handler is not None:  # otherwise it was not set from Python, and cannot be restored
             _set(number, handler)
         del own[number]

@@ -1,4 +1,4 @@
-"""What a forward may change besides its results: buffers, modes, random state; known, kept and put back."""
+"""Snapshots of the state that a forward may change besides its results: buffers, modes, random state."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from memkit._torch.modules import buffers_of, is_compiled
 from memkit._torch.tensors import version_of
 
 _Key = tuple[nn.Module, str]
-_NUM_SEARCHES = 3  # for generators: a forward may make its own
+_NUM_SEARCHES = 3  # for generators: a forward may create its own
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DIGESTED_BYTES = 2**22  # at a time
 _SMALL_BYTES = 2**20  # buffers up to this size are copied whether or not they ever changed
 
 
 class StateWatch:
-    """Knows what a forward may change: buffers, attributes, modes, and generators that modules hold.
+    """Tracks the state that a forward may change: buffers, attributes, modes, and generators that modules hold.
 
-    Large buffers that a forward leaves alone are not copied: a BatchNorm's statistics and a spectral norm's vectors
-    change, a large mask or table of positions does not.
+    Large buffers that a forward leaves unchanged are not copied: a BatchNorm's statistics and a spectral norm's vectors
+    change, a large mask or position table does not.
 
     Args:
-        module: The module, with its children.
+        module: The module, including its children.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._owners = dict.fromkeys(module.modules())
-        # torch.compile compiles anew, and warns, when it finds a hook on all modules.
+        # torch.compile recompiles, and warns, when it finds a global module hook.
         self._is_compiled = any(is_compiled(each) for each in self._owners)
-        self.changes_attributes = not self._is_compiled  # until a forward was seen to leave them alone
+        self.changes_attributes = not self._is_compiled  # until a forward is seen to leave them unchanged
         self._still: dict[_Key, int] = {}
         self._generators: dict[int, Any] = {}
         self._num_searches = 0
@@ -58,9 +58,9 @@ class StateWatch:
         return [(owner, owner.training) for owner in self._owners]
 
     def generators(self) -> Iterable[Any]:
-        """Return random generators, torch's, NumPy's and Python's, in modules' attributes, or in lists and dicts there.
+        """Return random generators (torch, NumPy, Python) in modules' attributes, or in lists and dicts there.
 
-        They are looked for in the first steps only, which may make them.
+        The search runs only in the first steps, which may create generators.
         """
         if self._num_searches < _NUM_SEARCHES:
             self._num_searches += 1
@@ -68,13 +68,13 @@ class StateWatch:
         return self._generators.values()
 
     def snapshot(self) -> BufferSnapshot:
-        """Copy the buffers, except large ones that a forward has left alone before."""
+        """Copy the buffers, except large ones that an earlier forward left unchanged."""
         snapshot = BufferSnapshot()
         snapshot.add(self._owners, self._still)
         return snapshot
 
     def learn(self, snapshot: BufferSnapshot) -> None:
-        """Compare with a snapshot taken before a forward that has run to its end; forget copies not needed."""
+        """Compare with a snapshot taken before a completed forward; drop copies that are not needed."""
         for key, entry in snapshot.entries.items():
             if entry.copy is None or entry.copy.nbytes <= _SMALL_BYTES:
                 continue
@@ -84,10 +84,10 @@ class StateWatch:
 
     @contextlib.contextmanager
     def discover(self, snapshot: BufferSnapshot) -> Iterator[None]:
-        """In the block, notice modules outside of the watched one (a GAN's other network) before they first run."""
+        """Detect, in the block, modules outside the watched one (a GAN's other network) before they first run."""
         thread = threading.get_ident()  # other threads train models of their own
 
-        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's form
+        def notice(module: nn.Module, inputs: Any) -> None:  # noqa: ARG001 - the hook's signature
             if module not in self._owners and threading.get_ident() == thread:
                 found = [each for each in module.modules() if each not in self._owners]
                 self._owners.update(dict.fromkeys(found))
@@ -105,10 +105,10 @@ class StateWatch:
 
 @dataclass(slots=True)
 class _Entry:
-    buffer: torch.Tensor | None  # the object itself: a forward may put another one in its place
+    buffer: torch.Tensor | None  # the object itself: a forward may replace it
     mark: tuple[int, int]
     copy: torch.Tensor | None
-    digest: int | None  # of a large one, where it was left alone before
+    digest: int | None  # of a large buffer that earlier forwards left unchanged
 
 
 class BufferSnapshot:
@@ -118,7 +118,7 @@ class BufferSnapshot:
         self.entries: dict[_Key, _Entry] = {}
 
     def add(self, owners: Iterable[nn.Module], still: Mapping[_Key, int]) -> None:
-        """Take the buffers of ``owners`` in; those in ``still`` without a copy, for which a digest is known."""
+        """Add the buffers of ``owners``; those in ``still``, which have a known digest, are not copied."""
         for owner in owners:
             for name, buffer in buffers_of(owner).items():
                 copy = None
@@ -128,10 +128,10 @@ class BufferSnapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the buffers back: the same objects with the values that they had.
+        """Restore the buffers: the same objects with their original values.
 
         Raises:
-            StateError: A large buffer changed that no forward had changed before, so that nobody kept its value.
+            StateError: A large buffer changed that no earlier forward had changed, so its value was not saved.
         """
         for (owner, name), entry in self.entries.items():
             if entry.copy is None and entry.buffer is not None and not is_lazy(entry.buffer):
@@ -150,12 +150,12 @@ class BufferSnapshot:
 
 
 class RandomNumbers:
-    """Where all random numbers stand at one instant: torch's, NumPy's and Python's, and generators that modules hold.
+    """Saved random state of torch, NumPy, Python, and the generators that modules hold.
 
     Args:
-        generators: Further generators, torch's, NumPy's and Python's.
-        of_torch: Whether torch's own are meant too, or somebody else's business.
-        numpy: Knows NumPy's from before.
+        generators: Additional generators, of torch, NumPy or Python.
+        of_torch: Whether to include torch's own random state, or leave it to other code.
+        numpy: Cache of NumPy's state.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class RandomNumbers:
         self._states = [(each, _generator_state(each)) for each in generators]
 
     def restore(self) -> None:
-        """Put all back."""
+        """Restore all generators."""
         if isinstance(self._random, random_state.RandomState):
             random_state.restore(self._random)
         else:
@@ -175,14 +175,14 @@ class RandomNumbers:
             _set_generator_state(generator, state)
 
     def have_moved(self) -> bool:
-        """Whether any number was drawn since that instant."""
+        """Return whether any number was drawn since the state was saved."""
         now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
         pairs = zip(self._states, now._states, strict=True)
         return not _is_same(self._random, now._random) or any(not _is_same(a, b) for (_, a), (_, b) in pairs)
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """In the block draw whatever; then go on as from that instant."""
+        """Restore the saved state at the end of the block, whatever the block draws."""
         try:
             yield
         finally:
@@ -190,7 +190,7 @@ class RandomNumbers:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """In the block, draw the same numbers as after that instant; then go on as before the block."""
+        """Replay the draws from the saved state in the block, then restore the state from before the block."""
         now = RandomNumbers((each for each, _ in self._states), of_torch=self._of_torch)
         self.restore()
         try:
@@ -200,7 +200,7 @@ class RandomNumbers:
 
 
 def _is_same(state: Any, other: Any) -> bool:
-    """Whether two states of random generators, in whatever form, are equal."""
+    """Whether two states of random generators, in any form, are equal."""
     if isinstance(state, (torch.Tensor, np.ndarray)):
         return bool((state == other).all())
     if isinstance(state, (random_state.RandomState, random_state.HostRandomState)):
@@ -220,7 +220,7 @@ def held_generators(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class AttributeStates:
-    """Attributes of modules at one instant, and what is in their lists, dictionaries, and tensors that do not train."""
+    """Saved attributes of modules, with the contents of their lists, dictionaries and non-trainable tensors."""
 
     def __init__(self, watch: StateWatch) -> None:
         self._attributes = Attributes([watch.module])
@@ -233,12 +233,12 @@ class AttributeStates:
         ]
 
     def differ(self) -> bool:
-        """Whether any is not as it was."""
+        """Return whether any attribute has changed."""
         return self._attributes.differ() or any(version_of(each) != version for each, version, _ in self._tensors)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put all back.
+        """Restore all attributes.
 
         Raises:
             StateError: A large tensor changed.
@@ -257,10 +257,10 @@ class AttributeStates:
 
 
 class Rollback:
-    """All that a forward may change, at one instant: random state, buffers, attributes, modes.
+    """Saved state of everything that a forward may change: random state, buffers, attributes, modes.
 
-    Memory cost: a copy of the buffers, except large ones that were left alone before. As long as forwards are not known
-    to leave attributes and frozen parameters alone, a copy of those tensors among them that have at most 1 MiB.
+    Memory cost: a copy of the buffers, except large ones that earlier forwards left unchanged. Until forwards are known
+    to leave attributes and frozen parameters unchanged, also a copy of those of their tensors that are at most 1 MiB.
 
     Args:
         watch: The watch of the model.
@@ -276,18 +276,18 @@ class Rollback:
         self._attributes = AttributeStates(watch) if watch.changes_attributes else None
 
     def discover(self) -> AbstractContextManager[None]:
-        """A context for a forward: other modules that run in it are rolled back too, from then on."""
+        """Return a context for a forward: other modules that run in it are also rolled back from then on."""
         return self._watch.discover(self.buffers)
 
     def learn(self) -> None:
-        """Forget copies of buffers that the forward since then has left alone."""
+        """Drop copies of buffers that the forward since then has left unchanged."""
         insist(lambda: self._watch.learn(self.buffers), "comparing buffers")
         if self._attributes is not None and not self._attributes.differ():
             self._watch.changes_attributes, self._attributes = False, None
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Run the block, then put everything back."""
+        """Run the block, then restore everything."""
         try:
             with self.discover():
                 yield
@@ -295,7 +295,7 @@ class Rollback:
             self.restore()
 
     def restore(self) -> None:
-        """Put everything back; in place, and again from the start where memory runs out on the way."""
+        """Restore everything in place; starts over if memory runs out on the way."""
         insist(self._restore, "undoing a failed attempt")
 
     def _restore(self) -> None:
@@ -309,7 +309,7 @@ class Rollback:
 
 
 def cloned(buffer: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is no part of a graph and no inference tensor."""
+    """Return a copy that is not part of a graph and not an inference tensor."""
     with torch.inference_mode(mode=False):
         return buffer.detach().clone()
 
@@ -317,18 +317,18 @@ def cloned(buffer: torch.Tensor) -> torch.Tensor:
 def _equal(copy: torch.Tensor | None, buffer: torch.Tensor | None) -> bool:
     if copy is None or buffer is None or copy.shape != buffer.shape:
         return False
-    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN is itself here
+    return bool(((copy == buffer) | ((copy != copy) & (buffer != buffer))).all())  # NaN equals itself here
 
 
 def _mark(buffer: torch.Tensor | None) -> tuple[int, int]:
-    """Identity and version: a buffer that was overwritten or replaced has another mark."""
+    """Return identity and version: the mark changes if the buffer is overwritten or replaced."""
     if buffer is None or is_lazy(buffer) or buffer.is_inference():
         return id(buffer), 0
     return id(buffer), version_of(buffer)
 
 
 def _digest(buffer: torch.Tensor) -> int:
-    """A number that is another one where the buffer's bytes are, all but certainly; a few megabytes at a time."""
+    """Return a hash of the buffer's bytes, computed a few megabytes at a time; collisions are very unlikely."""
     flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1)
     flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
     parts = torch.split(flat.view(torch.uint8), _DIGESTED_BYTES)

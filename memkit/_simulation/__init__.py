@@ -1,1 +1,1 @@
-"""Steps on tensors without data: `simulation` is the way in; see `docs/architecture.md`."""
+"""Steps on tensors without data: `simulation` is the entry point; see `docs/architecture.md`."""

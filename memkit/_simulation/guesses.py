@@ -1,10 +1,11 @@
-"""Numbers that code reads from tensors without data: what it is told, and whether it matters.
+"""Numbers that code reads from tensors without data: the answers it gets, and whether they matter.
 
-The methods by which code reads them stand at the end, as `READING`.
+The methods by which code reads them are at the end, as `READING`.
 
-A tensor without data answers with 1, or False. The answer is a number that remembers what it is: arithmetic makes more
-of its kind, text does not count, and a comparison, a condition or a conversion that takes the memory away is noted with
-its line. So is a number that goes where it cannot be followed, unless the source says that it becomes text or a sum.
+A tensor without data answers with 1, or False. The answer is a number that knows it is a guess: arithmetic with it
+makes more guesses, conversion to text does not count, and a comparison, a condition or a conversion that loses this
+knowledge is noted with its line. So is a number that goes where it cannot be followed, unless the source shows that it
+becomes text or a sum.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ KNOWN = "known_value"  # an attribute of tensors whose numbers are all the same,
 _COMPARING = ("COMPARE_OP", "CONTAINS_OP")
 _SEARCHING = ("BINARY", "STORE", "DELETE", "LOAD", "BUILD", "MAP", "LIST", "SET")  # dictionaries and sets compare keys
 _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
-# Files whose frames stand between the code that asks and the answer.
+# Files whose frames are between the code that reads a number and the answer.
 _BETWEEN = (
     *(str(_TORCH / name) for name in WRAPPERS),
     str(Path(__file__).parent),
@@ -42,13 +43,13 @@ _BETWEEN = (
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a tensor without data answers.
+    """Answers of a tensor without data.
 
     Attributes:
-        whole: As a whole number.
-        real: As a number with a fraction.
-        truth: As a truth value.
-        is_contrary: Whether comparisons with answered numbers come out as the opposite.
+        whole: Answer as an integer.
+        real: Answer as a floating point number.
+        truth: Answer as a truth value.
+        is_contrary: Whether comparisons with answered numbers give the opposite result.
     """
 
     whole: int = 1
@@ -63,13 +64,13 @@ OTHER, LARGE, SMALL = Answers(whole=2, real=0.5), Answers(whole=1000, real=1e6),
 
 
 class Guesses(Counter[str]):
-    """How often each ``"operator at line"`` was answered without data, and what became of the answers.
+    """Counts of answers without data for each ``"operator at line"``, and the uses of these answers.
 
     Attributes:
-        answers: What is answered.
-        branches: Lines that branch on an answer: with another one they might go the other way.
+        answers: The answers to give.
+        branches: Lines that branch on an answer: a different answer might take the other branch.
         numbers: Lines whose number goes where it cannot be followed: it may become a size.
-        assumptions: Lines that raise an error unless an answer is as it was given.
+        assumptions: Lines that raise an error unless the answer is the given one.
     """
 
     def __init__(self, answers: Answers = PLAIN) -> None:
@@ -81,11 +82,11 @@ class Guesses(Counter[str]):
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why the memory of the step is not known; empty where it is."""
+        """Why the memory of the step is not known; empty if it is."""
         return (*self.branches, *self.numbers)
 
     def note(self, name: str) -> str:
-        """Count an answer, and return the line that asked."""
+        """Count an answer and return the line that read it."""
         line = str(Whereabouts().place().line)
         self[f"{name} at {line}"] += 1
         return line
@@ -111,7 +112,7 @@ class Guesses(Counter[str]):
         return self._branched(_site(), self.note(READ), natural=False, contrary=self.answers.truth)
 
     def plain(self, dtype: torch.dtype, kind: type) -> Any:
-        """Answer ``int(tensor)`` or ``float(tensor)``: Python makes a number of it that cannot be followed."""
+        """Answer ``int(tensor)`` or ``float(tensor)``: Python turns it into a number that cannot be followed."""
         number = self.answers.real if dtype.is_floating_point or dtype.is_complex else self.answers.whole
         return self.converted(self.note(READ), kind(number))
 
@@ -121,7 +122,7 @@ class Guesses(Counter[str]):
         return self.answers.whole
 
     def inside(self, name: str, dtype: torch.dtype, num_tensors: int) -> Any:
-        """Answer an operator of PyTorch that reads a number for itself, such as one that makes a size of it."""
+        """Answer a PyTorch operator that reads a number itself, for example to use it as a size."""
         self._note_number(self.note(name))
         if num_tensors > 1 or dtype is torch.bool:
             return self.answers.truth
@@ -137,33 +138,33 @@ class Guesses(Counter[str]):
         return self.answers.real if dtype.is_floating_point or dtype.is_complex else self.answers.whole
 
     def into_data(self, line: str) -> None:
-        """Note a number that goes into a tensor with data, from which it is read as if it were known."""
+        """Note a number that is written into a tensor with data, where later reads take it as known."""
         if _site().use is not Use.TEXT:
             self._note_number(line)
 
     def finite(self) -> None:
-        """Note that code asked whether numbers are finite, and was told that they are."""
+        """Note that code checked whether numbers are finite, and was told that they are."""
         self.assumptions[f"{Whereabouts().place().line} finds all numbers finite"] = None
 
     # -------------------------------------------------------------------------- what becomes of the answers
 
     def compared(self, line: str, natural: Any) -> Any:
-        """What a comparison with an answered number comes to."""
+        """Return the result of a comparison with an answered number."""
         operation = operation_of(_frame())
         if natural is NotImplemented or (operation not in _COMPARING and operation.startswith(_SEARCHING)):
             return natural
-        # Not in a comparison of the code's own: min, max or sorted compares, and the source says what becomes of that.
+        # If the code itself does not compare, min, max or sorted does, and the source shows how the result is used.
         site = _site()
         contrary = natural != self.answers.is_contrary
         return self._branched(site, line, natural=natural, contrary=contrary)
 
     def is_whole(self, line: str) -> None:
-        """Note a whole number: it may count a loop or cut a list, and Python does not tell."""
+        """Note an integer: it may bound a loop or slice a list, which cannot be observed in Python."""
         if _site().use in (Use.RETURNED, Use.UNKNOWN):
             self._note_number(line)
 
     def converted(self, line: str, number: Any) -> Any:
-        """An answer that becomes a number which cannot be followed."""
+        """Note an answer that becomes a number which cannot be followed."""
         use = _site().use
         if use is Use.BRANCH:
             self._note_branch(line)
@@ -193,7 +194,7 @@ class Guesses(Counter[str]):
 
 
 def _now(line: str) -> str:
-    """The user's line that runs; the one that read the number where none does."""
+    """Return the user's line that is running, or else the line that read the number."""
     return str(Whereabouts().place().line or line)
 
 
@@ -202,7 +203,7 @@ def _named(line: str) -> str:
 
 
 def _frame() -> FrameType:
-    """The frame that asks."""
+    """Return the frame that reads the number."""
     frame = sys._getframe(1)  # noqa: SLF001 - no public form
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
@@ -210,7 +211,7 @@ def _frame() -> FrameType:
 
 
 def _site() -> Site:
-    """What the code that asks does with the answer. Code of memkit's own only weighs and checks with it."""
+    """Find what the reading code does with the answer. memkit's own code only weighs and checks with it."""
     frame = _frame()
     return Site(Use.TEXT) if frame.f_code.co_filename.startswith(str(_MEMKIT)) else site_of(frame)
 
@@ -219,18 +220,18 @@ def _site() -> Site:
 
 
 class _Guessed:
-    """What guessed numbers have in common: whose guess they are, and the line that asked."""
+    """Base class of guessed numbers: the `Guesses` they belong to, and the line that read them."""
 
     guesses: Guesses
     line: str
 
     def of(self, guesses: Guesses, line: str) -> Self:
-        """Say whose guess it is."""
+        """Set the `Guesses` that it belongs to."""
         self.guesses, self.line = guesses, line
         return self
 
     def again(self, result: Any) -> Any:
-        """A result of arithmetic, as a guess."""
+        """Turn a result of arithmetic into a guess."""
         if type(result) is int and isinstance(self, GuessedFloat):
             self.guesses.is_whole(self.line)
         if type(result) in _KINDS:
@@ -247,25 +248,25 @@ class _Guessed:
         return type(self).__base__, (plain_number(self),)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """NumPy's functions: a number again is a guess again."""
+        """Apply a NumPy function: if its result is a number, it is a guess too."""
         result = getattr(ufunc, method)(*map(plain_number, inputs), **options)
         return self.again(result.item()) if getattr(result, "shape", None) == () else result
 
 
 class GuessedFloat(_Guessed, float):
-    """A number that was read from a tensor without data, or made of such numbers."""
+    """A float that was read from a tensor without data, or computed from such numbers."""
 
     __hash__ = float.__hash__
 
 
 class GuessedInt(_Guessed, int):
-    """A whole number that was read from a tensor without data, or made of such numbers."""
+    """An integer that was read from a tensor without data, or computed from such numbers."""
 
     __hash__ = int.__hash__
 
 
 def plain_number(value: Any) -> Any:
-    """A guessed number as a plain one; other values as they are."""
+    """Return a guessed number as a plain one, and other values unchanged."""
     if isinstance(value, GuessedFloat):
         return float.__float__(value)
     return int.__int__(value) if isinstance(value, GuessedInt) else value
@@ -296,7 +297,7 @@ _CONVERSIONS = {"__int__", "__float__"}
 
 
 def _follow(kind: Any, base: type) -> None:
-    """Give a kind of guessed numbers methods that go on with the guess, or note what becomes of it."""
+    """Give a class of guessed numbers methods that propagate the guess or note what becomes of it."""
 
     def arithmetic(method: Any) -> Any:
         return lambda self, *others: self.again(method(self, *others))
@@ -314,19 +315,19 @@ def _follow(kind: Any, base: type) -> None:
 
 for _base, _kind in _KINDS.items():
     _follow(_kind, _base)
-    _kind.__name__ = _base.__name__  # what logs and errors call it
+    _kind.__name__ = _base.__name__  # its name in logs and errors
 
 
 # -------------------------------------------------------------------------------------- methods that read numbers
 
 
 def known_value(tensor: Any) -> float | None:
-    """The number that all elements of a tensor are, where it is known."""
+    """Return the number that all elements of a tensor equal, if it is known."""
     return getattr(tensor, KNOWN, None) if isinstance(tensor, FakeTensor) else None
 
 
 def _guesses_of(tensor: Any) -> Guesses | None:
-    """Whose guess a tensor's numbers are; None where it has data, or is out of use."""
+    """Return the `Guesses` of a tensor's mode; None if the tensor has data or its mode is closed."""
     mode = tensor.fake_mode
     guesses = getattr(mode, "guesses", None)
     is_guessed = isinstance(guesses, Guesses) and tensor.constant is None and mode.is_open
@@ -362,7 +363,7 @@ def _number(kind: type) -> Callable[[Guesses, Any], Any]:
 
 
 def _of_one(answer: Callable[[Guesses, Any], Any]) -> Callable[[Any], Any]:
-    """A method of tensors with one element, such as `Tensor.item`."""
+    """Make a method of one-element tensors, such as `Tensor.item`."""
 
     def make(original: Any) -> Any:
         @wraps(original)
@@ -437,4 +438,4 @@ READING: dict[str, Callable[[Any], Any]] = {
     "numpy": _array,
     "__format__": _formatting,
 }
-"""Methods of tensors without data that read numbers: by name what makes them, given torch's own."""
+"""Methods of tensors without data that read numbers: by name, a function that wraps torch's own method."""

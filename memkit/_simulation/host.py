@@ -1,7 +1,7 @@
-"""What the CPU's kernels do with memory that shape functions do not say.
+"""Memory use of CPU kernels that shape functions do not show.
 
-Some results are larger than the tensors that they look like, and kernels take workspace inside of themselves. The CPU's
-allocator keeps no books: what is live is what storages say.
+Some results have larger storages than their shapes suggest, and kernels allocate workspaces internally. The CPU's
+allocator keeps no statistics, so live memory is the sum of the storages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from memkit._torch.machine import onednn_version
 _aten = torch.ops.aten
 _PAGE = 4096
 _ONE_BUFFER_OF_STATES = (3, 8)  # oneDNN 3.7 keeps a recurrent layer's states in three buffers, 3.11 in one
-_SMALL = 1024  # numbers, sizes and strides that a kernel keeps in tensors
-_LIBRARY = 8192  # what oneDNN takes for itself
-_PER_HELPER = 2**20  # what each thread beyond the first takes, at most
-_TRANSPOSED = 2**14  # a block that is turned around at a time
-_CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be cut evenly
+_SMALL = 1024  # scalars, sizes and strides that a kernel keeps in tensors
+_LIBRARY = 8192  # oneDNN's own allocations
+_PER_HELPER = 2**20  # upper bound for each thread beyond the first
+_TRANSPOSED = 2**14  # a block that is transposed at a time
+_CHUNK_CAT = "fsdp::chunk_cat"  # a CPU pads copies of gradients that cannot be split evenly
 
 
 def _operators(*names: str) -> frozenset[Any]:
@@ -34,40 +34,40 @@ def _operators(*names: str) -> frozenset[Any]:
 
 
 class HostKernels:
-    """What kernels of the CPU take inside; nothing is known of an allocator."""
+    """Scratch memory of CPU kernels; there is no model of the allocator."""
 
-    def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - as beneath all places
-        """All storages count, of whichever device they say they are."""
+    def counts(self, device: torch.device) -> bool:  # noqa: ARG002 - the interface of all places
+        """Count all storages, whatever device they report."""
         return True
 
     def device_of(self, storage: torch.UntypedStorage) -> torch.device:
-        """Its own."""
+        """Return the storage's own device."""
         return storage.device
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """The storage itself says what it takes."""
+        """Do nothing: the storage itself knows its size."""
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """As `hold`."""
+        """Do nothing, as in `hold`."""
 
     def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
-        """As `hold`."""
+        """Do nothing, as in `hold`."""
 
     def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-        """Return the most that a kernel may take inside."""
+        """Return the upper bound of a kernel's scratch memory."""
         if func.name() == _CHUNK_CAT:
             return int(kwargs["out"].nbytes)
         return workspace_bound(func, args, out)
 
-    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:  # noqa: ARG002 - as all
-        """Operators run as they come."""
+    def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:  # noqa: ARG002 - interface
+        """Return None: operators are never decomposed here."""
         return None
 
 
 def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
-    """Most bytes that a CPU kernel is expected to take and give back inside of itself, beyond its results.
+    """Return the most scratch memory that a CPU kernel is expected to allocate and free, beyond its results.
 
-    Zero for kernels that only wrap numbers: less than 64 bytes. Held against the allocator in
+    Zero for kernels that only wrap numbers in tensors (less than 64 bytes). Checked against the allocator in
     `tests/simulation/test_kernels.py`.
     """
     if func is _aten.convolution.default:
@@ -75,8 +75,8 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
     if func is _aten.convolution_backward.default:
         grad, x, weight = args[:3]
         return _convolution(x, weight, grad, (x, weight, None, *args[4:10])) + _depthwise_sums(x, weight)
-    if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would else keep
-        weights_bytes = _nbytes(args[1]) + _nbytes(args[2])  # in another order
+    if func is _aten.mkldnn_rnn_layer.default and not torch.is_grad_enabled():  # at most what it would otherwise keep
+        weights_bytes = _nbytes(args[1]) + _nbytes(args[2])  # in another layout
         return _gates_and_states(args[0], args[2]) + weights_bytes
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.dim()]
     outputs = [item for item in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(item, Tensor)]
@@ -93,7 +93,7 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
         bound += _TRANSPOSED
     if func in _INDEXING:
         bound += _SMALL
-    # What has another type than the widest is converted to it first; a complex operator's result last.
+    # Inputs of another dtype than the widest are converted to it first; a complex operator's result last.
     converted = inputs + outputs if any(tensor.is_complex() for tensor in inputs) else inputs
     itemsize = max((tensor.dtype.itemsize for tensor in inputs + outputs), default=0)
     return bound + sum(tensor.numel() * itemsize for tensor in converted if tensor.dtype.itemsize < itemsize)
@@ -103,7 +103,7 @@ def workspace_bound(func: Any, args: Sequence[Any], out: Any) -> int:
 
 
 def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """With an input of half precision and weights in float32, mean and deviation are kept in float32."""
+    """Keep mean and deviation in float32 for a half-precision input with float32 weights."""
     weight = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if weight is None or weight.dtype == x.dtype:
         return out
@@ -111,7 +111,7 @@ def _norm(out: tuple[Tensor, Tensor, Tensor], x: Tensor, *args: Any) -> tuple[Te
 
 
 def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """The map from rows to bags is made with one entry more than it has."""
+    """Give the storage of the map from rows to bags one entry more than its size."""
     bag_of_row = out[1]
     if bag_of_row.numel():
         bag_of_row = bag_of_row.new_empty(len(indices) + 1)[:-1]
@@ -119,14 +119,14 @@ def _embedding_bag(out: tuple[Tensor, ...], _: Tensor, indices: Tensor, *__: Any
 
 
 def _recurrent(out: tuple[Tensor, ...], x: Tensor, _: Tensor, w_hidden: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    """OneDNN keeps gates and states for the backward; without a graph it gives them back at once."""
+    """Add the gates and states that oneDNN keeps for the backward; without a graph it frees them at once."""
     return *out[:3], out[3].new_empty(_gates_and_states(x, w_hidden) if torch.is_grad_enabled() else 0)
 
 
 def _recurrent_backward(out: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
-    """All gradients are in float32, as torch's shape function says in 2.13; in 2.12 it does not yet.
+    """Make all gradients float32, as torch's shape function does in 2.13 but not yet in 2.12.
 
-    Each bias has its own; the shape function returns one tensor for both.
+    Each bias has its own gradient; the shape function returns one tensor for both.
     """
     gradients = [each.float() for each in out]
     gradients[4] = torch.empty_like(gradients[3])
@@ -134,7 +134,7 @@ def _recurrent_backward(out: tuple[Tensor, ...], *_: Any) -> tuple[Tensor, ...]:
 
 
 def _gates_and_states(x: Tensor, w_hidden: Tensor) -> int:
-    """Their bytes: `set_workspace_sizes` in oneDNN's `src/cpu/rnn/rnn_utils.cpp`."""
+    """Return their bytes, by `set_workspace_sizes` in oneDNN's `src/cpu/rnn/rnn_utils.cpp`."""
     num_steps, num_rows, width_in = x.shape
     width, itemsize = w_hidden.shape[1], x.dtype.itemsize
 
@@ -165,11 +165,11 @@ RESULTS: Kernels = {
     **dict.fromkeys(_operators("mkldnn_rnn_layer"), _recurrent),
     **dict.fromkeys(_operators("mkldnn_rnn_layer_backward"), _recurrent_backward),
 }
-"""Called with the result of an operator's shape function and its arguments, returns what its kernel makes."""
+"""By operator, a function of its shape function's result and its arguments that returns the kernel's true result."""
 
 
 def _grouped_product(x: Tensor, y: Tensor, offsets: Tensor | None = None, *_: Any) -> Tensor:
-    """Rows start at multiples of 16 bytes. torch's shape function takes bfloat16 only, as a GPU does."""
+    """Align rows to 16 bytes. torch's shape function accepts only bfloat16, as a GPU does."""
     groups = [len(offsets)] if offsets is not None and x.dim() == y.dim() else list(x.shape[:-2])[: y.dim() - 2]
     num_rows, num_columns = x.shape[-2], y.shape[-1]
     per_line = 16 // x.dtype.itemsize
@@ -179,7 +179,7 @@ def _grouped_product(x: Tensor, y: Tensor, offsets: Tensor | None = None, *_: An
 
 
 def _ctc_loss(log_probs: Tensor, _: Tensor, __: Any, target_lengths: Any, *___: Any) -> tuple[Tensor, Tensor]:
-    """What is kept for the backward is as long as the longest target, twice: with a blank before each symbol."""
+    """Make the tensor saved for the backward, of twice the longest target's length: a blank precedes each symbol."""
     if isinstance(target_lengths, FakeTensor):
         if target_lengths.constant is None:
             raise DynamicOutputShapeException(ctc_loss.Tensor)
@@ -192,7 +192,7 @@ INSTEAD: Kernels = {
     **dict.fromkeys(_operators("_grouped_mm"), _grouped_product),
     **dict.fromkeys((ctc_loss.default, ctc_loss.Tensor), _ctc_loss),
 }
-"""Called with the arguments of an operator whose shape function refuses them, returns what its kernel makes."""
+"""By operator, a function of arguments that its shape function rejects; returns the kernel's result."""
 
 
 # ---------------------------------------------------------------------------------------------------- workspace
@@ -209,7 +209,7 @@ _BY_COLUMNS = frozenset(
 )
 _MULTIPLYING = _operators("addmm", "baddbmm", "bmm", "mm")
 _INDEXING = {_aten.index.Tensor} | _operators("index_put", "index_put_")
-_ORDERED = _operators(  # they copy what does not lie in order
+_ORDERED = _operators(  # they copy inputs that are not contiguous
     "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "embedding_dense_backward",
     "max_pool2d_with_indices", "max_pool3d_with_indices", "native_group_norm", "native_layer_norm",
 )  # fmt: skip
@@ -231,7 +231,7 @@ def _helpers_bytes() -> int:
 
 
 def _convolution(x: Tensor, weight: Tensor, out: Tensor, args: Sequence[Any]) -> int:
-    """Copies in the library's own layout, in blocks of channels; or a column for each position of the output."""
+    """Bound copies in the library's own layout, in blocks of channels; or a column for each output position."""
     if select_conv_backend(*args) in _BY_COLUMNS:
         is_transposed = args[6]
         columns_of = x if is_transposed else out
@@ -244,13 +244,13 @@ def _convolution(x: Tensor, weight: Tensor, out: Tensor, args: Sequence[Any]) ->
 
 
 def _depthwise_sums(x: Tensor, weight: Tensor) -> int:
-    """Channels last, with a kernel of more than 3, the weight's gradient is summed up in 258 copies of it."""
+    """Bound the weight gradient's 258 partial sums, used with channels last and kernels larger than 3."""
     is_plain = weight.shape[1] > 1 or max(weight.shape[2:]) <= 3 or x.is_contiguous()
     return 0 if is_plain else _LIBRARY + 258 * weight.numel() * max(4, weight.dtype.itemsize)
 
 
 def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
-    """Copies of half and complex numbers; of others only where neither rows nor columns lie in order."""
+    """Bound copies of half-precision and complex matrices; of others only if neither rows nor columns are dense."""
     if inputs[0].dtype not in (torch.float32, torch.float64):
         widened = sum(tensor.numel() * max(4, tensor.dtype.itemsize) for tensor in (*inputs, *outputs))
         return _helpers_bytes() + widened
@@ -258,13 +258,13 @@ def _product(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> int:
 
 
 def _attention(query: Tensor, key: Tensor) -> int:
-    """The scores of a block of queries by a block of keys, and their gradients, for each thread."""
+    """Bound the scores of a block of queries by a block of keys, and their gradients, for each thread."""
     queries, keys = min(256, query.shape[-2]), min(512, key.shape[-2])
     return torch.get_num_threads() * 16 * queries * (keys + query.shape[-1] + 2)
 
 
 def _blocked_bytes(tensor: Tensor, *channels: int) -> int:
-    """Channels in blocks of 16; half precision is computed in float32, with blocks of 32."""
+    """Return the bytes with channels in blocks of 16; half precision is computed in float32, in blocks of 32."""
     itemsize = tensor.dtype.itemsize
     block = 64 // min(itemsize, 4)
     sizes = [math.ceil(size / block) * block if dim in channels else size for dim, size in enumerate(tensor.shape)]

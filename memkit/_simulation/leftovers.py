@@ -1,9 +1,9 @@
-"""Nothing of a simulation stays behind: what it changes of torch is undone, and what the user's code kept is found.
+"""Cleanup after a simulation: undo its patches to torch, and find tensors that the user's code kept.
 
-Before a step on tensors without data, the containers that the user's code can reach are noted with what they hold:
-globals of its modules, attributes of its classes and objects, closures, default arguments. Where a tensor without data
-is still alive afterwards, what was added to these containers is taken out again, and what was overwritten is put back;
-a `functools.lru_cache` is emptied. Where somebody else holds it, the call ends in an error that names the holder.
+Before a step on tensors without data, the contents of all containers that the user's code can reach are saved: globals
+of its modules, attributes of its classes and objects, closures, default arguments. If a tensor without data is still
+alive afterwards, additions to these containers are removed and overwritten values are restored; a `functools.lru_cache`
+is emptied. If anything else holds the tensor, the call raises an error that names the holder.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 ContainerKind: TypeAlias = Literal["items", "names", "class", "slots", "cell"]
 
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-_MOST_OBJECTS = 50_000  # that are looked at: what lies farther away is found afterwards, and refused
-_MOST_ITEMS = 1_000  # of a container whose own items are looked at
+_MOST_OBJECTS = 50_000  # that are visited: holders beyond this are found afterwards and cause an error
+_MOST_ITEMS = 1_000  # in a container whose items are visited
 _FARTHEST = 8  # steps from a tensor to a holder with a name
 _MOST_NAMED, _MOST_TRIED = 3, 40
 _CACHE: Any = type(functools.lru_cache(len))
@@ -45,31 +45,31 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Simulated(Protocol):
-    """What makes tensors without data: knows which are alive, and what was guessed."""
+    """A source of tensors without data: knows which are alive, and which values were guessed."""
 
     guesses: Guesses
 
     def survivors(self) -> list[Tensor]:
-        """The tensors that are alive."""
+        """Return the tensors that are alive."""
 
 
 def leaving_nothing(call: str, roots: Iterable[object], tensors: Simulated, run: Callable[[], T]) -> T:
-    """Run a simulation, and see to it that no tensor without data outlives it.
+    """Run a simulation and make sure that no tensor without data outlives it.
 
     Args:
         call: The user's call, for the error.
         roots: The user's objects: model, loss function, optimizer.
-        tensors: What makes tensors without data.
-        run: Runs it. What it returns holds no tensor.
+        tensors: The source of tensors without data.
+        run: Runs the simulation. Its result must not hold tensors.
 
     Raises:
-        StateError: Somebody holds a tensor without data who cannot be made to let go.
+        StateError: Some object holds a tensor without data and cannot be made to release it.
     """
     surroundings = _Surroundings(roots)
     try:
         result = run()
     except BaseException:
-        surroundings.clean(tensors)  # the traceback holds tensors: nobody can be blamed
+        surroundings.clean(tensors)  # the traceback holds tensors, so holders cannot be told apart
         raise
     if tensors.guesses or _are_alive(tensors):
         surroundings.clean(tensors)
@@ -89,7 +89,7 @@ def leaving_nothing(call: str, roots: Iterable[object], tensors: Simulated, run:
 
 
 def empty_caches(tensors: Simulated) -> None:
-    """Empty each `functools.lru_cache` that holds tensors without data: it may always be filled again."""
+    """Empty each `functools.lru_cache` that holds tensors without data; emptying a cache is always safe."""
     if tensors.survivors():
         search = _Search(tensors)
         for each in gc.get_objects():
@@ -105,12 +105,12 @@ def _are_alive(tensors: Simulated) -> bool:
 
 
 class _Saved(NamedTuple):
-    """A container as it was.
+    """A saved container.
 
     Attributes:
         container: The object.
-        content: A copy of what it held.
-        kind: How it is put back: "items" as a whole; the "names" of an object or a module, of a "class" or in "slots"
+        content: A copy of its content.
+        kind: How it is restored: "items" as a whole; the "names" of an object or a module, of a "class" or in "slots"
             one by one; the value of a "cell".
     """
 
@@ -120,14 +120,14 @@ class _Saved(NamedTuple):
 
 
 class _Surroundings:
-    """Containers that the user's code can reach, with what they held."""
+    """Containers that the user's code can reach, with their saved contents."""
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._saved: dict[tuple[int, str], _Saved] = {}
-        self._caches: list[tuple[Any, int]] = []  # with how often they had missed
-        self._names: dict[int, tuple[int, str]] = {}  # by id(): who was seen to hold it, and as what
+        self._caches: list[tuple[Any, int]] = []  # with their number of misses
+        self._names: dict[int, tuple[int, str]] = {}  # by id(): the id of its holder, and its name there
         self._homes: dict[str, bool] = {}
-        self._kept: list[object] = []  # ids stay what they are
+        self._kept: list[object] = []  # keeps the ids valid
         self._slotted: dict[type, bool] = {}
         self._crawl(roots)
 
@@ -151,11 +151,11 @@ class _Surroundings:
                         queue.append((child, (key, label)))
 
     def _children(self, value: Any) -> Iterator[tuple[Any, str]]:
-        """What a value holds, with how it is called there; what can change is saved."""
+        """Yield the objects that a value holds, with their names there; save mutable content."""
         if isinstance(value, ModuleType):
             if self._is_followed(value.__name__):
                 named = self._named(value, vars(value), "names")
-                yield from (each for each in named if each[1] != ".__builtins__")  # they are everybody's
+                yield from (each for each in named if each[1] != ".__builtins__")  # shared by all modules
         elif isinstance(value, type):
             if self._is_followed(value.__module__):
                 yield from self._named(value, vars(value), "class")
@@ -199,7 +199,7 @@ class _Surroundings:
                 yield from self._named(value, _in_slots(value), "slots")
 
     def _of_module(self, value: nn.Module | Optimizer) -> Iterator[tuple[Any, str]]:
-        """Its own names; most of what every module has is empty."""
+        """Yield its own attributes; most of the standard ones are empty."""
         yield type(value), ""
         names = vars(value)
         self._save(value, dict(names), "names")
@@ -237,18 +237,18 @@ class _Surroundings:
     # ------------------------------------------------------------------------------------------------- after
 
     def clean(self, tensors: Simulated) -> None:
-        """Take out what the step has put in, where it holds a tensor without data or a guessed number."""
+        """Remove what the step added, if it leads to a tensor without data or a guessed number."""
         search = _Search(tensors)
         for saved in self._saved.values():
             _put_back(saved, search)
-        has_guessed = bool(tensors.guesses)  # a plain number may come of a guess
+        has_guessed = bool(tensors.guesses)  # a plain number may result from a guess
         for cache, num_misses in self._caches:
             is_new = cache.cache_info().misses != num_misses
             if is_new and (has_guessed or search.leads(gc.get_referents(cache))):
                 cache.cache_clear()
 
     def clean_by_search(self, tensors: Simulated) -> None:
-        """Empty the caches of other people's modules that hold tensors without data."""
+        """Empty the caches of third-party modules that hold tensors without data."""
         while True:
             ends = [path[-1] for path in _holders_of(tensors, self._is_end)]
             caches = {id(end): end for end in ends if isinstance(end, _CACHE) and end.cache_info().currsize}
@@ -258,7 +258,7 @@ class _Surroundings:
                 cache.cache_clear()
 
     def holders(self, tensors: Simulated) -> list[str]:
-        """Who holds tensors without data, for people."""
+        """Return readable names of the holders of tensors without data."""
         paths = _holders_of(tensors, self._is_end)
         return list(dict.fromkeys(map(self._name_of, paths)))
 
@@ -267,7 +267,7 @@ class _Surroundings:
         return isinstance(value, (_CACHE, ModuleType, type, FunctionType, GeneratorType)) or id(value) in self._names
 
     def _name_of(self, path: list[Any]) -> str:
-        """What leads to a tensor, for people: from the end of its path on."""
+        """Return the readable path to a tensor, starting at the named end."""
         end = path[-1]
         name = self._known_name(end) if id(end) in self._names else _own_name(end)
         for holder, held in zip(path[:0:-1], path[-2::-1], strict=True):
@@ -286,7 +286,7 @@ class _Surroundings:
 
 
 def _homes_of(root: Any) -> Iterator[ModuleType]:
-    """The modules whose code a root runs, but PyTorch's and memkit's own."""
+    """Yield the modules whose code a root runs, except PyTorch's and memkit's own."""
     kinds = {type(each) for each in root.modules()} if isinstance(root, nn.Module) else {type(root)}
     named = [base for kind in kinds for base in kind.__mro__]
     functions = [getattr(root, "func", root), getattr(root, "__func__", root)]
@@ -297,14 +297,14 @@ def _homes_of(root: Any) -> Iterator[ModuleType]:
 
 
 def _is_own(module: ModuleType | None) -> bool:
-    """Whether it is no installed module."""
+    """Whether a module is the user's own, not an installed one."""
     if module is None or module.__name__ in sys.builtin_module_names:
         return False
     return not str(getattr(module, "__file__", "")).startswith(_INSTALLED)
 
 
 def _is_atom(value: Any) -> bool:
-    """What holds nothing that a step could leave there."""
+    """Whether a value cannot hold anything that a step leaves behind."""
     return value is None or isinstance(value, (str, bytes, int, float, complex, Tensor, torch.Size))
 
 
@@ -329,13 +329,13 @@ def _in_slots(value: Any) -> dict[str, Any]:
 
 
 class _Search:
-    """Finds out whether values lead to a tensor without data, or to a guessed number."""
+    """Checks whether values lead to a tensor without data or to a guessed number."""
 
     def __init__(self, tensors: Simulated) -> None:
         self._tensors = tensors
 
     def leads(self, values: Iterable[Any]) -> bool:
-        """Whether one of these is one, or holds one, in containers and objects of any depth."""
+        """Whether one of the values is one, or holds one at any depth of containers and objects."""
         stack, seen = list(values), set[int]()
         while stack and len(seen) < _MOST_OBJECTS:
             value = stack.pop()
@@ -352,7 +352,7 @@ class _Search:
 
 
 def _put_back(saved: _Saved, search: _Search) -> None:
-    """Put a container's content back, where what is new in it leads to a tensor without data."""
+    """Restore a container's content if new items in it lead to a tensor without data."""
     container, content, kind = saved
     if kind == "items":
         if search.leads(_new_items(container, content)):
@@ -372,7 +372,7 @@ def _put_back(saved: _Saved, search: _Search) -> None:
 
 
 def _name_again(container: Any, name: str, old: Any, kind: str) -> None:
-    if kind == "names":  # past what the class does when its attributes are set
+    if kind == "names":  # bypasses the class's `__setattr__`
         vars(container).pop(name)
         vars(container).update({} if old is _MISSING else {name: old})
     elif old is _MISSING:
@@ -390,16 +390,16 @@ def _new_items(container: Any, content: Any) -> list[Any]:
 
 
 class _Own(list[Any]):
-    """A list of the search itself: it holds what it looks for, and is no holder."""
+    """A list that belongs to the search itself, and so does not count as a holder."""
 
 
 def _holders_of(tensors: Simulated, is_end: Callable[[Any], bool]) -> list[_Own]:
-    """Paths from tensors that are alive to who holds them, up to the nearest holder with a name."""
+    """Find paths from live tensors to their holders, up to the nearest holder with a name."""
     alive, found = _Own(tensors.survivors()), list[_Own]()
     del alive[:-_MOST_TRIED]
     while alive and len(found) < _MOST_NAMED:
         path = _path_from(alive.pop(), is_end)
-        found += [path] if len(path) > 1 else []  # else autograd's graph alone holds it, in C++
+        found += [path] if len(path) > 1 else []  # otherwise only autograd's graph holds it, in C++
     return found
 
 
@@ -429,7 +429,7 @@ def _own_name(value: Any) -> str:
 
 
 def _label(holder: Any, held: Any) -> str:
-    """How something is called where it is held."""
+    """Return the name of an object within its holder."""
     if isinstance(holder, dict):
         is_module = "__name__" in holder
         return next((f".{key}" if is_module else f"[{key!r}]" for key, item in holder.items() if item is held), "")
@@ -446,7 +446,7 @@ class Patches(NamedTuple):
 
     Attributes:
         owner: A module or a class.
-        purpose: What they are for.
+        purpose: Their purpose.
         values: The values by name.
     """
 
@@ -457,7 +457,7 @@ class Patches(NamedTuple):
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value for a while; one that was inherited is inherited again afterwards."""
+    """Set an attribute temporarily; an inherited one is inherited again afterwards."""
     had = vars(owner).get(name, patched)
     setattr(owner, name, value)
     try:
@@ -471,7 +471,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def applied(patches: Iterable[Patches]) -> Iterator[None]:
-    """Apply patches for a while; they are undone in the opposite order, whatever happens."""
+    """Apply patches temporarily; they are always undone, in reverse order."""
     with ExitStack() as stack:
         for each in patches:
             for name, value in each.values.items():
@@ -480,10 +480,10 @@ def applied(patches: Iterable[Patches]) -> Iterator[None]:
 
 
 class Shared:
-    """Patches that are in place while at least one block runs, of one or of several threads.
+    """Patches that stay applied while at least one block runs, in one or several threads.
 
     Args:
-        make: Makes them when the first block begins.
+        make: Makes the patches when the first block begins.
     """
 
     def __init__(self, make: Callable[[], Iterable[Patches]]) -> None:
@@ -494,7 +494,7 @@ class Shared:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Have them in place within the block."""
+        """Apply the patches within the block."""
         with self._lock:
             self._num_blocks += 1
             if self._num_blocks == 1:

@@ -1,4 +1,4 @@
-"""One rank of many: the step under torch's own DDP, FSDP2 and ZeRO code, in a process group that exchanges nothing."""
+"""Run one rank of many: the step under torch's own DDP, FSDP2 and ZeRO code, in a fake process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memkit._torch.fake_ranks import FakeStore, composable_states
 def as_first_rank(
     shard: Shard, model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str
 ) -> Iterator[RankPart]:
-    """Spread a model, which holds fake tensors, over ranks of which only the first is there."""
+    """Distribute a model of fake tensors over ranks, of which only the first exists."""
     _refuse_own_ranks(shard.kind, model, optimizer)
     make_optimizer = optimizer_maker(optimizer)
     with _first_of(shard.ranks, device_type) as mesh:
@@ -73,8 +73,8 @@ def _refuse_own_ranks(kind: str, model: nn.Module, optimizer: str | MakeOptimize
 
 @contextmanager
 def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
-    """Be the first rank in a process group whose collectives return at once."""
-    excepthook = sys.excepthook  # torch puts one around it that writes "[rank0]"
+    """Act as the first rank of a process group whose collectives return at once."""
+    excepthook = sys.excepthook  # torch wraps it in one that writes "[rank0]"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         with _with_data(device_type):
@@ -86,13 +86,13 @@ def _first_of(ranks: int, device_type: str) -> Iterator[DeviceMesh]:
 
 
 def _with_data(device_type: str) -> AbstractContextManager[object]:
-    """For meshes, which are tensors with data. A virtual card's host tensors have data anyway."""
+    """Return a context for making meshes, which need data. A virtual GPU's host tensors have data anyway."""
     return without_modes() if device_type == "cpu" else nullcontext()
 
 
 @contextmanager
 def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]:
-    """Call `fully_shard` on the units, inner ones first; afterwards the modules have their own classes again."""
+    """Call `fully_shard` on the units, inner ones first; restore the modules' own classes afterwards."""
     reshard: Any = {"zero2": False, "zero3": True}.get(shard.kind, shard.reshard_after_forward)
     policy = MixedPrecisionPolicy(param_dtype=shard.param_dtype, reduce_dtype=shard.reduce_dtype)
     with ExitStack() as cleanup:
@@ -105,7 +105,7 @@ def _sharded(model: nn.Module, shard: Shard, mesh: DeviceMesh) -> Iterator[None]
 
 
 def _units(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
-    """The modules whose names match, children before their parents."""
+    """Return the modules whose names match, children before their parents."""
     named = {name: module for name, module in model.named_modules() if name}
     for pattern in patterns:
         if not any(_matches(name, pattern) for name in named):
@@ -126,14 +126,14 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _replica(model: nn.Module, as_view: bool, buckets: list[Tensor]) -> DistributedDataParallel:  # noqa: FBT001
-    """DDP around a model without data; `buckets` receives its flat gradients in the first backward."""
+    """Wrap a model without data in DDP; `buckets` receives its flat gradients in the first backward."""
     replica = DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=as_view)
     keep_first_buckets(replica, buckets)
     return replica
 
 
 def keep_first_buckets(replica: DistributedDataParallel, buckets: list[Tensor]) -> None:
-    """Let DDP run without data: it does not cut its buckets anew, reduces nothing, and takes no time."""
+    """Let DDP run without data: it does not rebuild its buckets, reduces nothing, and measures no times."""
     replica.reducer = _FirstBuckets(replica.reducer)  # type: ignore[assignment]  # it has all that DDP calls
     replica.register_comm_hook(buckets, _keep_bucket)
     replica.logger = _NoStatistics(replica.logger)  # it has all that DDP calls in a step
@@ -148,7 +148,7 @@ def _keep_bucket(state, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001
 
 
 def _sharing(make_optimizer: MakeOptimizer) -> MakeOptimizer:
-    """Torch's ZeRO 1, which calls what it is given for a class with parameters only: a function will do."""
+    """Return torch's ZeRO 1, which calls its optimizer class with parameters only, so that a function works."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own use of torch.jit.script
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -157,7 +157,7 @@ def _sharing(make_optimizer: MakeOptimizer) -> MakeOptimizer:
 
 @dataclass(frozen=True)
 class _NoStatistics:
-    """DDP's logger, which would warn that it cannot take the time on a card that is not there."""
+    """Stand-in for DDP's logger, which would warn that it cannot measure times on a simulated GPU."""
 
     logger: Any  # C++ refers to it, but does not keep it
 
@@ -166,10 +166,10 @@ class _NoStatistics:
 
 
 class _FirstBuckets:
-    """DDP's reducer, but for one thing: it does not cut its buckets anew after the first step.
+    """DDP's reducer, except that it does not rebuild its buckets after the first step.
 
-    The ranks agree on the new cut by reading numbers from a tensor, and fake ones have none. All buckets together are
-    as large as before: it is the sum of the gradients.
+    The ranks agree on the new buckets by reading numbers from a tensor, and fake tensors have none. The total size of
+    the buckets would not change: it is the sum of the gradients.
     """
 
     def __init__(self, reducer: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a step is spread over ranks: what the user says of it. `memkit._simulation.ranks` does it."""
+"""The user's options for distributing a step over ranks, which `memkit._simulation.ranks` carries out."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ REPLICATED = ("ddp", "zero1")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """How a step is spread over ranks: the ``shard=`` of `memkit.estimate_memory_usage`.
+    """Distribution of a step over ranks: the ``shard=`` of `memkit.estimate_memory_usage`.
 
     Attributes:
-        kind: ``"ddp"``: DistributedDataParallel. ``"zero1"``: that with ZeroRedundancyOptimizer, which shares the
-            optimizer state out by whole parameters. ``"fsdp2"``: `fully_shard`. ``"zero2"`` and ``"zero3"``:
+        kind: ``"ddp"``: DistributedDataParallel. ``"zero1"``: the same with ZeroRedundancyOptimizer, which partitions
+            the optimizer state by whole parameters. ``"fsdp2"``: `fully_shard`. ``"zero2"`` and ``"zero3"``:
             `fully_shard` with ``reshard_after_forward`` False and True, torch's forms of ZeRO 2 and 3.
-        ranks: Over how many ranks, 2 or more.
-        units: Names of the modules that are gathered and freed on their own, each as `fully_shard` is called on it:
+        ranks: Number of ranks, 2 or more.
+        units: Names of the modules that are gathered and freed separately, each with its own `fully_shard` call:
             ``"layers.*"`` is each child of ``layers``; a star stands for one part of a dotted name. The model itself is
-            always the last unit. Of "fsdp2", "zero2" and "zero3".
-        reshard_after_forward: As in `fully_shard`: True, False, or a divisor of ``ranks``. None: as the kind says,
-            for "fsdp2" torch's own default: True but for the last unit. Of "fsdp2".
-        param_dtype: `MixedPrecisionPolicy.param_dtype`. Of "fsdp2", "zero2" and "zero3".
-        reduce_dtype: `MixedPrecisionPolicy.reduce_dtype`. Of "fsdp2", "zero2" and "zero3".
-        gradient_as_bucket_view: As in DistributedDataParallel. Of "ddp" and "zero1".
+            always the last unit. For "fsdp2", "zero2" and "zero3".
+        reshard_after_forward: As in `fully_shard`: True, False, or a divisor of ``ranks``. None: according to the kind;
+            for "fsdp2" torch's own default: True except for the last unit. For "fsdp2".
+        param_dtype: `MixedPrecisionPolicy.param_dtype`. For "fsdp2", "zero2" and "zero3".
+        reduce_dtype: `MixedPrecisionPolicy.reduce_dtype`. For "fsdp2", "zero2" and "zero3".
+        gradient_as_bucket_view: As in DistributedDataParallel. For "ddp" and "zero1".
 
     Raises:
-        ConfigError: A value is not one of those, or belongs to another kind.
+        ConfigError: A value is invalid, or belongs to another kind.
 
     Source:
-        `docs/estimate-shards.md`; held against two gloo processes in ``tests/predict/test_shards.py``.
+        `docs/estimate-shards.md`; checked against two gloo processes in ``tests/predict/test_shards.py``.
 
     Example:
         >>> import memkit as mk, torch
@@ -57,7 +57,7 @@ class Shard:
     gradient_as_bucket_view: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no kind knows, and what another kind knows."""
+        """Reject invalid values, and options of another kind."""
         self._check("kind", self.kind in get_args(ShardKind), f"one of {', '.join(get_args(ShardKind))}")
         Checker(f"Shard({self.kind!r}, ...)").whole("ranks", self.ranks, 2)
         self._check("units", type(self.units) is tuple, 'a tuple of names, such as ("layers.*",)')

@@ -1,8 +1,8 @@
-"""A step on tensors without data: where it runs, what watches it, and what came of it.
+"""A step on tensors without data: the place it runs in, its recording, and the result.
 
-A `Place` is the CPU or a GPU that is not there: it makes tensors without data, and knows what happens beneath them.
-A `Simulation` runs the user's code there, a `Watch` records a part of it, and a `Record` says what it took. `simulate`
-is the way in for whoever runs a step of the user's: nothing that the step makes outlives it.
+A `Place` is the CPU or a simulated GPU: it makes tensors without data and models the memory beneath them. A
+`Simulation` runs the user's code there, a `Watch` records a part of it, and a `Record` holds its memory use. `simulate`
+is the entry point for running a user's step: nothing that the step makes outlives it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PRECISIONS = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 
 
 class AllocatorFigures(NamedTuple):
-    """What only an allocator knows: peaks of what it handed out and of what it holds, and what lies outside of it."""
+    """An allocator's own figures: peaks of allocated and reserved bytes, and the bytes outside the allocator."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -62,35 +62,35 @@ class Place(Protocol):
 
     @property
     def device_type(self) -> str:
-        """As for autocast."""
+        """Device type as autocast takes it."""
 
     @property
     def has_past(self) -> bool:
-        """Whether what a step takes depends on the one before, as where an allocator keeps what it once took."""
+        """Whether a step's memory depends on the previous step, as with an allocator that caches."""
 
     def make_tensors(self, selected_fraction: float | None) -> SimulatedTensors:
-        """Make what stands in for the user's tensors."""
+        """Make the mode that provides stand-ins for the user's tensors."""
 
     def make_recorder(self) -> Recorder:
-        """Make what records a block."""
+        """Make the recorder of a block."""
 
     def on_stage(self, tensors: Any) -> AbstractContextManager[Sequence[Patches]]:
-        """Have everything around these tensors in place; yields what is changed of torch."""
+        """Set up everything around these tensors; yield the patches to torch."""
 
     def figures(self) -> AllocatorFigures | None:
-        """What the allocator says of the latest recorder's block; None where there is none."""
+        """Return the allocator's figures for the latest recorder's block; None without an allocator."""
 
 
 class SimulatedTensors(Protocol):
-    """What a place makes of the user's tensors: `memkit._simulation.tensors.Tensors`, or copies with data."""
+    """A place's stand-ins for the user's tensors: `memkit._simulation.tensors.Tensors`, or copies with data."""
 
     guesses: Guesses
 
     def standing_in(self, *values: Any) -> AbstractContextManager[tuple[Any, ...]]:
-        """Stand in for the tensors that values hold."""
+        """Replace the tensors that values hold by stand-ins."""
 
     def survivors(self) -> list[Tensor]:
-        """The tensors that may not outlive the simulation and are alive."""
+        """Return the live tensors that must not outlive the simulation."""
 
     def __enter__(self) -> Any: ...
 
@@ -105,33 +105,33 @@ class Host:
     device_type, has_past = "cpu", False
 
     def make_tensors(self, selected_fraction: float | None) -> Tensors:
-        """Tensors without data on the CPU."""
+        """Make tensors without data on the CPU."""
         return Tensors(selected_fraction, results=RESULTS, instead=INSTEAD)
 
     def make_recorder(self) -> Recorder:
-        """A recorder that knows what the CPU's kernels may take inside."""
+        """Make a recorder that knows the scratch memory of CPU kernels."""
         return Recorder(beneath=HostKernels())
 
     def on_stage(self, tensors: Tensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all places
-        """Everything is there."""
+        """Set up nothing: the CPU is always there."""
         return nullcontext(())
 
     def figures(self) -> None:
-        """The CPU's allocator keeps no books."""
+        """Return None: the CPU's allocator keeps no statistics."""
 
 
 class Gpu:
-    """A GPU that is not there.
+    """A simulated GPU.
 
     Args:
-        card: Which.
-        capacity_bytes: Where it is full. None: never, so that a step that does not fit is known to the end.
-        settings: Of the allocator.
-        rules: Of the version of PyTorch that is simulated; None for the installed one.
+        card: The GPU.
+        capacity_bytes: Its capacity. None: unlimited, so that a step that does not fit still runs to the end.
+        settings: Settings of the allocator.
+        rules: Rules of the simulated PyTorch version; None for the installed one.
         has_history: Whether the allocator's actions are kept.
 
     Attributes:
-        memory: What its tensors take.
+        memory: Memory of its tensors.
     """
 
     device_type, has_past = "cuda", True
@@ -156,22 +156,22 @@ class Gpu:
         self.memory = CudaMemory(card, allocator, self._rules, history)
 
     def make_tensors(self, selected_fraction: float | None) -> CudaTensors:
-        """Tensors without data on the card."""
+        """Make tensors without data on the GPU."""
         return CudaTensors(selected_fraction)
 
     def make_recorder(self) -> Recorder:
-        """A recorder that the card's memory follows."""
+        """Make a recorder that the GPU's memory model follows."""
         recorder = Recorder(beneath=self.memory)
         self.memory.begin(recorder)
         return recorder
 
     def on_stage(self, tensors: CudaTensors) -> AbstractContextManager[Sequence[Patches]]:
-        """Let ``cuda`` be this card."""
+        """Make ``cuda`` mean this GPU."""
         answers = answer_patches(self._card, self.memory, tensors)
         return on_cuda(tensors, self._card.compute_capability or (0, 0), self._rules, answers)
 
     def figures(self) -> AllocatorFigures:
-        """What the allocator handed out and holds at most since the latest recorder began."""
+        """Return the peaks of allocated and reserved bytes since the latest recorder began."""
         allocator = self.memory.allocator
         return AllocatorFigures(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, self._card.context_bytes)
 
@@ -185,20 +185,20 @@ def _reading() -> list[Patches]:
 
 
 reading = Shared(_reading)
-# It asks; for a fake tensor it builds masks that it would leave out.
+# It checks for fake tensors, and builds masks for them that it would otherwise leave out.
 TRANSFORMERS_UTILS = "transformers.utils.import_utils"
 
 
 class Simulation:
-    """The user's code at a place.
+    """Runs the user's code in a place.
 
     Args:
-        place: Where.
+        place: The place to run in.
         selected_fraction: As for `memkit.estimate_memory_usage`.
 
     Attributes:
-        place: Where.
-        tensors: What stands in for the user's.
+        place: The place to run in.
+        tensors: Stand-ins for the user's tensors.
     """
 
     def __init__(self, place: Place, *, selected_fraction: float | None = None) -> None:
@@ -207,7 +207,7 @@ class Simulation:
 
     @contextmanager
     def running(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Simulate within the block, with stand-ins in place of the tensors that values hold.
+        """Simulate within the block, with stand-ins for the tensors that values hold.
 
         Yields:
             The values.
@@ -223,21 +223,21 @@ class Simulation:
             yield stand_ins
 
     def watch(self) -> Watch:
-        """Make what records a block, from its start on."""
+        """Make the watch that records a block from its start."""
         return Watch(self, self.place.make_recorder())
 
     def passes(self) -> Iterator[Watch]:
-        """Make watches for two passes over a step: the first leaves what a warm step finds, the second is recorded."""
+        """Yield watches for two passes over a step: the first one warms up, the second is recorded."""
         yield self.first_watch()
         yield self.watch()
 
     def first_watch(self) -> Watch:
-        """Make the watch of the first of two passes: it records only for the allocator's sake."""
+        """Make the watch of the first of two passes: it records only if the allocator needs it."""
         return self.watch() if self.place.has_past else Watch(self, None)
 
 
 class Watch:
-    """Records a block of a simulation, or lets it pass.
+    """Records a block of a simulation, or lets it pass unrecorded.
 
     Attributes:
         is_recording: Whether it records.
@@ -246,14 +246,14 @@ class Watch:
     def __init__(self, simulation: Simulation, recorder: Recorder | None) -> None:
         self._recorder, self.is_recording = recorder, recorder is not None
         self._simulation = simulation
-        self._has_gradient: dict[str, bool] = {}  # by the line that steps an optimizer
+        self._has_gradient: dict[str, bool] = {}  # by the line that calls the optimizer's step
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         if self._recorder is None:
             return self
         with ExitStack() as stack:
-            # The hooks before the recorder's: it ends what a step is at its own.
+            # Register these hooks before the recorder's, whose hook ends the step.
             stack.callback(register_optimizer_step_post_hook(self._note_gradients).remove)
             stack.enter_context(self._recorder)
             stack.callback(register_optimizer_step_pre_hook(self._note_gradients).remove)
@@ -266,12 +266,12 @@ class Watch:
         self._stack.__exit__(exc_type, exc, traceback)
 
     def hold(self, model: nn.Module, batch: Any, gradients: Sequence[Tensor] = ()) -> None:
-        """Count the model, the batch and DDP's flat gradients, whether an operator touches them or not."""
+        """Count the model, the batch and DDP's flat gradients, even if no operator touches them."""
         if self._recorder is not None:
             hold(self._recorder, model, batch, gradients)
 
     def record(self) -> Record:
-        """What was recorded."""
+        """Return the record of the block."""
         guesses = self._simulation.tensors.guesses
         recording = self.recorder.recording()
         return Record(
@@ -285,27 +285,27 @@ class Watch:
         )
 
     def live_recording(self) -> Recording:
-        """Storages alone, without what kernels were seen to take inside."""
+        """Return the recording of storages only, without scratch memory inside kernels."""
         return self.recorder.live_recording()
 
     def num_events(self) -> int:
-        """How many events there were so far: a mark for `events_since`."""
+        """Return the number of events so far, as a mark for `events_since`."""
         return self.recorder.num_events()
 
     def events_since(self, event: int) -> Events:
-        """What happened from an event on."""
+        """Return the events from a mark on."""
         return self.recorder.events_since(event)
 
     def without_gradients(self) -> tuple[str, ...]:
-        """What was trained without a gradient ever: a run that went another way than training does."""
+        """Return the optimizer steps that never saw a gradient, a sign that the run did not train as intended."""
         return tuple(f"{line}, and no gradient ever was there" for line, has in self._has_gradient.items() if not has)
 
     @property
     def recorder(self) -> Recorder:
-        """What records the block.
+        """The recorder of the block.
 
         Raises:
-            ValueError: It passes unrecorded.
+            ValueError: The block is not recorded.
         """
         if self._recorder is None:
             raise ValueError("a block that is not recorded")
@@ -318,7 +318,7 @@ class Watch:
 
 
 def hold(recorder: Recorder, model: nn.Module, batch: Any, gradients: Sequence[Tensor] = ()) -> None:
-    """Tell a recorder what a step starts with, whether an operator touches it or not."""
+    """Register a step's initial tensors with a recorder, even if no operator touches them."""
     recorder.label(list(model.parameters()), "parameter")
     recorder.label(list(model.buffers()), "buffer")
     recorder.label(_leaves(batch), "input")
@@ -327,16 +327,16 @@ def hold(recorder: Recorder, model: nn.Module, batch: Any, gradients: Sequence[T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What a block of a simulation did to memory.
+    """Memory use of a block of a simulation.
 
     Attributes:
-        recording: Storages, from birth to death.
-        figures: What the allocator says; None where there is none.
-        highest_bytes: The most live bytes with what the kernel that runs then may take inside.
-        guesses: What was answered without data: ``"2 x operator at line"``.
-        doubts: Why what it took is not known; empty where it is.
-        assumptions: What was taken to be so.
-        caller: The line that asked for the simulation: what it calls itself is called from there.
+        recording: Storages, from allocation to free.
+        figures: The allocator's figures; None without an allocator.
+        highest_bytes: Peak of the live bytes plus the scratch memory that the running kernel may use.
+        guesses: Values answered without data: ``"2 x operator at line"``.
+        doubts: Why its memory is uncertain; empty if it is certain.
+        assumptions: Conditions assumed to hold.
+        caller: The line that requested the simulation, which is removed from the recorded source lines.
     """
 
     recording: Recording
@@ -349,12 +349,12 @@ class Record:
 
     @property
     def workspace_bytes(self) -> int:
-        """How far the peak may rise by what kernels take inside."""
+        """How far the peak may rise through scratch memory inside kernels."""
         return max(0, self.highest_bytes - self.recording.peak_bytes())
 
     @property
     def unsharded_bytes(self) -> int | None:
-        """Parameters gathered from other ranks, and live at the peak; None where nothing is sharded."""
+        """Bytes of parameters gathered from other ranks and live at the peak; None if nothing is sharded."""
         at_peak = self.recording.peak_by("operator").get(UNSHARD, 0)
         return at_peak if UNSHARD in self.recording.names["operator"] else None
 
@@ -367,17 +367,17 @@ def simulate(
     *,
     roots: Sequence[object] | None = None,
 ) -> T:
-    """Run something of the user's in a simulation; afterwards all is as it was.
+    """Run user code in a simulation and restore everything afterwards.
 
     Args:
         call: The user's call, for errors.
-        simulation: Where.
+        simulation: The simulation to run in.
         values: The user's objects that hold tensors.
-        run: Called with stand-ins for these; what it returns holds no tensor.
-        roots: Objects from whose code caches are found; None for the values.
+        run: Called with stand-ins for these; its result must not hold tensors.
+        roots: Objects whose code is searched for caches; None for the values.
 
     Raises:
-        StateError: Somebody holds a tensor without data who cannot be made to let go.
+        StateError: Some object holds a tensor without data and cannot be made to release it.
     """
 
     def simulated() -> T:
@@ -389,14 +389,14 @@ def simulate(
 
 @contextmanager
 def as_by_itself() -> Iterator[None]:
-    """Whatever the caller's modes: gradients on, random state put back."""
+    """Run independently of the caller's modes: gradients enabled, random state restored."""
     with random_state.preserved(), torch.inference_mode(mode=False), torch.enable_grad():
         yield
 
 
 @contextmanager
 def _told_that_tensors_are_real() -> Iterator[None]:
-    """Transformers, where it is loaded, takes the path that it takes with data."""
+    """Make Transformers, if loaded, take the same path as with real data."""
     utils: Any = sys.modules.get(TRANSFORMERS_UTILS)
     if not hasattr(utils, "is_fake_tensor"):
         yield
@@ -410,7 +410,7 @@ def _told_that_tensors_are_real() -> Iterator[None]:
 
 
 def _leaves(batch: Any) -> list[Any]:
-    """What a batch holds, also in mappings that torch's trees do not look into."""
+    """Return the leaves of a batch, including those in mappings that torch's pytrees do not enter."""
     inside = [_leaves(dict(leaf)) if isinstance(leaf, Mapping) else [leaf] for leaf in tree_leaves(batch)]
     return [leaf for leaves in inside for leaf in leaves]
 
@@ -419,7 +419,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 class RankPart(NamedTuple):
-    """What one rank runs: its model, its optimizer, and flat gradients that live on from step to step."""
+    """One rank's part of a step: its model, its optimizer, and flat gradients that persist between steps."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -430,8 +430,8 @@ Spread: TypeAlias = Callable[[nn.Module, "str | MakeOptimizer | Optimizer", str]
 
 
 @contextmanager
-def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[RankPart]:  # noqa: ARG001 - as all that spread
-    """One process has all."""
+def alone(model: nn.Module, optimizer: str | MakeOptimizer | Optimizer, device_type: str) -> Iterator[RankPart]:  # noqa: ARG001 - interface
+    """Run everything in one process."""
     yield RankPart(model, optimizer_maker(optimizer)(model.parameters()), ())
 
 
@@ -451,8 +451,8 @@ class TrainingStep:
         """Run two steps and record the second.
 
         Args:
-            place: Where.
-            spread: How it is spread over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
+            place: The place to run in.
+            spread: How the step is distributed over ranks: `alone`, or `memkit._simulation.ranks.as_first_rank`.
             call: The user's call, for errors.
         """
         check_model(call, self.model)
@@ -469,10 +469,10 @@ class TrainingStep:
         return simulate(call, simulation, (self.model, self.optimizer, self.loss_fn, self.batch), run)
 
     def _run(self, model: nn.Module, batch: Any, loss_fn: LossFn, optimizer: Optimizer, device_type: str) -> None:
-        outputs: list[Any] = []  # held for as long as a real step's result is
+        outputs: list[Any] = []  # held as long as the result of a real step
         for number in range(self.accumulation_steps):
             if number > 1 and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(outputs)):
-                break  # a third micro-batch finds what the second finds
+                break  # a third micro-batch starts from the same memory as the second
             loss, kept = loss_of(model, batch, loss_fn, device_type, self.precision)
             outputs.append(kept)
             if self.accumulation_steps > 1:
@@ -485,7 +485,7 @@ class TrainingStep:
 def loss_of(
     model: nn.Module, batch: Any, loss_fn: LossFn, device_type: str, precision: str | None
 ) -> tuple[Tensor, Any]:
-    """Return the mean loss of a batch, and what a step's result keeps of its outputs."""
+    """Return the mean loss of a batch, and the outputs that a step's result keeps."""
     dtype = None if precision is None else _PRECISIONS[precision]
     with torch.autocast(device_type, dtype) if dtype else nullcontext():
         loss = loss_fn(model, batch)
@@ -494,7 +494,7 @@ def loss_of(
 
 
 def check_model(call: str, model: object) -> None:
-    """Refuse what is no module; ``call`` is the name of the user's call."""
+    """Raise an error unless ``model`` is a module; ``call`` is the name of the user's call."""
     if not isinstance(model, nn.Module):
         raise InputTypeError(
             f"{call}({type(model).__name__}, ...)",
@@ -514,11 +514,11 @@ _NAMES = {
 
 
 def optimizer_maker(optimizer: str | MakeOptimizer | Optimizer) -> MakeOptimizer:
-    """Return a function of parameters; for an instance it gives that instance.
+    """Return a function of the parameters that makes the optimizer; for an instance it returns that instance.
 
     Raises:
         ConfigError: No optimizer has that name.
-        InputTypeError: It is no name, class, factory or optimizer.
+        InputTypeError: It is not a name, class, factory or optimizer.
     """
     if isinstance(optimizer, Optimizer):
         return lambda _: optimizer

@@ -1,9 +1,8 @@
-"""Tensors without data: a mode that makes them and answers for them, and stand-ins in the user's own objects.
+"""Tensors without data: a mode that makes them and answers reads of them, and stand-ins in the user's own objects.
 
-`Tensors` is torch's mode of fake tensors for whole steps of sizes that are all numbers: what an operator made of such
-arguments before it makes again without asking torch, few whole numbers keep their values, and where a step asks for
-data it gets an answer that is counted. `StandIns` puts other tensors in place of those of a model, a batch and an
-optimizer, and takes them out again.
+`Tensors` is torch's fake tensor mode for whole steps with concrete sizes: results of repeated operator calls come from
+a cache, small integer tensors keep their values, and where a step needs data it gets an answer that is counted.
+`StandIns` replaces the tensors of a model, a batch and an optimizer, and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from memkit._torch.operators import schema_of
 from memkit._torch.pytree import tree_leaves
 from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 
-CALL = "a step on tensors without data"  # whichever call of the user runs it
+CALL = "a step on tensors without data"  # a placeholder for the user's call, which is not known here
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-_FEWEST_MADE = 100_000  # tensors that are remembered before those that died are forgotten
+_FEWEST_MADE = 100_000  # number of remembered tensors above which dead ones are dropped
 _CPU = torch.device("cpu")
-# Tensors of up to this many whole numbers keep their values: what is read from them (lengths, whether there is padding)
-# is then true. Those that a step makes of nothing are computed for real, and kept up to fewer.
+# Integer tensors of up to this many elements keep their values, so that reads from them (lengths, whether there is
+# padding) are true. Those that a step makes from nothing are computed for real, up to the second, smaller limit.
 _MOST_VALUES, _MOST_COUNTED = 2**20, 1024
 _ATOMS = frozenset({bool, int, float, str})
 _COUNTING = frozenset(  # what makes tensors, whose values are known, from nothing
@@ -66,31 +65,32 @@ _PLAIN = frozenset(
 )
 _MOST_RECIPES = 2**17
 _META = torch.device("meta")
-# How many labels count follows from their values, and only the backward gets it.
+# The number of labels that count depends on their values, and only the backward uses it.
 _COUNTS_LABELS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
 _READ_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 Kernels: TypeAlias = Mapping[Any, Callable[..., Any]]
 
 
 class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """A fake tensor mode for whole training steps: it answers where a step asks for data, and counts the answers.
+    """A fake tensor mode for whole training steps that answers where a step needs data, and counts the answers.
 
-    torch's own cache of results is made for symbolic sizes and for all layouts, and is most of a warm run; here all
-    sizes are numbers. It keeps nothing that touches a tensor with values (labels, lengths); but values only matter to
-    an operator if it has those of all its tensors, or writes them, or its result's size follows from them.
+    torch's own cache of results handles symbolic sizes and all layouts, and dominates the time of a warm run; here all
+    sizes are concrete. torch's cache skips every call with a tensor that has values (labels, lengths); but values only
+    matter to an operator if it has those of all its tensors, or writes them, or its result's size depends on them.
 
     Args:
-        selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
-        results: Where a kernel of the device makes another result than the shape function says: by operator, a function
-            of that result and the arguments.
-        instead: Where the shape function refuses what the kernel takes: by operator, a function of the arguments.
+        selected_fraction: The fraction of its elements that a mask is assumed to select; None makes masks an error.
+        results: By operator, a function of the shape function's result and the arguments, for kernels of the device
+            whose result differs from the shape function's.
+        instead: By operator, a function of the arguments, for kernels that accept arguments which the shape function
+            rejects.
 
     Raises:
-        ConfigError: ``selected_fraction`` is no share in (0, 1].
+        ConfigError: ``selected_fraction`` is not in (0, 1].
 
     Attributes:
         guesses: How often each ``"operator at line"`` was answered without data.
-        is_open: Whether its tensors may be used. They have no data: what uses them after the run is wrong.
+        is_open: Whether its tensors may be used. They have no data, so any use after the run is an error.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._results, self._instead = {**_RESULTS, **(results or {})}, instead or {}
         self._selected_fraction = selected_fraction
         self._has_known = False
-        self._attributes: dict[torch.device, dict[str, Any]] = {}  # what a tensor of each device begins with
-        # Of storages: a tensor with weak references could not move to another device.
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # initial attributes of a tensor, by device
+        # References to storages: a tensor with weak references could not move to another device.
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
         self._most_made = _FEWEST_MADE
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # by id() of the original, which is kept with it
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # by id() of the original, which is kept alive here
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a module that copies its layers would otherwise copy the mode with them
@@ -121,13 +121,13 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     # -------------------------------------------------------------------------------------- life and death
 
     def survivors(self) -> list[Tensor]:
-        """The tensors without data that somebody still holds; looks at all objects only where there are any."""
+        """Return the tensors without data that are still alive; scans all objects only if there are any."""
         if all(ref() is None for ref in self._made):
             return []
         return [each for each in gc.get_objects() if issubclass(type(each), FakeTensor) and each.fake_mode is self]
 
     def close(self) -> None:
-        """Let go of all tensors; from here on whoever uses one gets an error."""
+        """Release all tensors; any later use of one raises an error."""
         self.is_open = False
         self._stand_ins.clear()
         self._attributes.clear()
@@ -149,7 +149,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
 
     @contextmanager
     def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Put stand-ins in place of all tensors that values hold; afterwards all is as it was, and no tensor is of use.
+        """Replace all tensors that values hold by stand-ins; restore them afterwards and close the stand-ins.
 
         Yields:
             The values; see `StandIns`.
@@ -162,7 +162,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             self.close()
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """The tensor's type, sizes, strides and shared storage, without data, on the simulated device."""
+        """Return a stand-in with the tensor's type, sizes, strides and sharing of storage, on the simulated device."""
         if id(tensor) in self._stand_ins:
             return self._stand_ins[id(tensor)][1]
         if is_lazy(tensor):
@@ -183,29 +183,29 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return fake
 
     def without_data(self, tensor: Tensor) -> Tensor:
-        """A stand-in without data."""
+        """Make a stand-in without data."""
         return self.fake(self.copies.view(tensor, "meta"), _CPU)
 
     def with_values(self, tensor: Tensor) -> Tensor:
-        """A stand-in that keeps its values."""
+        """Make a stand-in that keeps its values."""
         values = self.copies.view(tensor, "cpu")
         storage, itemsize = values.untyped_storage(), values.dtype.itemsize
         if storage.nbytes() == values.nbytes or storage.nbytes() % itemsize:
             return self.converter.from_real_tensor(self, values, make_constant=True)
-        # A view: of a tensor without data for all of its storage, so that this counts.
+        # A view of a fake tensor over the whole storage, so that the whole storage counts.
         whole = torch.empty(0, dtype=values.dtype).set_(storage, 0, (storage.nbytes() // itemsize,), (1,))
         fake = self.converter.from_real_tensor(self, whole, make_constant=True)
         with self:
             return fake.as_strided(values.shape, values.stride(), values.storage_offset())
 
     def may_turn_const(self, t: Tensor) -> bool:
-        """What torch asks about a result that was computed from values: torch's own limit is one number."""
+        """Whether a result computed from values may keep its values; torch's own limit is one number."""
         return bool(super().may_turn_const(t)) or (not self.is_our_fake(t) and has_values(t))
 
     # -------------------------------------------------------------------------------------------- operators
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and remember what it made; torch calls this for each."""
+        """Run an operator and remember the tensors it made; torch calls this for each operator."""
         if func is _DEVICE:  # C++ asks for it, several times in an operator
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         if not self.is_open:
@@ -236,14 +236,14 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return self._counted(out, func, args, kwargs) if func in _COUNTING else out
 
     def note_known(self, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Remember of what an operator made that it is known, if all numbers are finite."""
+        """Remember that an operator's result is known, given that all numbers are finite."""
         value = _value(func, args) if isinstance(out, FakeTensor) else None
         if value is not None:
             setattr(out, KNOWN, value)
             self._has_known = True
 
     def _counted(self, out: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Positions, and masks of ones or zeros, are known without data."""
+        """Attach values to positions and to masks of ones or zeros, which are known without data."""
         is_known = out.constant is None and out.fake_device == _CPU
         if not is_known or out.numel() > _MOST_COUNTED:
             return out
@@ -269,7 +269,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
     # --------------------------------------------------------------------------------- what operators make
 
     def _infer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """What torch's shape function says an operator makes; it is asked once for the same arguments."""
+        """Return an operator's result by torch's shape function, which runs once for the same arguments."""
         key = self._key(func, args, kwargs)
         if key is None:
             return args[0] if self._counts_up(func, args, kwargs) else super().dispatch(func, types, args, kwargs)
@@ -280,7 +280,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         out: Any = super().dispatch(func, types, args, kwargs)
         if func in _COUNTS_LABELS:
             out[1].constant = None
-        is_certain = self.guesses.total() == num_guesses  # else its size may follow from a guess
+        is_certain = self.guesses.total() == num_guesses  # otherwise its size may depend on a guess
         recipe = self._recipe_of(out, args, kwargs) if is_certain and _may_be_kept(func) else None
         if recipe is not None:
             if len(_recipes) >= _MOST_RECIPES:
@@ -288,12 +288,12 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             _recipes[key] = recipe
         return out
 
-    def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - for who checks it
-        """What an operator made of such arguments before."""
+    def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - for subclasses
+        """Make an operator's result again from its recipe."""
         return self._follow(recipe, args)
 
     def _counts_up(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Add a number to a known tensor, as layers do that count their batches; torch would make a new one."""
+        """Add a number to a known tensor in place, as layers that count their batches do; torch would copy it."""
         is_known = func is _aten.add_.Tensor and isinstance(args[0], FakeTensor) and args[0].constant is not None
         if not is_known or type(args[1]) is not int:
             return False
@@ -302,9 +302,9 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return True
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[object, ...] | None:
-        """What a result follows from; None where that is more than this."""
+        """Return the cache key of a result; None if the result depends on more than a key can hold."""
         key: list[object] = [
-            type(self),  # the same results serve all modes of a kind
+            type(self),  # results are shared by all modes of a class
             func,
             torch.get_default_dtype(),
             default_device(),
@@ -321,7 +321,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return tuple(key)
 
     def _add(self, key: list[object], arguments: Iterable[object], has_values: set[bool]) -> bool:
-        """Add arguments to a key, and whether tensors have values to a set; says whether a key can be made of them."""
+        """Add arguments to a key, and whether tensors have values to a set; return whether they can be in a key."""
         for argument in arguments:
             kind = type(argument)
             if kind in _PLAIN:
@@ -351,7 +351,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return True
 
     def _recipe_of(self, out: Any, args: Any, kwargs: Any) -> _Recipe | None:
-        """How to make a result again; None where that is not known."""
+        """Return a recipe that makes a result again; None if there is none."""
         if out is None or type(out) is bool:
             return _Plain(out)
         if isinstance(out, (tuple, list)):
@@ -370,7 +370,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         bases = [index for index, arg in enumerate(args) if _storage_of(arg) == storage]
         others = [arg for arg in args if not isinstance(arg, Tensor)]
         if len(bases) > 1 or storage in map(_storage_of, tree_leaves((others, kwargs))):
-            return None  # of whose storage it is a view, other arguments may decide
+            return None  # the storage that it views may depend on other arguments
         base = bases[0] if bases else None
         made = _Made(tuple(out.shape), out.stride(), out.dtype, out.fake_device, int(out.storage_offset()), base)
         return made if _unlike(self._follow(made, args)) == _unlike(out) else None
@@ -389,7 +389,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         return recipe.value
 
     def fake(self, elem: Tensor, device: torch.device) -> Tensor:
-        """Make a tensor without data of one on the meta device, as `FakeTensor` does, whose checks take much longer."""
+        """Make a fake tensor from a meta tensor, as `FakeTensor` does, but without its slow checks."""
         attributes = self._attributes.get(device)
         if attributes is None:
             fake = FakeTensor(self, elem, device)
@@ -429,11 +429,11 @@ class _Several(NamedTuple):
 
 
 _Recipe: TypeAlias = _Made | _Given | _Plain | _Several
-_recipes: dict[tuple[object, ...], _Recipe] = {}  # a cache for the process, as torch's own is
+_recipes: dict[tuple[object, ...], _Recipe] = {}  # one cache per process, like torch's own
 
 
 def _may_be_kept(func: Any) -> bool:
-    """Whether an operator does nothing but make its result, as far as one can tell."""
+    """Whether an operator only makes its result and has no known side effects."""
     is_known = type(func) is OpOverload and func.namespace in ("aten", "prims", "prim")
     return is_known and torch.Tag.inplace_view not in func.tags
 
@@ -448,12 +448,12 @@ def _storage_of(value: Any) -> int | None:
 
 
 def _unlike(tensor: Tensor) -> tuple[object, ...]:
-    """What else can tell a tensor from one that `_Made` describes."""
+    """Return the properties of a tensor that `_Made` does not describe."""
     return tensor.untyped_storage().nbytes(), tensor.storage_offset(), tensor.requires_grad, keys_of(tensor)
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor is a number (an optimizer's step count) or a few whole numbers, whose values matter."""
+    """Whether a tensor is a scalar (an optimizer's step count) or a small integer tensor, whose values matter."""
     limit = 1 if tensor.dtype.is_floating_point or tensor.dtype.is_complex else _MOST_VALUES
     return (
         tensor.layout is torch.strided
@@ -467,7 +467,7 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def _reduced_in_place(out: Tensor, x: Tensor, target: Tensor, *options: Any) -> Tensor:
-    """These losses are reduced in place: the one number lies in a storage as large as all losses."""
+    """Correct losses that are reduced in place: the scalar is in a storage as large as all losses."""
     reduction = next((option for option in options if isinstance(option, int)), _MEAN)
     if reduction not in (_MEAN, _SUM):
         return out
@@ -475,7 +475,7 @@ def _reduced_in_place(out: Tensor, x: Tensor, target: Tensor, *options: Any) -> 
 
 
 def _layer_norm_backward(out: tuple[Tensor | None, ...], _: Tensor, x: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """The gradient lies in order, whatever the strides of the one that came in; those of weights have their dtypes."""
+    """Make the input's gradient contiguous whatever the incoming strides; weight gradients have their own dtypes."""
     weights = args[3:5]  # torch 2.8's shape function gives their gradients the dtype of the input
     typed = (each if each is None else each.to(like.dtype) for each, like in zip(out[1:], weights, strict=True))
     return (None if out[0] is None else x.new_empty(x.shape)), *typed
@@ -494,13 +494,13 @@ _RESULTS: Kernels = {  # on all devices
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether rows or columns lie in order, so that BLAS takes it as it is."""
+    """Whether rows or columns are contiguous, so that BLAS takes the matrix without a copy."""
     (num_rows, num_columns), (down, right) = tensor.shape[-2:], tensor.stride()[-2:]
     return (right == 1 and down >= num_columns) or (down == 1 and right >= num_rows)
 
 
 class _Converter(FakeTensorConverter):
-    """Fakes tensors that a step finds outside of what was replaced, and remembers whose gradient it may touch."""
+    """Fakes tensors that a step finds outside the replaced objects, and remembers gradients it may touch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -514,35 +514,35 @@ class _Converter(FakeTensorConverter):
     def from_meta_and_device(
         self, fake_mode: FakeTensorMode, t: Tensor, device: torch.device, pytype: Any = None, dispatch_keys: Any = None
     ) -> FakeTensor:
-        """As torch's own, without the memo: its weak reference would forbid to move a module to another device."""
+        """Convert as torch does, but without the memo, whose weak reference would keep a module from moving devices."""
         return FakeTensor(fake_mode, t, device, pytype=pytype, dispatch_keys=dispatch_keys)
 
     def restore(self) -> None:
-        """Give tensors from outside the gradients back that they had."""
+        """Restore the gradients of tensors from outside."""
         for tensor, gradient in self._gradients.values():
             tensor.grad = gradient
 
 
 # ------------------------------------------------------------------------------- whether numbers are finite
 #
-# Code asks whether numbers are NaN or infinite to stop a training that has failed. What is simulated has not failed.
+# Code checks for NaN or infinite numbers to stop a training run that has failed. A simulated run has not failed.
 
 _IS_FINITE = {_aten.isnan.default: 0, _aten.isinf.default: 0, _aten.isposinf.default: 0, _aten.isneginf.default: 0}
-_COMPARED = {_aten.eq.Tensor: 1, _aten.ne.Tensor: 0}  # with itself: what only NaN is not equal to
+_COMPARED = {_aten.eq.Tensor: 1, _aten.ne.Tensor: 0}  # with itself: only NaN is not equal to itself
 _WITH_INFINITY = {_aten.eq.Scalar: 0, _aten.ne.Scalar: 1}
 _NEGATED = {_aten.logical_not.default, _aten.bitwise_not.default}
 _SUMMED = {_aten.sum.default, _aten.count_nonzero.default}
 _OR = {_aten.logical_or.default, _aten.bitwise_or.Tensor, _aten.maximum.default}
 _AND = {_aten.logical_and.default, _aten.bitwise_and.Tensor, _aten.minimum.default, _aten.mul.Tensor}
 _KEPT = {
-    aten.is_any_true, aten.is_all_true,  # what anomaly detection asks
+    aten.is_any_true, aten.is_all_true,  # called by anomaly detection
     _aten.any.default, _aten.any.dim, _aten.any.dims, _aten.all.default, _aten.all.dim, _aten.all.dims,
     _aten.max.default, _aten.min.default, _aten.amax.default, _aten.amin.default, _aten.mean.default,
     aten.to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default,
     _aten.view.default, _aten.expand.default, _aten.squeeze.default, _aten.squeeze.dim,
     _aten.unsqueeze.default, _aten.select.int, _aten.slice.Tensor, _aten.t.default, _aten.transpose.int,
 }  # fmt: skip
-_FINDING = frozenset({*_IS_FINITE, *_COMPARED, *_WITH_INFINITY})  # these are known though nothing was before
+_FINDING = frozenset({*_IS_FINITE, *_COMPARED, *_WITH_INFINITY})  # known even if their inputs are not
 
 
 def _value(func: Any, args: Sequence[Any]) -> float | None:
@@ -570,14 +570,14 @@ def _value(func: Any, args: Sequence[Any]) -> float | None:
 
 
 class StorageCopies:
-    """Copies of whole storages: what shared one shares the copy."""
+    """Copies of whole storages: tensors that shared a storage share its copy."""
 
     def __init__(self) -> None:
-        # By id() of the original, which is kept, and the device of the copy.
+        # By id() of the original, which is kept alive here, and the device of the copy.
         self._copies: dict[tuple[int, str], tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def view(self, tensor: Tensor, device: str) -> Tensor:
-        """The same view of a copy of the whole storage; of an empty one on the meta device."""
+        """Return the same view of a copy of the whole storage; on the meta device the copy is empty."""
         storage = tensor.untyped_storage()
         with torch.no_grad():
             if (id(storage), device) not in self._copies:
@@ -592,13 +592,13 @@ class StorageCopies:
 
 
 class StandIns:
-    """Puts other tensors in place of those that the user's objects hold.
+    """Replaces the tensors that the user's objects hold.
 
-    Modules, optimizers, dicts and lists stay the objects that they are, so that whoever else refers to them sees the
-    stand-ins as well. What is added to them meanwhile is gone afterwards.
+    Modules, optimizers, dicts and lists keep their identity, so that everything that refers to them also sees the
+    stand-ins. Anything added to them in the meantime is removed afterwards.
 
     Args:
-        make: Makes the tensor that stands in for another one; the same for the same.
+        make: Makes the stand-in for a tensor; returns the same one for the same tensor.
     """
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
@@ -607,10 +607,10 @@ class StandIns:
 
     @contextmanager
     def put(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Exchange the tensors within the block.
+        """Replace the tensors within the block.
 
         Yields:
-            The values; tensors and tuples are exchanged themselves.
+            The values; tensors and tuples themselves are replaced.
         """
         try:
             yield tuple(map(self._replaced, values))
@@ -627,7 +627,7 @@ class StandIns:
     def _replaced(self, value: Any) -> Any:
         if value is None or type(value) in _ATOMS:
             return value
-        if isinstance(value, Tensor):  # others than strided ones are faked when an operator meets them
+        if isinstance(value, Tensor):  # tensors that are not strided are faked when an operator meets them
             return self._make(value) if value.layout is torch.strided else value
         if isinstance(value, (nn.Module, torch.optim.Optimizer)):
             self._replaced(vars(value))
@@ -643,14 +643,14 @@ class StandIns:
         elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
             make = getattr(value, "_make", tuple)  # a named tuple's own
             return make(self._replaced(item) for item in value)
-        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):  # a UserDict, what tokenizers return
+        elif isinstance(value, Mapping) and hasattr(value, "__dict__"):  # a UserDict, as tokenizers return
             self._replaced(vars(value))
         return value
 
     def _replace_items(self, value: dict[Any, Any] | list[Any]) -> None:
         if isinstance(value, list):
             value[:] = [self._replaced(item) for item in value]
-        elif value:  # most of a module's dicts are for hooks that it does not have
+        elif value:  # most of a module's dicts are empty dicts of hooks
             items = [(self._replaced(key), self._replaced(item)) for key, item in value.items()]
             value.clear()
             value.update(items)

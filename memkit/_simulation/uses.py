@@ -1,8 +1,8 @@
-"""What code does with a number that it reads from a tensor, as far as its source says.
+"""Find out from source code what it does with a number that it reads from a tensor.
 
-A number that becomes text or is added up is no matter; one that is compared, counts a loop or goes where nobody can
-follow may decide how much memory is taken. Found in the syntax tree of the file, by the position of the instruction
-that runs; names are followed within their function, attributes within their file.
+A number that becomes text or is added up does not matter; one that is compared, bounds a loop or goes where it cannot
+be followed may affect memory use. The use is found in the file's syntax tree, by the position of the running
+instruction; names are followed within their function, attributes within their file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from types import FrameType
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
 _CONDITIONAL = (ast.If, ast.While, ast.Assert)
 _EXITS = {"exit", "_exit", "quit", "abort"}
-# Calls that make text of what they are given, or write it down; found by the last part of their names.
+# Calls that turn their arguments into text or write them; matched by the last part of their names.
 _WRITING = frozenset(
     {"print", "str", "repr", "format", "write", "echo", "log", "debug", "info", "warning", "error", "critical"}
     | {"exception", "add_scalar", "add_scalars", "add_histogram", "log_dict", "log_metric", "log_metrics"}
     | {"set_postfix", "set_postfix_str", "set_description"}
-    | {"Loss"}  # memkit's own, which divides by it
+    | {"Loss"}  # memkit's own, which divides by the number
 )
-# Calls whose result is a number made of the numbers that they are given.
+# Calls whose result is a number computed from their arguments.
 _NUMBERS = frozenset(
     {"float", "int", "bool", "abs", "round", "sum", "min", "max", "mean", "median", "fmean", "len", "item", "divmod"}
     | {"exp", "log", "log2", "log10", "sqrt", "pow"}
@@ -35,17 +35,17 @@ _NUMBERS = frozenset(
 _LOSING = frozenset(
     {"exp", "log", "log2", "log10", "sqrt", "pow", "tensor", "as_tensor", "full", "full_like", "fill_", "new_tensor"}
 )
-_LOST = "(lost)"  # among the names that were followed
-_FINITE = frozenset({"isnan", "isinf", "isfinite"})  # what a training that goes on is never stopped by
+_LOST = "(lost)"  # a marker among the followed names
+_FINITE = frozenset({"isnan", "isinf", "isfinite"})  # checks that a healthy training run always passes
 _ADDING = frozenset({"append", "add", "extend", "insert", "appendleft"})
 
 
 class Use(IntEnum):
-    """What becomes of a value; the larger, the more it may decide.
+    """Use of a value; a larger one may affect more.
 
     Attributes:
-        TEXT: Text, sums, nothing.
-        GUARD: Whether to raise an error: a run that goes on has passed.
+        TEXT: Text, sums, or unused.
+        GUARD: It decides whether to raise an error: a run that continues has passed.
         RETURNED: It leaves the function.
         UNKNOWN: Something else.
         BRANCH: It is compared, or is a condition.
@@ -63,9 +63,9 @@ class Site:
     """A place in the code where a value is read.
 
     Attributes:
-        use: What becomes of it.
-        passing: Of a GUARD that asks for the value itself: what it must be for the run to go on; None where not known.
-        is_lost: Whether a function in C makes another number of it, or a tensor: nobody can follow it there.
+        use: Use of the value.
+        passing: For a GUARD that tests the value itself: the value required for the run to continue; None if unknown.
+        is_lost: Whether a C function turns it into another number or a tensor, where it cannot be followed.
     """
 
     use: Use
@@ -74,19 +74,19 @@ class Site:
 
 
 def site_of(frame: FrameType) -> Site:
-    """What the instruction that runs in a frame does with its value."""
+    """Find what the running instruction of a frame does with its value."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    version = id(lines), len(lines)  # linecache keeps the list as long as the file is what it was
+    version = id(lines), len(lines)  # linecache keeps the list as long as the file is unchanged
     return _site(frame.f_code.co_filename, version, _position(frame)) if lines else Site(Use.UNKNOWN)
 
 
 def operation_of(frame: FrameType) -> str:
-    """The name of the instruction that runs in a frame, such as ``"COMPARE_OP"``."""
+    """Return the name of a frame's running instruction, such as ``"COMPARE_OP"``."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]]
 
 
 def _position(frame: FrameType) -> tuple[int | None, ...]:
-    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))  # of two bytes each
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))  # two bytes per instruction
 
 
 @lru_cache(maxsize=4096)
@@ -96,7 +96,7 @@ def _site(filename: str, version: tuple[int, int], position: tuple[int | None, .
 
 
 @lru_cache(maxsize=64)
-def _tree(filename: str, version: tuple[int, int]) -> _Tree | None:  # noqa: ARG001 - what the cache knows it by
+def _tree(filename: str, version: tuple[int, int]) -> _Tree | None:  # noqa: ARG001 - part of the cache key
     try:
         return _Tree(ast.parse("".join(linecache.getlines(filename))))
     except (SyntaxError, ValueError):  # a notebook's magic, a file that has changed
@@ -112,7 +112,7 @@ class _Tree:
     _by_position: dict[tuple[int | None, ...], ast.AST] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for parent in ast.walk(self.root):  # from the outside in: of two with one position, the inner one is kept
+        for parent in ast.walk(self.root):  # from the outside in: of two nodes at one position, the inner one is kept
             for child in ast.iter_child_nodes(parent):
                 self._parents[child] = parent
                 if isinstance(child, (ast.expr, *_CONDITIONAL)):
@@ -120,11 +120,11 @@ class _Tree:
                     self._by_position[place] = child
 
     def site(self, position: tuple[int | None, ...]) -> Site:
-        """What is done with the value at the position of an instruction."""
+        """Return the use of the value at the position of an instruction."""
         node = self._by_position.get(position)
         if node is None:
             return Site(Use.UNKNOWN)
-        if isinstance(node, _CONDITIONAL):  # up to Python 3.12 a jump stands where its whole statement does
+        if isinstance(node, _CONDITIONAL):  # up to Python 3.12 a jump has the position of its whole statement
             return _guard(node) or Site(Use.BRANCH)
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             return self._guard_around(node) or Site(Use.BRANCH)
@@ -134,7 +134,7 @@ class _Tree:
         return (self._guard_around(node) if use is Use.BRANCH else None) or Site(use, is_lost=is_lost)
 
     def _guard_around(self, node: ast.AST) -> Site | None:
-        """The guard whose condition an expression is a part of."""
+        """Return the guard whose condition contains an expression."""
         is_plain = True
         while isinstance(node, ast.expr):
             parent = self._parents[node]
@@ -149,7 +149,7 @@ class _Tree:
     # ---------------------------------------------------------------------------------------------- uses
 
     def use(self, node: ast.AST, seen: set[str]) -> Use:
-        """What becomes of the value of an expression."""
+        """Return the use of the value of an expression."""
         parent = self._parents.get(node)
         if isinstance(parent, ast.Attribute):
             return self._use_of_attribute(parent, seen)
@@ -189,7 +189,7 @@ class _Tree:
         return Use.UNKNOWN
 
     def _use_of_attribute(self, node: ast.Attribute, seen: set[str]) -> Use:
-        """Of a method that is called, such as ``losses.append`` or ``values.mean``."""
+        """Return the use of an attribute, such as a called method: ``losses.append`` or ``values.mean``."""
         call = self._parents.get(node)
         if not isinstance(call, ast.Call) or node is not call.func:
             return Use.UNKNOWN
@@ -214,7 +214,7 @@ class _Tree:
         return max(uses)
 
     def _use_of_name(self, target: ast.AST | None, seen: set[str]) -> Use:
-        """What becomes of a variable: the most that is done with it anywhere."""
+        """Return the use of a variable: the largest of all its uses."""
         if isinstance(target, ast.Subscript):
             return self._use_of_name(target.value, seen)
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -248,7 +248,7 @@ class _Tree:
 
 
 def _guard(statement: ast.AST) -> Site | None:
-    """A statement that raises an error unless its condition is as it should be."""
+    """Return the guard that a statement is, if it raises an error or exits depending on its condition."""
     if isinstance(statement, ast.Assert):
         return Site(Use.GUARD, _passing(statement.test, wanted=True))
     if isinstance(statement, ast.If) and _ends(statement.body) and not statement.orelse:
@@ -257,7 +257,7 @@ def _guard(statement: ast.AST) -> Site | None:
 
 
 def _passing(test: ast.expr, *, wanted: bool) -> bool | None:
-    """What all parts of a condition must be for the whole to be so; None where not all the same."""
+    """Return the value all parts of a condition must have for the whole to be ``wanted``; None if they differ."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _passing(test.operand, wanted=not wanted)
     if isinstance(test, ast.BoolOp):
@@ -271,7 +271,7 @@ def _is_bool(node: ast.AST) -> bool:
 
 
 def _ends(body: list[ast.stmt]) -> bool:
-    """Whether statements end the program: in an error or an exit."""
+    """Whether statements end the program with an error or an exit."""
     last = body[-1]
     call = last.value if isinstance(last, ast.Expr) else None
     return isinstance(last, ast.Raise) or (isinstance(call, ast.Call) and _last_name(call.func) in _EXITS)
@@ -281,7 +281,7 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 
 def _makes_text(node: ast.AST) -> bool:
-    """Whether an expression is a text already, such as ``"%d rows" % count``."""
+    """Whether an expression formats text, such as ``"%d rows" % count``."""
     if isinstance(node, ast.BinOp):
         return isinstance(node.op, ast.Mod) and isinstance(node.left, (ast.Constant, ast.JoinedStr))
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Call) and _last_name(node.func) in _WRITING)

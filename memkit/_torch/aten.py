@@ -1,4 +1,4 @@
-"""Operators of torch.ops.aten by name, and those whose names are private; what this torch lacks is left out."""
+"""Operators of torch.ops.aten by name, including private ones; operators that this torch lacks are left out."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ fused_adagrad_ = _aten._fused_adagrad_.default
 fused_sgd_ = _aten._fused_sgd_.default
 is_all_true = _aten._is_all_true.default
 is_any_true = _aten._is_any_true.default
-local_scalar_dense = _aten._local_scalar_dense.default  # a tensor's value, for Python
+local_scalar_dense = _aten._local_scalar_dense.default  # a tensor's value as a Python number
 log_softmax = _aten._log_softmax.default
 math_attention = _aten._scaled_dot_product_attention_math
 softmax = _aten._softmax.default
@@ -46,7 +46,7 @@ FUSED_ATTENTION = overloads(
 """The operators of F.scaled_dot_product_attention."""
 
 FUSED_RMS_NORM_BACKWARD = overloads("_fused_rms_norm_backward.default")
-"""The backward of RMSNorm in one operator; 2.8 lacks it, and CUDA makes both directions of several."""
+"""The backward of RMSNorm as one operator; in 2.8 it is missing, and CUDA composes both directions of several."""
 
 FUSED_RMS_NORM = overloads("_fused_rms_norm.default") if FUSED_RMS_NORM_BACKWARD else frozenset()
-"""Its forward: in 2.8 for Metal alone."""
+"""The forward of RMSNorm as one operator: in 2.8 for Metal only."""

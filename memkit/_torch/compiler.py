@@ -1,14 +1,14 @@
-"""torch.compile, without loading it: that takes a second."""
+"""torch.compile queries that do not load it, since loading takes a second."""
 
 import sys
 
 
 def is_loaded() -> bool:
-    """Say whether anybody has loaded torch.compile."""
+    """Return whether torch.compile has been loaded."""
     return "torch._dynamo" in sys.modules
 
 
 def count_graphs() -> int:
-    """Return how many graphs it has made in this process; its counters are what torch's own tests read."""
+    """Return the number of graphs compiled in this process, from the counters that torch's own tests read."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0

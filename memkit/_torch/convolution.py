@@ -1,4 +1,4 @@
-"""Which of its kernels torch takes for a convolution."""
+"""Selection of torch's convolution kernel."""
 
 from torch._C import (  # type: ignore[attr-defined]  # torch's stubs lack the underscore
     _ConvBackend as ConvBackend,

@@ -1,4 +1,4 @@
-"""What torch.cuda asks of itself before it answers, for whoever answers in its place; and what CUDA prefers."""
+"""Internals of torch.cuda, for code that simulates it, and the version-dependent rules of CUDA."""
 
 import re
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from memkit._core.errors import ConfigError
 from memkit._torch.versions import parse
 
 accelerator_owner: Any = torch._C
-"""Has the function by which FSDP2 and `torch.accelerator` find the accelerator."""
+"""Holds the function through which FSDP2 and `torch.accelerator` find the accelerator."""
 
 GET_ACCELERATOR = "_get_accelerator"
-"""Its name."""
+"""Name of that function."""
 
 LAZY = ("_lazy_init", "_lazy_call")
-"""Functions that start CUDA."""
+"""Functions that initialize CUDA."""
 
 EXCHANGE = ("_exchange_device", "_maybe_exchange_device")
-"""Functions that make another device the current one, and return the one before."""
+"""Functions that switch the current device, and return the previous one."""
 
 RECORD_HISTORY, SNAPSHOT = "_record_memory_history", "_snapshot"
 """Functions of the allocator's history, documented under these names."""
 
 
 Cards: TypeAlias = tuple[int, int | None]
-# cuDNN in the wheels from PyPI, as `torch.backends.cudnn.version` gives it.
+# cuDNN version of the wheels on PyPI, as given by `torch.backends.cudnn.version`.
 _CUDNN_OF_WHEELS = {
     (2, 5): 90100, (2, 6): 90100, (2, 7): 90501, (2, 8): 91002, (2, 9): 91002, (2, 10): 91002, (2, 11): 91900,
     (2, 12): 92000, (2, 13): 92000, (2, 14): 92400, (2, 15): 92600,
@@ -42,26 +42,26 @@ _OPTIONS_SINCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What CUDA's side of PyTorch does in another way from version to version.
+    """Behavior of PyTorch's CUDA code that differs between versions.
 
-    Read in the source of 2.6.0, and in the compiled libraries of the wheels of 2.1 to 2.15; which is which stands in
-    `docs/versions.md`. None of it was seen on a GPU.
+    Taken from the source of 2.6.0, and from the compiled libraries of the wheels of 2.1 to 2.15; `docs/versions.md`
+    lists the source of each rule. None of it was observed on a GPU.
 
     Attributes:
         version: Major and minor number of PyTorch.
-        cudnn: cuDNN's version as `torch.backends.cudnn.version` gives it.
-        prefers_cudnn: On which cards attention asks cuDNN first: (major, minor) numbers of compute capability, minor
-            None for any. `check_prefer_cudnn_attention` in sdp_utils.cpp.
+        cudnn: cuDNN's version as given by `torch.backends.cudnn.version`.
+        prefers_cudnn: GPUs on which attention tries cuDNN first: (major, minor) numbers of compute capability, with
+            minor None for any. `check_prefer_cudnn_attention` in sdp_utils.cpp.
         pads_masks_first: Whether attention pads a mask to 8 numbers and expands the result, or expands it and pads that
             to 16: `preprocess_mask` in attention.cpp.
-        makes_masks_at_once: Whether a mask of truth values becomes numbers by one operator.
-        attends_unbatched: Whether fused kernels take three dimensions, and the memory-efficient one grouped heads.
+        makes_masks_at_once: Whether a bool mask is converted to numbers by one operator.
+        attends_unbatched: Whether fused kernels accept three dimensions, and the memory-efficient kernel grouped heads.
         has_fused_rms_norm: Whether RMSNorm is one operator.
-        large_workspaces: On which cards cuBLAS gets 32 MiB, as for `prefers_cudnn`; on others it gets 8.125 MiB:
+        large_workspaces: GPUs on which cuBLAS gets 32 MiB, in the form of `prefers_cudnn`; on others it gets 8.125 MiB:
             `getChosenWorkspaceSize` in CublasHandlePool.cpp.
-        keeps_workspaces: Whether cuBLAS keeps its workspace, or takes it for each product.
-        lt_workspace: Whether cuBLASLt, which adds a bias to a product, takes 1 MiB for each call, keeps it, or shares
-            what cuBLAS has.
+        keeps_workspaces: Whether cuBLAS keeps its workspace, or allocates it for each product.
+        lt_workspace: Whether cuBLASLt, which adds a bias to a product, allocates 1 MiB for each call, keeps it, or
+            shares cuBLAS's workspace.
     """
 
     version: tuple[int, int]
@@ -77,7 +77,7 @@ class Rules:
 
     @classmethod
     def of_version(cls, version: tuple[int, int], cudnn: int) -> Self:
-        """The rules of a version of PyTorch with a version of cuDNN."""
+        """Return the rules of a version of PyTorch with a version of cuDNN."""
         prefers_cudnn: tuple[Cards, ...] = ()
         if version >= (2, 10) and cudnn > 91500:  # from 2.13 on the wheels are built with CUDA 13
             prefers_cudnn = ((9, None), (10, None)) if version >= (2, 13) else ((9, 0), (9, 3), (10, 0), (10, 3))
@@ -101,10 +101,10 @@ class Rules:
         )
 
     def refuse_unknown_options(self, text: str) -> None:
-        """Refuse what the allocator of this version does not know in ``PYTORCH_ALLOC_CONF``.
+        """Reject options in ``PYTORCH_ALLOC_CONF`` that this version's allocator does not know.
 
         Raises:
-            ConfigError: An option came later.
+            ConfigError: An option was added in a later version.
         """
         for name, since in _OPTIONS_SINCE.items():
             if name in text and self.version < since:
@@ -122,11 +122,11 @@ def rules_of(torch_version: str | None = None, cudnn: str | None = None) -> Rule
     """Return the rules of versions such as ``"2.6"`` and ``"9.1"``.
 
     Args:
-        torch_version: None for PyTorch as installed.
-        cudnn: None for the one of the wheel of this PyTorch, or the installed one.
+        torch_version: PyTorch's version; None for the installed one.
+        cudnn: cuDNN's version; None for the one in this PyTorch's wheel, or the installed one.
 
     Raises:
-        ConfigError: A version is not a number with a dot, or is older than 2.1 of PyTorch or 8 of cuDNN.
+        ConfigError: A version is not a number with a dot, or is older than PyTorch 2.1 or cuDNN 8.
     """
     version = parse(torch.__version__)
     if torch_version is not None:

@@ -1,4 +1,4 @@
-"""What passes through torch's dispatcher: modes that see each operator, and keys that are left out for a block."""
+"""torch's dispatcher: modes that see each operator, and dispatch keys that are excluded in a block."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ from torch._C import (
     _ExcludeDispatchKeyGuard as without_keys,
     _get_privateuse1_backend_name as private_backend_name,
 )
-from torch._ops import OpOverload  # an operator; others are of higher order
+from torch._ops import OpOverload  # an ordinary operator, as opposed to a higher-order one
 from torch.utils._mode_utils import no_dispatch  # runs below all modes
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # sees each operator; documented, but its module is private
@@ -26,22 +26,22 @@ from torch.utils._python_dispatch import (
 
 
 def fake_mode() -> Any:
-    """Return the mode of tensors without data that is active; None where none is."""
+    """Return the active fake tensor mode; None if there is none."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """In the block, no mode sees an operator."""
+    """Return a context in which no mode sees an operator."""
     return _disable_current_modes() if current_modes() else nullcontext()
 
 
 keys_of: Callable[[torch.Tensor], DispatchKeySet] = torch._C._dispatch_keys
-"""Returns what decides which kernels a tensor's operators run."""
+"""Returns the dispatch keys that select the kernels for a tensor's operators."""
 
 
 def counting_in_views() -> Any:
-    """In the block below autograd, let views count their changes as they do above it."""
-    return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - torch's form
+    """Return a context below autograd in which views track their versions as they do above it."""
+    return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)  # noqa: FBT003 - torch's signature
 
 
 __all__ = [

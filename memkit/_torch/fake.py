@@ -1,4 +1,4 @@
-"""Tensors without data, and what refuses to compute on them."""
+"""Fake tensors, which have no data, and the parts of torch that handle them."""
 
 import functools
 import inspect
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _guards as fake_mode_owner  # its `detect_fake_mode` says whether tensors have no data
+from torch import _guards as fake_mode_owner  # its `detect_fake_mode` tells whether tensors are fake
 from torch._C import (
     _get_default_device as default_device,
     _nn as to_owner,  # its `_parse_to` reads the arguments of `module.to(...)`
@@ -26,30 +26,30 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _device as utils_device
 
 device_context: Callable[[], Any] = functools.partial(getattr, torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-"""Returns the context that `torch.set_default_device` has entered; None where there is none."""
+"""Returns the context entered by `torch.set_default_device`; None if there is none."""
 
 
 NORMALIZE_DEVICE = "_normalize_fake_device" if hasattr(FakeTensor, "_normalize_fake_device") else None
-"""Name of the static method that completes the device of a tensor without data; 2.10 lacks it."""
+"""Name of the static method that normalizes the device of a fake tensor; 2.10 lacks it."""
 
 device_constructors: Callable[[], set[Callable[..., Any]]] = utils_device._device_constructors
-"""Returns the functions that the default device is for; torch keeps the set that it made when it was first asked."""
+"""Returns the functions that the default device applies to; torch caches the set after the first call."""
 
 IS_MADE_WITH_DEVICE = "fake_mode_or_elem" not in inspect.signature(FakeTensor.__new__).parameters
-"""Whether ``FakeTensor(mode, elem, device)`` looks at the device before all else: until 2.12."""
+"""Whether ``FakeTensor(mode, elem, device)`` reads the device before anything else: until 2.12."""
 
 guard_data_pointer: Callable[[torch.Tensor], None] = (
     torch._C._set_warn_deprecated_on_mutable_data_ptr
     if functorch_settings.fake_tensor_allow_unsafe_data_ptr_access
     else torch._C._set_throw_on_mutable_data_ptr
 )
-"""Lets who asks a tensor without data for its address get a warning, or an error: as torch is set."""
+"""Makes reading the address of a fake tensor a warning or an error, depending on torch's settings."""
 
 RUN_FALLBACK = "run_fallback_kernel"
-"""Name of the function of `fake_tensor` that runs an operator without a shape function on zeros."""
+"""Name of the function in `fake_tensor` that runs an operator without a shape function on zeros."""
 
 PARSE_TO = "_parse_to"
-FAKE_LOGGER = fake_tensor.__name__  # where torch says which operator it could not run without data
+FAKE_LOGGER = fake_tensor.__name__  # logs the operators that torch could not run on fake tensors
 
 __all__ = [
     "FAKE_LOGGER",
@@ -77,14 +77,14 @@ __all__ = [
 
 
 def set_default_device(device: torch.device | None) -> None:
-    """Do what `torch.set_default_device` does; in 2.8 `torch.get_default_device` fails once None was set."""
+    """Do the same as `torch.set_default_device`; in 2.8, `torch.get_default_device` fails after None was set."""
     torch.set_default_device(device)
     if device is None and device_context() is None:
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
 
 
 def current_default_device() -> torch.device:
-    """Return the device that tensors are made on; `torch.get_default_device` makes a tensor to learn its number."""
+    """Return the default device; `torch.get_default_device` creates a tensor to determine its index."""
     stack = function_modes()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     modes = [mode for mode in stack if isinstance(mode, utils_device.DeviceContext)]
     context = modes[-1] if modes else device_context()

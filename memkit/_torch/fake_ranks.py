@@ -1,4 +1,4 @@
-"""Processes that are not there."""
+"""Simulated ranks."""
 
 import importlib
 import importlib.util
@@ -8,6 +8,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["FakeStore", "composable_states"]
 
-# Shapes of what ranks exchange, for tensors without data: torch registers them itself, but 2.10 only on request.
+# Shape functions of collectives for fake tensors: torch registers them itself, but 2.10 only on request.
 if importlib.util.find_spec("torch.distributed._meta_registrations") is None:
     importlib.import_module("torch.distributed._tools.fake_collectives")

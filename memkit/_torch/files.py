@@ -1,4 +1,4 @@
-"""Files of torch whose frames stand between a line of code and the operator that it calls."""
+"""Files of torch whose frames lie between a line of code and the operator that it calls."""
 
 WRAPPERS = (
     "_tensor.py",

@@ -1,4 +1,4 @@
-"""Operators on many tensors at once, as torch's own optimizers use them; documented, though their names are private."""
+"""Operators on many tensors at once, used by torch's own optimizers; documented, although their names are private."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ norm = torch._foreach_norm
 
 
 def clone(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Copy tensors; in 2.10 and before one after the other."""
+    """Copy tensors; in 2.10 and earlier, one after the other."""
     if _clone is None:
         return [each.clone() for each in tensors]
     copies: Sequence[Tensor] = _clone(tensors)

@@ -1,4 +1,4 @@
-"""Autograd's graph while a backward runs: which node, which backward, in which order nodes were made."""
+"""Autograd's graph during a backward: the current node, the current backward, and the creation order of nodes."""
 
 import gc
 import sys
@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from torch._C import (
-    _current_autograd_node as current_node,  # that the engine runs now
+    _current_autograd_node as current_node,  # that the engine is running
     _current_graph_task_id as current_backward,  # -1 outside of one
 )
 from torch._C._autograd import (
@@ -18,7 +18,7 @@ from torch._C._autograd import (
 from torch.autograd.graph import _engine_run_backward
 
 ENGINE = _engine_run_backward.__code__
-"""The code from which the engine runs: frames above it are of a backward."""
+"""The code that calls the engine: frames above it belong to a backward."""
 
 __all__ = [
     "ENGINE",
@@ -36,37 +36,37 @@ __all__ = [
 
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
-"""Returns a node's place among those of its thread: a later operation has a higher number."""
+"""Returns a node's sequence number within its thread: later operations have higher numbers."""
 
 
 def saved(node: Any, name: str) -> Any:
-    """Return what a node has saved under a name, which stands nowhere else.
+    """Return the value that a node has saved under a name; there is no public access to it.
 
     Raises:
-        AttributeError: Nothing.
+        AttributeError: The node has saved nothing under this name.
     """
     return getattr(node, f"_saved_{name}")
 
 
 def saved_or_none(node: Any, name: str) -> Any:
-    """Return what a node has saved under a name; None where it has nothing."""
+    """Return the value that a node has saved under a name; None if there is none."""
     return getattr(node, f"_saved_{name}", None)
 
 
 def inputs_of(node: Any) -> Any:
-    """Return shape, dtype and device of the gradients that come into a node; empty where it does not tell."""
+    """Return shape, dtype and device of the gradients that flow into a node; empty if it does not expose them."""
     return getattr(node, "_input_metadata", ())
 
 
 def fields_of(kind: type) -> list[str]:
-    """Name what nodes of a class have saved, for `saved_as_stored`."""
+    """List the fields that nodes of a class have saved, for `saved_as_stored`."""
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
 def saved_as_stored(node: Any, field: str) -> list[Any]:
-    """Return what a node has saved under a field as it is stored: the tensors, or what a hook made of them.
+    """Return the saved values of a node's field as stored: the tensors, or the results of their pack hook.
 
-    Nothing is unpacked: that would run hooks, which copy or compute again.
+    Nothing is unpacked: that would run hooks, which copy or recompute.
 
     Raises:
         RuntimeError: A backward has freed it.
@@ -79,21 +79,21 @@ def saved_as_stored(node: Any, field: str) -> list[Any]:
 
 
 def _saved_without_hooks(node: Any, name: str) -> list[Any]:
-    """Read tensors the usual way, which calls no Python where there is no hook; a hook is stopped before it begins."""
+    """Read tensors the usual way, which calls no Python code without a hook; a hook is stopped before it runs."""
     packed: list[Any] = []
 
     class HookError(Exception):
         """A hook began."""
 
     def stop(frame: FrameType, event: str, _: object) -> None:
-        # A function that is written in Python is called, whose last argument is what the other hook made.
+        # A Python function is being called, whose last argument is the result of the pack hook.
         if event == "call":
             code = frame.f_code
             packed.append(frame.f_locals.get(code.co_varnames[code.co_argcount - 1]) if code.co_argcount else None)
             raise HookError
 
     profile, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # collections call functions too
+    gc.disable()  # garbage collections call functions too
     sys.setprofile(stop)
     try:
         value = (

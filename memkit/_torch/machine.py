@@ -1,4 +1,4 @@
-"""What torch says of the machine without a public form."""
+"""Machine information from torch that has no public API."""
 
 import re
 
@@ -6,17 +6,17 @@ import torch
 
 
 def allocator_history() -> object:
-    """Return what torch has recorded of its CUDA allocator; documented under this name."""
+    """Return torch's recorded history of its CUDA allocator; documented under this name."""
     return torch.cuda.memory._snapshot()
 
 
 def has_bfloat16_instructions() -> bool:
-    """Say whether this processor multiplies bfloat16 by itself."""
+    """Return whether this CPU multiplies bfloat16 in hardware."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def memory_info(device: torch.device) -> tuple[int, int]:
-    """Return the free and all bytes of an accelerator, as its driver says."""
+    """Return the free and total bytes of an accelerator, as reported by its driver."""
     if hasattr(torch.accelerator, "get_memory_info"):  # 2.8 lacks it
         return torch.accelerator.get_memory_info(device)
     info: tuple[int, int] = torch.get_device_module(device).mem_get_info(device)
@@ -24,7 +24,7 @@ def memory_info(device: torch.device) -> tuple[int, int]:
 
 
 def reset_allocator_peak(device: torch.device) -> None:
-    """Let an accelerator's peak counters start again."""
+    """Reset an accelerator's peak counters."""
     if hasattr(torch.accelerator, "reset_peak_memory_stats"):  # 2.8 lacks it
         torch.accelerator.reset_peak_memory_stats(device)
     else:
@@ -32,7 +32,7 @@ def reset_allocator_peak(device: torch.device) -> None:
 
 
 def empty_cache(device_type: str) -> None:
-    """Give an accelerator's unused blocks back to its driver."""
+    """Return an accelerator's unused blocks to its driver."""
     if device_type != "mps" and hasattr(torch.accelerator, "empty_cache"):  # 2.8 lacks it
         torch.accelerator.empty_cache()
     else:
@@ -40,6 +40,6 @@ def empty_cache(device_type: str) -> None:
 
 
 def onednn_version() -> tuple[int, int]:
-    """Return the version of oneDNN in this torch, by which its CPU kernels differ; (0, 0) without it."""
+    """Return the version of oneDNN in this torch, which its CPU kernels depend on; (0, 0) without oneDNN."""
     found = re.search(r"MKL-DNN v(\d+)\.(\d+)", torch.__config__.show())
     return (int(found[1]), int(found[2])) if found else (0, 0)

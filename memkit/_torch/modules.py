@@ -1,4 +1,4 @@
-"""What a module is besides its public parts, and bases of torch's layers that have no public name."""
+"""Non-public parts of modules, and base classes of torch's layers that have no public name."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,44 +29,44 @@ __all__ = [
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return a module's own buffers, those that are None too, to be read and replaced: `setattr` refuses some."""
+    """Return a module's own buffers, including None, for reading and replacing: `setattr` rejects some values."""
     return module._buffers
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether torch.compile made or changed a module."""
+    """Return whether torch.compile created or changed a module."""
     return is_compiled_wrapper(module) or module._compiled_call_impl is not None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Say whether a module is what `torch.compile(module)` returned, whose class is slow to import."""
+    """Return whether a module is the wrapper returned by `torch.compile(module)`, whose class is slow to import."""
     return COMPILED in module._modules
 
 
 COMPILED = "_orig_mod"
-"""Name under which what `torch.compile(module)` returned has the module."""
+"""Name of the attribute in which the wrapper returned by `torch.compile(module)` holds the module."""
 
 
 def loads_as_torch_does(module: nn.Module) -> bool:
-    """Say whether a module loads a state as torch's own do: without a method or hooks of its own."""
+    """Return whether a module loads its state as torch's own modules do: without a custom method or hooks."""
     is_own = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
     return is_own and not module._load_state_dict_pre_hooks
 
 
 APPLY = "_apply"
-"""Name of the method of a module by which it moves."""
+"""Name of a module's method for moving it."""
 
 LOAD = "_load_from_state_dict"
-"""Name of the method of a module by which it takes its own part of a state."""
+"""Name of a module's method for loading its own part of a state."""
 
 
 def apply_to(module: nn.Module, fn: Any, *, recurse: bool = True) -> None:
-    """Do to a module's parameters and buffers what `to` does."""
+    """Apply a function to a module's parameters and buffers, as `to` does."""
     module._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters, those that are None too."""
+    """Return a module's own parameters, including None."""
     return module._parameters
 
 
@@ -75,12 +75,12 @@ STATE = frozenset(("_parameters", "_buffers", "_modules", "training"))
 
 
 def members_of(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an object's attributes; of a module with its buffers and parameters beside."""
+    """Return an object's attributes; for a module, including its buffers and parameters."""
     return {**attributes, **attributes.get("_buffers", {}), **attributes.get("_parameters", {})}
 
 
 BUFFERS, PARAMETERS, CHILDREN = "_buffers", "_parameters", "_modules"
-"""Names of the attributes in which a module has its own buffers and parameters, and the modules under it."""
+"""Names of the attributes in which a module holds its own buffers and parameters, and its child modules."""
 
 HOOKS = {
     "_forward_hooks": "register_forward_hook",
@@ -88,4 +88,4 @@ HOOKS = {
     "_backward_hooks": "register_full_backward_hook",
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
-"""In which attribute of a module the hooks are, by the method that registers them."""
+"""Attribute in which a module holds its hooks, by the method that registers them."""

@@ -1,4 +1,4 @@
-"""What an operator says of itself."""
+"""Metadata of operators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Returns an operator's schema: its arguments and results, and which of them it writes to."""
+"""Returns an operator's schema: its arguments and results, and the ones it writes to."""
 
 remove_kernels: Callable[[Any], None] = methodcaller("_destroy")
-"""Takes the kernels away that a library has registered."""
+"""Removes the kernels that a library has registered."""
 
 scriptable: Callable[[], dict[int, str]] = torch.jit._builtins._get_builtin_table
-"""Returns torch's own table of functions that `torch.jit.script` takes for operators: by `id`, the operator's name."""
+"""Returns torch's own table of functions that `torch.jit.script` maps to operators: operator names by `id`."""
 
 has_fallback: Callable[[Any], bool] = torch._C._dispatch_has_backend_fallback
-"""Says whether operators without a kernel for a dispatch key go on to the next; for autograd not in 2.8."""
+"""Returns whether operators without a kernel for a dispatch key fall through to the next; for autograd not in 2.8."""
 
 
 def has_kernel(func: Any, key: str) -> bool:
-    """Say whether an operator has a kernel in C++ for a dispatch key; what Python has added to it does not count."""
+    """Return whether an operator has a C++ kernel for a dispatch key; kernels added from Python do not count."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 

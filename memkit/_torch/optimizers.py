@@ -1,4 +1,4 @@
-"""What optimizers keep to themselves."""
+"""Non-public parts of optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,39 +27,39 @@ __all__ = [
 
 
 def call_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Call a hook before all others of an optimizer's step."""
+    """Register a hook that runs before all others of an optimizer's step."""
     handle = optimizer.register_step_pre_hook(hook)
-    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # it is ordered
+    optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # ordered
     return handle
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Say whether hooks run before or after an optimizer's step."""
+    """Return whether any hooks run before or after an optimizer's step."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def init_group_of(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return what makes the state of one of torch's own optimizers."""
+    """Return the method that creates the state of one of torch's own optimizers."""
     return optimizer._init_group  # type: ignore[attr-defined, no-any-return]  # all of torch's have it
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Note that an optimizer has stepped, as a schedule's own step does."""
+    """Mark an optimizer as stepped, as a scheduler's step wrapper does."""
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a schedule looks for it
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Return ``step(optimizer, closure)`` beneath torch's call of the hooks."""
+    """Return ``step(optimizer, closure)`` without torch's wrapper that calls the hooks."""
     return type(optimizer).step.__wrapped__  # type: ignore[attr-defined, no-any-return]  # torch puts its own around it
 
 
 def makes_state(optimizer: Optimizer | type[Optimizer]) -> bool:
-    """Say whether an optimizer can make its state before it steps."""
+    """Return whether an optimizer can create its state before it steps."""
     return hasattr(optimizer, "_init_group")
 
 
 def states_of_scaler(scaler: object) -> dict[int, dict[str, Any]]:
-    """Return what a gradient scaler has noted of each optimizer, by its identity; there is no public way back."""
+    """Return a gradient scaler's state for each optimizer, by its `id`; there is no public way to reset it."""
     states: dict[int, dict[str, Any]] = getattr(scaler, "_per_optimizer_states", {})
     return states
 
@@ -69,4 +69,4 @@ LISTS_OF_DEVICES = ("_get_foreach_kernels_supported_devices", "_get_fused_kernel
 
 
 LISTS_OF_TYPES: tuple[list[Any], ...] = (foreach._foreach_supported_types, optimizer_module._foreach_supported_types)
-"""The lists of classes of tensors that are stepped at once."""
+"""The lists of tensor classes that are stepped at once."""

@@ -1,7 +1,7 @@
-"""What torch's files call to make their tensors: names that stand in the files."""
+"""Names in torch's files that are called to create their tensors."""
 
 REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 REBUILD_TENSOR_OF_DTYPE = "torch._utils._rebuild_tensor_v3"
 GET_LAYOUT = "torch.serialization._get_layout"
-STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"  # where a shard's tensors lie
+STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"  # location of a shard's tensors
 MEMORY_FORMATS = "_MEM_FORMAT_ENCODING"  # of a distributed checkpoint's metadata

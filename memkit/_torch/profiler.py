@@ -1,4 +1,4 @@
-"""The profiler below torch.profiler: it sees what operators take inside, and costs little when nobody listens."""
+"""The profiler below torch.profiler: it sees memory used inside operators, and costs little when inactive."""
 
 from torch._C._autograd import (
     ProfilerEvent,

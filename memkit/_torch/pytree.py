@@ -1,4 +1,4 @@
-"""Trees of containers, as torch takes them apart everywhere; the public form is slower to import."""
+"""Pytrees, as used throughout torch; the public module is slower to import."""
 
 from torch.utils._pytree import (
     SUPPORTED_NODES,

@@ -1,4 +1,4 @@
-"""What a tensor is besides its values: how often it was changed, which storage it has, which hooks hang on it."""
+"""Tensor metadata: version counter, storage, and hooks."""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter, methodcaller
@@ -10,7 +10,7 @@ from memkit._torch.versions import require
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, as autograd itself counts; not for inference tensors."""
+    """Return autograd's count of in-place changes to a tensor; not for inference tensors."""
     return tensor._version
 
 
@@ -20,60 +20,60 @@ def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Returns a number that is the same for all Python objects of one storage."""
+"""Returns a key that is the same for all Python objects of one storage."""
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse tensor as it is; the public forms want it coalesced."""
+    """Return indices and values of a sparse tensor as is; the public methods require it to be coalesced."""
     return tensor._indices(), tensor._values()
 
 
 use_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
-"""Returns how many hold a tensor below Python."""
+"""Returns the number of C++ references to a tensor."""
 
 
 def hooks_of(tensor: torch.Tensor) -> Any:
-    """Return the hooks on a tensor's gradient; None where it never had any."""
+    """Return the hooks on a tensor's gradient; None if it never had any."""
     return tensor._backward_hooks
 
 
 def set_hooks(tensor: torch.Tensor, hooks: Any) -> None:
-    """Give a tensor what `hooks_of` returned."""
+    """Set a tensor's hooks, as returned by `hooks_of`."""
     tensor._backward_hooks = hooks
 
 
 def accumulate_hooks(tensor: torch.Tensor) -> Any:
-    """Return the hooks that wait for a leaf's gradient to be accumulated; empty or None without any."""
+    """Return the hooks that run after a leaf's gradient is accumulated; empty or None if there are none."""
     return tensor._post_accumulate_grad_hooks
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what a view is a view of; None for what is no view."""
+    """Return the base of a view; None if the tensor is not a view."""
     return tensor._base
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = methodcaller("_is_zerotensor")
-"""Says whether a tensor is one of autograd's zeros, which take no memory."""
+"""Returns whether a tensor is one of autograd's zeros, which take no memory."""
 
 
 is_view: Callable[[torch.Tensor], bool] = methodcaller("_is_view")
-"""Says whether a tensor is a view."""
+"""Returns whether a tensor is a view."""
 
 
 MAKE_SUBCLASS = "_make_subclass"
-"""Name of the static method of a tensor that makes parameters and other subclasses."""
+"""Name of the tensor's static method that creates parameters and other subclasses."""
 
 
 def gradient_dtype(tensor: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that autograd keeps a tensor's gradient in; None where it takes any."""
+    """Return the dtype in which autograd keeps a tensor's gradient; None if any is allowed."""
     return tensor.grad_dtype if _HAS_GRADIENT_DTYPE else tensor.dtype
 
 
 def assign_gradient_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
-    """Choose the dtype that autograd keeps a tensor's gradient in.
+    """Set the dtype in which autograd keeps a tensor's gradient.
 
     Raises:
-        TorchVersionError: It is not the tensor's own, and torch is older than 2.10.
+        TorchVersionError: The dtype is not the tensor's own, and torch is older than 2.10.
     """
     if _HAS_GRADIENT_DTYPE:
         tensor.grad_dtype = dtype
@@ -82,7 +82,7 @@ def assign_gradient_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> No
 
 
 def require_gradient_dtypes(feature: str) -> None:
-    """Refuse a feature that keeps gradients in another dtype than their parameters'.
+    """Reject a feature that keeps gradients in a dtype other than their parameters'.
 
     Raises:
         TorchVersionError: torch is older than 2.10.

@@ -1,4 +1,4 @@
-"""Which versions of torch memkit's tests have run on, and what is said beyond them."""
+"""Versions of torch that memkit is tested on, and the messages for others."""
 
 import re
 import warnings
@@ -8,20 +8,20 @@ import torch
 
 from memkit._core.errors import MemkitWarning, TorchVersionError
 
-OLDEST, NEWEST = (2, 8), (2, 15)  # docs/versions.md has the table; pyproject.toml asks for the oldest
+OLDEST, NEWEST = (2, 8), (2, 15)  # docs/versions.md has the table; pyproject.toml requires the oldest
 
 
 def parse(version: str) -> tuple[int, int]:
-    """Return major and minor number of a version: "2.13.0+cpu" is (2, 13)."""
+    """Return the major and minor numbers of a version: "2.13.0+cpu" is (2, 13)."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def warn_beyond_tested(version: str = torch.__version__) -> None:
-    """Warn where memkit's tests have not run on a version of torch.
+    """Warn if memkit is not tested on a version of torch.
 
     Warns:
-        MemkitWarning: The version is older or newer than those that were tested.
+        MemkitWarning: The version is older or newer than the tested ones.
     """
     if not OLDEST <= parse(version) <= NEWEST:
         warnings.warn(
@@ -34,16 +34,16 @@ def warn_beyond_tested(version: str = torch.__version__) -> None:
 
 
 def require(found: object, *, name: str, since: str, feature: str) -> None:
-    """Refuse a feature whose part of torch is missing.
+    """Reject a feature that needs a missing part of torch.
 
     Args:
-        found: That part; None where this torch lacks it.
-        name: How torch calls it.
+        found: That part; None if this torch lacks it.
+        name: Its name in torch.
         since: The first version that has it.
-        feature: What was asked of memkit.
+        feature: The requested memkit feature.
 
     Raises:
-        TorchVersionError: It is None.
+        TorchVersionError: ``found`` is None.
     """
     if found is None:
         raise TorchVersionError(
@@ -55,7 +55,7 @@ def require(found: object, *, name: str, since: str, feature: str) -> None:
 
 
 def refuse_unknown(name: str, *, feature: str) -> NoReturn:
-    """Refuse a feature whose part of torch is not as in the versions that were tested.
+    """Reject a feature whose part of torch differs from the tested versions.
 
     Raises:
         TorchVersionError: Always.

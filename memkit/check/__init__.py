@@ -1,4 +1,4 @@
-"""Habits in scripts that cost memory, found without running them."""
+"""Patterns in scripts that cost memory, found without running the scripts."""
 
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
         check_source as check_source,
     )
     from memkit.check.findings import Finding as Finding
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # because of `__getattr__` a type checker would accept any name
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

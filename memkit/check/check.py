@@ -1,4 +1,4 @@
-"""Checks scripts, notebooks and folders for habits that cost memory; nothing of theirs is run or imported."""
+"""Check scripts, notebooks and folders for patterns that cost memory, without running or importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from memkit.check.source import SUFFIXES, Source, read_source
 
 SCRIPT_RULES = (*graphs.RULES, *evaluation.RULES, *steps.RULES, *precision.RULES, *setup.RULES)
 RULES: tuple[Rule[Any], ...] = (*SCRIPT_RULES, *launch.RULES)
-# About comments that name no rule: it looks at no code, so it is none of RULES.
+# It is about comments with an unknown rule, not about code, so it is not one of RULES.
 UNKNOWN = "unknown-ignore"
 UNKNOWN_WHAT = "a comment ignores a rule that there is not"
 UNKNOWN_WHY = "it takes nothing out"
@@ -36,12 +36,12 @@ _FOREIGN = frozenset({"__pycache__", "node_modules", "site-packages", "venv", "b
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check of files gives back.
+    """Result of checking files.
 
     Attributes:
-        findings: In the order of the files and their lines.
+        findings: In order of file and line.
         num_files: Files that were read.
-        unread: Files that could not be read or parsed: the path and one line of reason.
+        unread: Files that could not be read or parsed: the path and a one-line reason.
     """
 
     findings: tuple[Finding, ...]
@@ -50,18 +50,18 @@ class CheckResult:
 
 
 def check_source(text: str, *, path: str = "<source>") -> tuple[Finding, ...]:
-    """Check one Python script given as text. It is parsed, never run.
+    """Check one Python script given as text. It is parsed, never executed.
 
     Args:
-        text: The script. One that does not import torch has no findings.
-        path: The name in the findings. One that ends in ``.sh`` makes it a shell script.
+        text: The script. A script that does not import torch has no findings.
+        path: The file name for the findings. A name that ends in ``.sh`` makes it a shell script.
 
     Returns:
-        The findings by line. A line with the comment ``# memkit: ignore[rule]``, or ``# memkit: ignore`` for all
-        rules, has none.
+        The findings by line. A line with the comment ``# memkit: ignore[rule]``, or ``# memkit: ignore`` for all rules,
+        has no findings.
 
     Raises:
-        FileFormatError: The text is not Python 3.
+        FileFormatError: The text is not valid Python 3.
 
     Example:
         >>> import memkit as mk
@@ -85,13 +85,13 @@ def check_paths(
     r"""Check files and folders: ``.py``, ``.ipynb`` and ``.sh``.
 
     Args:
-        paths: Files, and folders that are searched. Hidden folders, virtual environments, ``build`` and ``dist`` in
-            them are left out.
+        paths: Files, and folders to search. Inside folders, hidden folders, virtual environments, ``build`` and
+            ``dist`` are skipped.
         select: Ids of the rules to check; empty for all.
         ignore: Ids of rules to leave out.
 
     Raises:
-        ConfigError: An id is not one of a rule.
+        ConfigError: A rule id is unknown.
         InputError: A path does not exist, or is a file of another kind.
 
     Example:
@@ -124,7 +124,7 @@ def check_paths(
 def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(_search(path))
-    if path.exists() and path.suffix in SUFFIXES:  # one that is no ordinary file is refused when it is read
+    if path.exists() and path.suffix in SUFFIXES:  # anything but an ordinary file is refused when it is read
         return [path]
     got = f"a {path.suffix or 'nameless'} file" if path.is_file() else "no such file or folder"
     expected = "a folder, or a .py, .ipynb or .sh file"
@@ -163,7 +163,7 @@ def _parse(source: Source) -> Script:
 
 
 def _findings(source: Source, found: set[tuple[Rule[Any], SourceSpan]], wanted: set[str]) -> list[Finding]:
-    """The findings of a file in the order of its lines, without those that a comment takes out."""
+    """Return the findings of a file in line order, without those that a comment suppresses."""
     ignored = dict(_comments(source))
     findings = []
     for rule, place in found:
@@ -183,12 +183,12 @@ def _findings(source: Source, found: set[tuple[Rule[Any], SourceSpan]], wanted: 
 
 
 def _comments(source: Source) -> Iterator[tuple[int, set[str]]]:
-    """The lines with a suppression comment, and the ids that each names; "*" for all."""
+    """Yield the lines with a suppression comment, and the ids that each names; "*" for all."""
     if "memkit:" not in source.text:
         return
     text = io.StringIO(source.text, newline=None)
     lines: Iterable[tuple[int, str]] = enumerate(text, 1)
-    if not source.is_shell:  # a string may speak of such a comment
+    if not source.is_shell:  # a string may contain such a comment
         tokens = tokenize.generate_tokens(text.readline)
         lines = ((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)
     for number, line in lines:

@@ -1,4 +1,4 @@
-"""Rules about evaluation: gradients that nobody asks for, and outputs that stay on the device."""
+"""Rules about evaluation: gradients that nothing uses, and outputs that stay on the device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _find_graphs_in_evaluation(script: Script) -> Iterator[SourceSpan]:
 
 
 def _in_loops_that_validate(script: Script) -> Iterator[ast.Call]:
-    """Networks called in a loop over a set for validation, by its name, whose results only become numbers."""
+    """Network calls in a loop over a set named like a validation set, whose results only become numbers."""
     for loop in script.nodes:
         if not (isinstance(loop, ast.For) and _VALIDATES.search(" ".join(_words(loop.iter)))):
             continue
@@ -51,7 +51,7 @@ def _needs_gradients(script: Script, call: ast.Call) -> bool:
 
 
 def _after_eval(script: Script) -> Iterator[ast.Call]:
-    """Networks called between their eval() and their train()."""
+    """Network calls between the network's eval() and its train()."""
     for call in script.calls:
         name, what = method(call)
         if what != "eval" or not name or call.args:
@@ -63,7 +63,7 @@ def _after_eval(script: Script) -> Iterator[ast.Call]:
 
 
 def _after(script: Script, call: ast.Call) -> tuple[ast.stmt, Sequence[ast.stmt]]:
-    """The statement of a call, and those that follow it in the same block."""
+    """The statement of a call, and the statements after it in the same block."""
     for child, parent in script.ancestors(call):
         for field in ("body", "orelse", "finalbody"):
             block = getattr(parent, field, None)
@@ -73,7 +73,7 @@ def _after(script: Script, call: ast.Call) -> tuple[ast.stmt, Sequence[ast.stmt]
 
 
 def _uses(script: Script, name: str, statement: ast.stmt, rest: Sequence[ast.stmt]) -> list[ast.Call]:
-    """The calls of a network between its eval() and its train(), with gradients on; none where any are asked for."""
+    """Calls of a network between eval() and train() with gradients on; none if any gradient is used."""
     found: list[ast.Call] = []
     function = script.function_of(statement)
     for following in rest:
@@ -93,7 +93,7 @@ def _uses(script: Script, name: str, statement: ast.stmt, rest: Sequence[ast.stm
 
 
 def _repeats(script: Script, call: ast.Call) -> bool:
-    """Whether a call is made for many batches, as far as the file shows; unit tests and warm-ups are left out."""
+    """Whether a call runs for many batches, as far as the file shows; unit tests and warm-ups are excluded."""
     if isinstance(script.parents[call], ast.Expr):
         return False  # nothing keeps the graph
     name = getattr(script.function_of(call), "name", "")
@@ -102,7 +102,7 @@ def _repeats(script: Script, call: ast.Call) -> bool:
 
 
 def _called_under_no_grad(script: Script, node: ast.AST) -> bool:
-    """Whether every call in the file of the function around a node has gradients off."""
+    """Whether every call, in this file, of the function around a node has gradients off."""
     name = getattr(script.function_of(node), "name", None)
     callers = [call for call in script.calls if name is not None and dotted(call.func).rpartition(".")[2] == name]
     return bool(callers) and all(map(script.under_no_grad, callers))

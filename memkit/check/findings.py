@@ -1,4 +1,4 @@
-"""What a check gives back: findings, the rules that made them, and where a rule points."""
+"""Results of a check: findings, the rules that produce them, and source locations."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Code = TypeVar("Code")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    r"""One habit found at one place of a file.
+    r"""One problem found at one place in a file.
 
     Attributes:
         rule: The rule's id, as in ``# memkit: ignore[rule]``.
         level: ``"error"``: training is wrong or does not start; ``"warning"``: it costs memory or time, or is unsafe.
-        path: The file, as it was given.
+        path: The file, as given.
         line: Line, from 1; in a notebook, the line in the cell.
         column: Column, from 1.
         message: What was found and why it matters.
         fix: What to write instead.
-        figure: What was measured, with its source; None where nothing was.
+        figure: A measured cost, with its source; None if nothing was measured.
         cell: The notebook's code cell, from 1; None in other files.
 
     Example:
@@ -56,12 +56,12 @@ class Finding:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain types, for JSON."""
+        """Return the fields as plain types, for JSON."""
         return dataclasses.asdict(self)
 
 
 class SourceSpan(NamedTuple):
-    """Where a rule points, from 1, and the last line of the code that it points at."""
+    """Source location that a rule points at: line and column, from 1, and the last line of the code."""
 
     line: int
     column: int
@@ -69,24 +69,24 @@ class SourceSpan(NamedTuple):
 
     @classmethod
     def of(cls, node: ast.expr | ast.stmt) -> SourceSpan:
-        """The place of a node of the syntax tree."""
+        """Return the location of a syntax tree node."""
         return cls(node.lineno, node.col_offset + 1, node.end_lineno or node.lineno)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(Generic[Code]):
-    """One habit: its texts, an example of each side, and the function that finds it.
+    """One rule: its texts, a positive and a negative example, and the function that finds matches.
 
     Attributes:
         id: Its name in the output and in ``# memkit: ignore[id]``.
         level: See `Finding`.
-        what: What is found, in a few words.
+        what: The problem, in a few words.
         why: Why it matters, in a sentence.
         fix: What to write instead.
-        example: Code that has the habit; the tests and the documentation use it.
-        near_miss: Code that looks like it and is right.
-        find: From the code to every place that has the habit.
-        figure: What was measured, with its source.
+        example: Code with the problem; used by the tests and the documentation.
+        near_miss: Similar code that is correct.
+        find: Yields every place in the code with the problem.
+        figure: A measured cost, with its source.
     """
 
     id: str
@@ -100,6 +100,6 @@ class Rule(Generic[Code]):
     figure: str | None = None
 
     def finding(self, path: str, place: SourceSpan, cell: int | None = None) -> Finding:
-        """The finding at a place of a file."""
+        """Make the finding at a place in a file."""
         message = f"{self.what}: {self.why}"
         return Finding(self.id, self.level, path, place.line, place.column, message, self.fix, self.figure, cell)

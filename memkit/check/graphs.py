@@ -1,4 +1,4 @@
-"""Rules about graphs that live longer than their step, or end where they should not."""
+"""Rules about graphs that outlive their step, or end where they should not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OF_CRITIC = re.compile(r"(^|[._])(d|dis|disc|discriminator|critic)([._]|$)|(opt
 
 
 def _graph_names(script: Script, loop: Loop) -> set[str]:
-    """Names that hold a graph in a training loop: what is gone back from, its parts, and the networks' outputs."""
+    """Names that hold a graph in a training loop: what backward starts from, its parts, and the networks' outputs."""
     backwards = [call for call in script.backwards if script.loop_of(call) is loop]
     names = set[str]().union(*map(backward_names, backwards))
     here = [binding for binding in script.bindings if script.inside(binding.statement, loop)]
@@ -52,7 +52,7 @@ def _holds_graph(script: Script, loop: Loop, name: str, use: ast.stmt | ast.expr
 
 
 def _kept(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str, ast.expr]]:
-    """What is added to something: the code, the name of what is added to, the value."""
+    """Accumulations: the code, the name that is added to, and the value added."""
     for node in script.nodes:
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             yield node, dotted(node.target), node.value
@@ -65,7 +65,7 @@ def _kept(script: Script) -> Iterator[tuple[ast.stmt | ast.expr, str, ast.expr]]
 
 
 def _kept_in(function: ast.expr) -> str:
-    """The name of the list that is appended to, also of one in a dictionary: ``stats["loss"].append``."""
+    """The name of the list that is appended to, also inside a dictionary: ``stats["loss"].append``."""
     target = function.value if isinstance(function, ast.Attribute) else function
     while isinstance(target, ast.Subscript):
         target = target.value
@@ -73,7 +73,7 @@ def _kept_in(function: ast.expr) -> str:
 
 
 def _added(value: ast.expr) -> set[str]:
-    """The names that a value is made of, also as an item: ``out["features"]``."""
+    """The names in an added value, also as an item: ``out["features"]``."""
     stack, names = [value], set[str]()
     while stack:
         part = stack.pop()
@@ -83,7 +83,7 @@ def _added(value: ast.expr) -> set[str]:
 
 
 def _starts_anew(script: Script, loop: Loop, name: str) -> bool:
-    """Whether a name is made new, or emptied, in every turn of a loop."""
+    """Whether a name is rebound or emptied in every iteration of a loop."""
     made = (b.statement for b in script.bound[name] if name not in leaves(b.value))
     emptied = (call for call in script.calls if method(call) == (name, "clear"))
     return any(script.inside(node, loop) and not script.is_guarded(node, loop) for node in (*made, *emptied))
@@ -134,18 +134,18 @@ def _find_wasted_generators(script: Script) -> Iterator[SourceSpan]:
 
 
 def _later(script: Script, loop: Loop, binding: Binding) -> Iterator[Binding]:
-    """The assignments of the same name that follow in a loop."""
+    """Later assignments to the same name in a loop."""
     for other in script.bound[binding.name]:
         if script.inside(other.statement, loop) and position(other.statement) > position(binding.statement):
             yield other
 
 
 def _trains_another(script: Script, loop: Loop, use: ast.Call, generator: str) -> bool:
-    """Whether the next optimizer to step is one that is known to have other parameters than the generator's."""
+    """Whether the next optimizer to step is known to have other parameters than the generator's."""
     steps = [step for step in script.optimizer_steps if script.loop_of(step) is loop and position(step) > position(use)]
     passes = [call for call in script.backwards if steps and position(use) < position(call) < position(steps[0])]
     if not passes or any(is_constant(keyword(call, "retain_graph"), value=True) for call in passes):
-        return False  # or it is kept for the generator's own step
+        return False  # otherwise it is kept for the generator's own step
     stepped = script.stepped(steps[0])
     made = [b.value for b in script.bound[stepped] if isinstance(b.value, ast.Call)]
     owners = {method(node)[0] for value in made for node in ast.walk(value) if isinstance(node, ast.Call)} - {""}
@@ -193,7 +193,7 @@ def _find_cut_generators(script: Script) -> Iterator[SourceSpan]:
 
 
 def _is_network(script: Script, call: ast.Call) -> bool:
-    """Whether a call is one of a network, by its use in the file or by its being no function that is known."""
+    """Whether a call runs a network, by its use in the file or because it is not a known function."""
     full = script.qualified(call.func)
     return dotted(call.func) in script.models or (bool(full) and not full.startswith(("torch.", "numpy.")))
 

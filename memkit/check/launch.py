@@ -22,7 +22,7 @@ _BLOCKS = re.compile(r"^\s*(if|for|while|until|case|else|elif|fi|done|esac|funct
 
 
 class Launcher:
-    """A shell script as its commands: continued lines joined, comments removed, each with its first and last line."""
+    """A shell script as commands: lines joined, comments removed, each with its first and last line."""
 
     def __init__(self, text: str) -> None:
         self.commands: list[tuple[int, int, str]] = []

@@ -22,7 +22,7 @@ def _find_clipped_scaled(script: Script) -> Iterator[SourceSpan]:
             continue
         function = script.function_of(clip)
         later = (s for s in steps if script.function_of(s) is function and position(s) > position(clip))
-        # The last unscale_ may be of the step before; one anywhere earlier in the function is taken as the right one.
+        # The last unscale_ may belong to the previous step; one anywhere earlier in the function counts as correct.
         earlier = (u for u in unscales if script.function_of(u) is function and position(u) < position(clip))
         scaled = (c for c in scales if script.function_of(c) is function and position(c) < position(clip))
         if any(scaled) and any(not script.are_exclusive(clip, step) for step in later) and not any(earlier):
@@ -100,7 +100,7 @@ def _is_schedule(script: Script, call: ast.Call) -> bool:
 
 
 def _is_told(call: ast.Call) -> bool:
-    """Whether a schedule is given its position, as timm's are, which may be stepped before."""
+    """Whether a scheduler is given its position, as timm's are; such a scheduler may step first."""
     return bool(call.args or call.keywords)
 
 

@@ -1,4 +1,4 @@
-"""A Python script's syntax tree, and what the rules ask of it: names, loops that train, what runs under no_grad."""
+"""A Python script's syntax tree and the queries of the rules: names, training loops, code under no_grad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTIMIZER = re.compile(r"optim|(^|_)opt([A-Z_0-9]|$)", re.IGNORECASE)
 _SCHEDULER = re.compile(r"sched|(^|_)lr", re.IGNORECASE)
 _MOVES = (".cuda(", ".to(", "accelerator", '"cuda', "'cuda", "torch.cuda.FloatTensor")
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "accelerate")
-_SETTINGS = frozenset(  # methods of modules that run nothing
+_SETTINGS = frozenset(  # module methods that run nothing
     {"parameters", "named_parameters", "buffers", "modules", "named_modules", "children", "state_dict", "train", "eval"}
     | {"load_state_dict", "to", "cuda", "cpu", "half", "float", "zero_grad", "requires_grad_", "apply", "no_sync"}
 )
@@ -41,7 +41,7 @@ class Script:
     Raises:
         SyntaxError: The text is not Python 3.
         RecursionError, MemoryError: It nests too deeply for the parser.
-        ValueError: It has a null byte.
+        ValueError: It contains a null byte.
     """
 
     def __init__(self, text: str) -> None:
@@ -50,7 +50,7 @@ class Script:
             self.tree = ast.parse(text)
         self.on_accelerator = any(word in text for word in _MOVES)
         self.parents: dict[ast.AST, ast.AST] = {}
-        self.nodes: list[ast.AST] = []  # in the order of the text
+        self.nodes: list[ast.AST] = []  # in source order
         stack: list[ast.AST] = [self.tree]
         while stack:
             node = stack.pop()
@@ -65,18 +65,18 @@ class Script:
     # ------------------------------------------------------------------------------------------------- names
 
     def qualified(self, node: ast.AST) -> str:
-        """The full name of what a name or a call's function stands for, as in ``torch.nn.MSELoss``; "" if unknown."""
+        """Full name behind a name or a call's function, as in ``torch.nn.MSELoss``; "" if unknown."""
         name = dotted(node)
         first, dot, rest = name.partition(".")
         return self.imports.get(first, first) + dot + rest
 
     def calls_of(self, *names: str) -> Iterator[ast.Call]:
-        """The calls of functions with these full names."""
+        """Calls of functions with these full names."""
         return (call for call in self.calls if self.qualified(call.func) in names)
 
     @cached_property
     def bindings(self) -> list[Binding]:
-        """Every assignment to a name or an attribute, each target of a tuple with the whole value."""
+        """Every assignment to a name or an attribute; each target of a tuple gets the whole value."""
         found = []
         for node in self.nodes:
             targets = node.targets if isinstance(node, ast.Assign) else []
@@ -97,7 +97,7 @@ class Script:
 
     @cached_property
     def stores(self) -> dict[str, list[ast.AST]]:
-        """The places at which each name is bound in any way but by an import or a definition."""
+        """Places that bind each name in any way except by an import or a definition."""
         by_name: dict[str, list[ast.AST]] = defaultdict(list)
         for node in self.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -106,7 +106,7 @@ class Script:
 
     @cached_property
     def models(self) -> set[str]:
-        """Names that are used as networks: their parameters are asked for, their mode is set; or by their own words."""
+        """Names used as networks: their parameters are read, or their mode is set; or they are named like one."""
         methods = {"parameters", "train", "eval", "named_parameters"}
         used = {method(call)[0] for call in self.calls if method(call)[1] in methods}
         named = {name for call in self.calls if _NETWORK.search(name := dotted(call.func))}
@@ -114,13 +114,13 @@ class Script:
 
     @cached_property
     def scalers(self) -> set[str]:
-        """Names of gradient scalers: bound to one, or used as one."""
+        """Names of gradient scalers: bound to one, or used like one."""
         made = {b.name for b in self.bindings if self.qualified(_function(b.value)).endswith("GradScaler")}
         used = {method(scaling)[0] for call in self.backwards if (scaling := _scaling(call)) is not None}
         return (made | used) - {""}
 
     def is_optimizer(self, name: str) -> bool:
-        """Whether a name stands for an optimizer, by what is bound to it or else by its own words."""
+        """Whether a name stands for an optimizer, by its binding or else by the words in it."""
         made = [self.qualified(_function(binding.value)) for binding in self.bound[name]]
         if any("lr_scheduler" in full for full in made):
             return False
@@ -142,7 +142,7 @@ class Script:
         return next((up for _, up in self.ancestors(node) if isinstance(up, FunctionNode)), self.tree)
 
     def loops_of(self, node: ast.AST) -> Iterator[Loop]:
-        """The loops of the same function in whose body a node is, innermost first."""
+        """Loops of the same function whose body contains a node, innermost first."""
         for child, parent in self.ancestors(node):
             if isinstance(parent, FunctionNode):
                 return
@@ -150,7 +150,7 @@ class Script:
                 yield parent
 
     def loop_of(self, node: ast.AST) -> Loop | None:
-        """The innermost of them."""
+        """The innermost such loop."""
         return next(self.loops_of(node), None)
 
     def inside(self, node: ast.AST, outer: ast.AST) -> bool:
@@ -158,7 +158,7 @@ class Script:
         return any(parent is outer for _, parent in self.ancestors(node))
 
     def is_guarded(self, node: ast.AST, outer: ast.AST) -> bool:
-        """Whether a node runs in some turns only of the loop around it, by a condition that may change."""
+        """Whether a node runs only in some iterations of the loop around it, by a condition that may change."""
         for child, parent in self.ancestors(node):
             if parent is outer:
                 return False
@@ -169,7 +169,7 @@ class Script:
         return False
 
     def _is_setting(self, test: ast.expr, loop: ast.AST) -> bool:
-        """Whether a condition asks for a setting, which does not change in a loop."""
+        """Whether a condition tests a setting, which does not change in a loop."""
         parts = [test]
         while parts:
             part = parts.pop()
@@ -181,13 +181,13 @@ class Script:
                 parts += [part.left, *part.comparators]
             elif isinstance(part, ast.Constant):
                 if not isinstance(part.value, str | bool | None):
-                    return False  # a comparison with a number, as a count has it
+                    return False  # a comparison with a number, as for a counter
             elif not dotted(part) or any(self.inside(node, loop) for node in self.stores.get(dotted(part), ())):
                 return False
         return True
 
     def are_exclusive(self, first: ast.AST, second: ast.AST) -> bool:
-        """Whether two nodes are in different branches of one `if`."""
+        """Whether two nodes are in different branches of the same `if`."""
         branches = {up: child for child, up in self.ancestors(first)}
         for child, up in self.ancestors(second):
             if isinstance(up, ast.If) and up in branches:
@@ -225,7 +225,7 @@ class Script:
         return [call for call in self.calls if method(call)[1] == "step" and self.stepped(call)]
 
     def stepped(self, call: ast.Call) -> str:
-        """The name of the optimizer that a `step` call steps; "" for a scheduler's or another."""
+        """Name of the optimizer that a `step` call steps; "" for a scheduler's step or another one."""
         receiver = method(call)[0]
         if receiver in self.scalers and call.args:
             return dotted(call.args[0])
@@ -233,21 +233,21 @@ class Script:
 
     @cached_property
     def step_loops(self) -> list[Loop]:
-        """The innermost loops around a backward pass or an optimizer's step, in the order of the text."""
+        """The innermost loops around a backward pass or an optimizer step, in source order."""
         loops = {self.loop_of(call) for call in (*self.backwards, *self.optimizer_steps)}
         return sorted((loop for loop in loops if loop is not None), key=position)
 
     def hot_loop(self, node: ast.AST) -> Loop | None:
-        """The training loop of whose every turn a node is a part."""
+        """The training loop in which a node runs in every iteration."""
         for loop in self.loops_of(node):
             if loop in self.step_loops:
                 return None if self.is_guarded(node, loop) else loop
         return None
 
     def calling_loop(self, node: ast.AST) -> Loop | None:
-        """The training loop that calls the function around a node in every turn, where the node runs in every call.
+        """The training loop that calls the function around a node in every iteration, if the node runs in every call.
 
-        The loop trains, or the function does, as a `train_step` that a loop over batches calls.
+        Either the loop trains, or the function does, such as a `train_step` that a loop over batches calls.
         """
         function = self.function_of(node)
         name = getattr(function, "name", None)
@@ -270,12 +270,12 @@ class Script:
 
 
 def position(node: ast.stmt | ast.expr) -> tuple[int, int]:
-    """Where a statement or expression begins, for comparison."""
+    """Start of a statement or expression, for comparison."""
     return node.lineno, node.col_offset
 
 
 def dotted(node: ast.AST) -> str:
-    """``self.net.layer`` of such an expression; "" of anything else."""
+    """The text of a dotted expression such as ``self.net.layer``; "" for anything else."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -294,7 +294,7 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
 
 
 def has_unpacked(call: ast.Call) -> bool:
-    """Whether a call passes on keyword arguments that are not seen here."""
+    """Whether a call unpacks keyword arguments that are not visible here."""
     return any(given.arg is None for given in call.keywords)
 
 
@@ -304,7 +304,7 @@ def is_constant(node: ast.AST | None, value: object) -> bool:
 
 
 def leaves(node: ast.expr) -> Iterator[str]:
-    """The names that a value is made of by arithmetic or is a display of; what is inside calls is not among them."""
+    """Names that a value consists of, through arithmetic or literals; names inside calls are excluded."""
     stack: list[ast.expr] = [node]
     while stack:
         part = stack.pop()
@@ -319,7 +319,7 @@ def leaves(node: ast.expr) -> Iterator[str]:
 
 
 def backward_names(call: ast.Call) -> set[str]:
-    """The names of what a backward pass starts from."""
+    """Names that a backward pass starts from."""
     receiver, name = method(call)
     scaling = _scaling(call)
     if scaling is not None:
@@ -340,7 +340,7 @@ def _function(value: ast.expr) -> ast.expr:
 
 
 def _turns_off(node: ast.expr) -> bool:
-    """Whether a context or decorator is one that turns gradients off, under whatever name a project gives it."""
+    """Whether a context manager or decorator turns gradients off, under whatever name a project gives it."""
     last = dotted(_function(node)).rpartition(".")[2]
     return "nograd" in last.replace("_", "") or "inference_mode" in last or last == "set_grad_enabled"
 

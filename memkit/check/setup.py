@@ -1,4 +1,4 @@
-"""Rules about what a script sets once: defaults, loaders, files, checkpointing."""
+"""Rules about one-time setup: defaults, loaders, files, checkpointing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _is_choice(node: ast.AST) -> bool:
 
 
 def _loaders(script: Script) -> Iterator[tuple[ast.Call, int | None]]:
-    """The loaders whose number of workers is known, and the number."""
+    """Loaders whose number of workers is known, and that number."""
     for call in script.calls_of(*_LOADERS):
         workers = call.args[5] if len(call.args) > 5 else keyword(call, "num_workers")
         if has_unpacked(call) or any(isinstance(given, ast.Starred) for given in call.args):
@@ -74,7 +74,7 @@ def _find_crowds(script: Script) -> Iterator[SourceSpan]:
 
 def _find_placed_loads(script: Script) -> Iterator[SourceSpan]:
     if any(method(call)[1] == "cpu" and isinstance(script.parents[call], ast.Expr) for call in script.calls):
-        return  # the network goes to the CPU before it is saved
+        return  # the network moves to the CPU before it is saved
     for call in script.calls_of("torch.load"):
         is_placed = len(call.args) > 1 or keyword(call, "map_location") is not None
         if script.on_accelerator and not is_placed and not has_unpacked(call) and _is_copied(script, call):
@@ -82,7 +82,7 @@ def _find_placed_loads(script: Script) -> Iterator[SourceSpan]:
 
 
 def _is_copied(script: Script, loaded: ast.Call) -> bool:
-    """Whether what a call has loaded goes into load_state_dict, by itself or by a name of the same function."""
+    """Whether a loaded object goes into load_state_dict, directly or through a name in the same function."""
     function = script.function_of(loaded)
     names = {b.name for b in script.bindings if b.value is loaded or script.inside(loaded, b.value)}
     for call in script.calls:

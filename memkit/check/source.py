@@ -1,4 +1,4 @@
-"""Reads what is checked: Python files in their own encoding, the code cells of notebooks, shell scripts."""
+"""Reads the files to check: Python files in their own encoding, code cells of notebooks, shell scripts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from memkit._core.errors import FileFormatError
 from memkit._machine.regular_file import read_regular
 
 PYTHON, NOTEBOOK, SHELL = ".py", ".ipynb", ".sh"
-_MOST_BYTES = 32 * 2**20  # a notebook with pictures; no script is as large
+_MOST_BYTES = 32 * 2**20  # a notebook with images; no script is that large
 SUFFIXES = frozenset({PYTHON, NOTEBOOK, SHELL})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of one file, and for a notebook the line at which each code cell begins in it."""
+    """The text of one file, and for a notebook the starting line of each code cell."""
 
     path: str
     text: str
@@ -27,7 +27,7 @@ class Source:
     cell_starts: tuple[int, ...] = field(default=())
 
     def cell_at(self, line: int) -> tuple[int | None, int]:
-        """The code cell that a line is in, and the line inside it, both from 1."""
+        """The code cell that contains a line, and the line inside it, both from 1."""
         cell = bisect_right(self.cell_starts, line)
         return (cell, line - self.cell_starts[cell - 1] + 1) if cell else (None, line)
 
@@ -36,7 +36,7 @@ def read_source(path: Path) -> Source:
     """Read one file.
 
     Raises:
-        FileFormatError: It is not text, not a notebook, no ordinary file, or too large for a script.
+        FileFormatError: It is not text, not a notebook, not an ordinary file, or too large for a script.
         OSError: It cannot be read.
     """
     data = read_regular(path, f"check {path}", _MOST_BYTES)
@@ -67,7 +67,7 @@ def _read_notebook(path: str, data: bytes) -> Source:
 
 
 def _without_magics(lines: list[str]) -> list[str]:
-    """The lines of a cell with what is IPython's own turned into `pass`, each in its place."""
+    """Return the lines of a cell with IPython syntax replaced by `pass`, line for line."""
     if lines[0].startswith("%%"):
         return ["pass"] * len(lines)
     return [

@@ -1,4 +1,4 @@
-"""Rules about what a training step does again in every step."""
+"""Rules about work that a training step repeats every time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _is_module(script: Script, call: ast.Call) -> bool:
 
 
 def _trains_on(script: Script, loop: Loop) -> bool:
-    """Whether a loop's steps are of one training, with an optimizer from outside it; else each turn may be a trial."""
+    """Whether a loop's steps belong to one training, with an optimizer from outside; else each turn may be a trial."""
     stepped = {script.stepped(call) for call in script.optimizer_steps if script.inside(call, loop)}
     made = (b.statement for name in stepped for b in script.bound.get(name, ()))
     return bool(stepped) and not any(script.inside(statement, loop) for statement in made)
@@ -78,7 +78,7 @@ def _waits(script: Script, call: ast.Call) -> bool:
 
 
 def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
-    """Whether a call waits for a value of a loss of this loop."""
+    """Whether a call waits for the value of one of this loop's losses."""
     losses = set[str]().union(*(backward_names(c) for c in script.backwards if script.loop_of(c) is loop))
     name, what = method(call)
     if isinstance(call.func, ast.Name) and call.func.id in ("float", "print"):
@@ -88,7 +88,7 @@ def _reads_loss(script: Script, loop: Loop, call: ast.Call) -> bool:
 
 def _find_blocking_copies(script: Script) -> Iterator[SourceSpan]:
     if not any(is_constant(keyword(call, "pin_memory"), value=True) for call in script.calls):
-        return  # of memory that is not pinned a copy waits in any case
+        return  # a copy from unpinned memory waits in any case
     seen = set()
     for call in script.calls:
         loop = script.hot_loop(call)
@@ -99,7 +99,7 @@ def _find_blocking_copies(script: Script) -> Iterator[SourceSpan]:
 
 
 def _copies(loop: ast.For, call: ast.Call) -> bool:
-    """Whether a part of the loop's batch is copied to a device by a call that waits for it."""
+    """Whether a call copies part of the loop's batch to a device and waits for it."""
     owner, _ = method(call)
     batch = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     target = call.func.value if isinstance(call.func, ast.Attribute) else call.func
@@ -111,7 +111,7 @@ def _copies(loop: ast.For, call: ast.Call) -> bool:
 
 
 def _names_device(call: ast.Call) -> bool:
-    """Whether ``.to(...)`` goes to an accelerator, by its words."""
+    """Whether ``.to(...)`` moves to an accelerator, judging by its arguments."""
     if getattr(call.func, "attr", "") == "cuda":
         return True
     given = call.args[0] if len(call.args) == 1 else keyword(call, "device")
@@ -136,7 +136,7 @@ def _calls_in(statement: ast.stmt) -> Iterator[ast.Call]:
 
 
 def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:
-    """Whether a call runs what was tried: the network, the same step, a backward pass."""
+    """Whether a call runs what was tried before: the network, the same step, a backward pass."""
     name = dotted(call.func)
     defined = {getattr(node, "name", None) for node in script.nodes if isinstance(node, ast.FunctionDef)}
     is_same = bool(name) and name in tried and (name in script.models or name.removeprefix("self.") in defined)
@@ -144,7 +144,7 @@ def _runs_again(script: Script, call: ast.Call, tried: set[str]) -> bool:
 
 
 def _catches_shortage(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler is one for memory that ran out: by its type, or by the words that it looks for."""
+    """Whether a handler is for out-of-memory errors: by its type, or by the words it searches for."""
     caught = {dotted(node).rpartition(".")[2] for node in ast.walk(handler.type)} if handler.type is not None else set()
     words = (node.value for each in handler.body for node in ast.walk(each) if isinstance(node, ast.Constant))
     return "OutOfMemoryError" in caught or any(
@@ -156,7 +156,7 @@ def _find_zeros(script: Script) -> Iterator[SourceSpan]:
     added = {dotted(node.target).rpartition(".")[2] for node in script.nodes if isinstance(node, ast.AugAssign)}
     names = {getattr(node, "attr", None) for node in script.nodes}
     if "grad" in added or names & {"CUDAGraph", "make_graphed_callables"}:
-        return  # something else holds on to the gradients' tensors
+        return  # something else keeps the gradient tensors alive
     for call in script.calls:
         if method(call)[1] == "zero_grad" and is_constant(keyword(call, "set_to_none"), value=False):
             yield SourceSpan.of(call)
@@ -175,7 +175,7 @@ def _find_lost_tails(script: Script) -> Iterator[SourceSpan]:
 
 
 def _counts(test: ast.expr, loop: ast.For) -> bool:
-    """Whether a condition is ``(i + 1) % n == 0`` alone, of the index of an enumerated loop."""
+    """Whether a condition is just ``(i + 1) % n == 0`` on the index of an enumerated loop."""
     is_enumerated = isinstance(loop.iter, ast.Call) and dotted(loop.iter.func) == "enumerate"
     if not (is_enumerated and isinstance(loop.target, ast.Tuple) and isinstance(test, ast.Compare)):
         return False

@@ -1,4 +1,4 @@
-"""One function in pieces: forward and backward bounded by the chunk."""
+"""Functions run in chunks, with forward and backward memory bounded by one chunk."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from memkit.chunk.sparse import SparsityAwareProcessor as SparsityAwareProcessor
     from memkit.chunk.submanifold import submanifold_conv3d as submanifold_conv3d
     from memkit.chunk.tiled import tiled_apply as tiled_apply
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

@@ -1,4 +1,4 @@
-"""How the results of the pieces become the result of a call, and gradients of the call those of a piece."""
+"""Assembly of chunk results into a call's result, and of the call's gradients into those of a chunk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Upstream = Callable[[int, int], list[Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Results on their way: iterate to run one chunk after another.
+    """A stream of chunk results: iterating runs one chunk after another.
 
     Attributes:
-        results: The number of a chunk's first row, and its tensors without a graph. At least one chunk.
-        num_rows: Rows of all chunks.
-        for_backward: Whether a backward may follow.
+        results: Index of each chunk's first row, and its tensors without a graph. At least one chunk.
+        num_rows: Total rows of all chunks.
+        for_backward: Whether a backward pass may follow.
     """
 
     results: Iterator[tuple[int, list[Tensor]]]
@@ -30,12 +30,12 @@ class Pieces:
 
 
 class Assembly(ABC):
-    """What becomes of the results.
+    """How chunk results are combined.
 
     Attributes:
-        indices: Tensors that forward and backward both read; nobody may change them in between.
-        num_segments: Rows of the outputs, where several rows make one.
-        built_bytes: What was made before the first chunk and is held.
+        indices: Tensors that forward and backward both read; they must not change in between.
+        num_segments: Rows of the outputs, if several rows are reduced to one.
+        built_bytes: Bytes allocated before the first chunk and held during the call.
     """
 
     indices: tuple[Tensor, ...] = ()
@@ -44,21 +44,21 @@ class Assembly(ABC):
 
     @abstractmethod
     def collect(self, pieces: Pieces) -> tuple[list[Tensor], list[Tensor]]:
-        """Take the pieces in; return the outputs, and the tensors that `upstream` will need."""
+        """Consume the pieces; return the outputs, and the tensors that `upstream` will need."""
 
     @abstractmethod
     def upstream(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Upstream:
         """Return a function of a chunk's start and length that gives the gradients of its tensors.
 
         Args:
-            gradients: Of the outputs; None where there is none.
-            saved: What `collect` wanted to be saved.
+            gradients: Gradients of the outputs; None for an output without one.
+            saved: The tensors that `collect` asked to save.
         """
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
-        """What is held for each segment besides the outputs, in the forward and in the backward."""
+        """Return bytes held per segment besides the outputs, in the forward and in the backward pass."""
         return 0, 0
 
     @abstractmethod
     def whole(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The outputs from the results of all rows at once, by operators that autograd sees."""
+        """Compute the outputs from the results of all rows at once, with operators that autograd records."""

@@ -1,4 +1,4 @@
-"""Run a piece again as it ran the first time: the caller's autocast, and the same random numbers."""
+"""Rerun a chunk as it ran the first time: with the caller's autocast and the same random numbers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from memkit.chunk.independence import modules_of
 
 @dataclass(slots=True)
 class ReplayedChunk:
-    """A chunk that was run with a graph.
+    """A chunk that ran with a graph.
 
     Attributes:
-        parts: The leaves that the function was given.
+        parts: The leaf tensors passed to the function.
         results: The tensors of its result.
     """
 
@@ -27,14 +27,15 @@ class ReplayedChunk:
 
 
 class Circumstances:
-    """What the backward of a call needs from its forward.
+    """State of a call's forward that its backward needs.
 
     Args:
         tensors: The call's inputs; their devices' autocast is noted.
-        fn: The call's function; generators that its modules hold draw the same numbers again. None to note nothing.
+        fn: The call's function; generators held by its modules draw the same numbers again. None records no random
+            state.
 
     Attributes:
-        kept: The last pieces, where their graphs were kept.
+        kept: The last chunks, if their graphs were kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor], fn: object) -> None:
@@ -49,7 +50,7 @@ class Circumstances:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[list[ReplayedChunk]]:
-        """A block that runs the pieces again, in order, but for those that it is given: a kept graph serves once."""
+        """Enter a block that reruns the chunks in order, except the kept ones it yields: a kept graph is used once."""
         kept, self.kept = self.kept, []
         with contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:

@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary, whose logits never exist as a whole."""
+"""Cross-entropy over a large vocabulary without materializing all logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradie
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
 
-_MIN_LOGITS_BYTES = 2**20  # measured: chunks of less are dominated by the cost of calling operators
+_MIN_LOGITS_BYTES = 2**20  # measured: smaller chunks are dominated by operator call overhead
 _MIN_ROWS = 64  # measured: with fewer rows, reading and writing the weight's gradient outweighs the product
 
 
@@ -32,36 +32,37 @@ def chunked_linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight, bias), targets)`` with the logits of one chunk of rows at a time.
 
-    The gradients are computed in the forward, from the same logits, and the weight's is added up in place: nothing is
-    computed twice, and no second gradient of the weight exists. A mean divides once, by the number of targets that are
-    not ignored in all rows.
+    The gradients are computed in the forward pass, from the same logits, and the weight's gradient is accumulated in
+    place: nothing is computed twice, and no second gradient of the weight exists. A mean divides once, by the number of
+    targets over all rows that are not ignored.
 
     Args:
         x: Hidden states (..., H), for example (B, T, H), floating point.
         weight: (V, H).
         targets: Class indices (...), int64.
         bias: (V,), or None.
-        ignore_index: Targets with this value do not count.
+        ignore_index: Targets with this value are ignored.
         reduction: ``"mean"`` over the targets that count, or ``"sum"``.
         label_smoothing: Between 0 and 1, as in `torch.nn.functional.cross_entropy`.
-        chunk_size: Rows whose logits exist at a time. ``"auto"`` or None: such that these logits take half the memory
-            of the gradients of ``x`` and ``weight``, or 1 MiB, or 64 rows, whichever is most.
+        chunk_size: Rows whose logits exist at a time. ``"auto"`` or None: these logits take half the memory of the
+            gradients of ``x`` and ``weight``, or 1 MiB, or 64 rows, whichever is largest.
 
     Returns:
-        The loss, 0-dim, in the dtype of ``x``; float32 under autocast. As in torch, a mean where all targets are
-        ignored is NaN, and its gradients are zero.
+        The loss, 0-dim, in the dtype of ``x``; float32 under autocast. As in torch, the mean is NaN if all targets are
+        ignored, and its gradients are zero.
 
     Raises:
-        ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is another, such as
-            ``"none"``, or ``label_smoothing`` lies outside of 0 to 1.
-        InputError: The shapes do not fit each other, or the targets are not int64.
-        StateError: In backward with ``create_graph=True``.
-        RuntimeError: torch's own: a target is out of range (on CUDA a device-side assertion).
+        ConfigError: ``chunk_size`` is neither a positive int nor ``"auto"``, ``reduction`` is something else, such as
+            ``"none"``, or ``label_smoothing`` lies outside [0, 1].
+        InputError: The shapes do not match, or the targets are not int64.
+        StateError: In the backward pass with ``create_graph=True``.
+        RuntimeError: Raised by torch: a target is out of range (on CUDA a device-side assertion).
 
     Memory cost: the gradients of ``x`` and ``weight``, which exist from the forward on, and one chunk's logits. For
     half precision the logits and the weight's gradient are float32.
 
-    Source: gradients in the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), in plain torch.
+    Source: gradients computed in the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), in plain
+    torch.
 
     Example:
         >>> import torch
@@ -100,14 +101,14 @@ def chunked_linear_cross_entropy(
     inputs = [x, weight] if bias is None else [x, weight, bias]
     total = with_gradients(problem.solve, inputs, call=call)
     if reduction == "mean":
-        # The gradients are the sum's; this division reaches them in backward. Not as 0 / 0 where nothing counts.
+        # The gradients belong to the sum; this division reaches them in backward. No 0 / 0 if all targets are ignored.
         count = is_counted.sum()
         total = torch.where(count > 0, total / count.clamp(min=1), math.nan)
     return total if is_autocast else total.to(x.dtype)
 
 
 def choose_chunk_size(num_rows: int, num_classes: int, width: int, *, itemsize: int) -> int:
-    """Return how many rows' logits may exist at a time: half as large as the gradients that exist anyway."""
+    """Return how many rows' logits may exist at a time: half the memory of the gradients, which exist anyway."""
     gradient_bytes = (num_rows + num_classes) * width * itemsize
     logits_bytes = max(gradient_bytes // 2, _MIN_LOGITS_BYTES)
     return max(min(max(logits_bytes // (num_classes * itemsize), _MIN_ROWS), num_rows), 1)
@@ -120,7 +121,7 @@ class _Problem:
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    index: Tensor  # (N, 1) int64, in range where the row is ignored too
+    index: Tensor  # (N, 1) int64, in range even for ignored rows
     is_counted: Tensor  # (N, 1) bool
     label_smoothing: float
     chunk_size: int
@@ -150,7 +151,7 @@ class _Problem:
         return total, gradients
 
     def _loss(self, logits: Tensor, part: slice, *, with_gradient: bool) -> Tensor:
-        """Return a chunk's loss; leave in ``logits`` its gradient, if wanted."""
+        """Return a chunk's loss; overwrite ``logits`` with its gradient, if wanted."""
         index, is_counted = self.index[part], self.is_counted[part]
         smooth, num_classes = self.label_smoothing, logits.shape[1]
         if self.bias is not None:
@@ -170,7 +171,7 @@ class _Problem:
 
 
 def _add_gradients(gradients: Gradients, part: slice, logits: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add a chunk's gradients; ``logits`` is the gradient of its logits."""
+    """Add a chunk's gradients; ``logits`` holds the gradient of its logits."""
     of_x, of_weight, *of_bias = gradients
     products = logits.to(x.dtype)
     if of_x is not None:

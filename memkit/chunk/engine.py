@@ -1,8 +1,9 @@
-"""The engine under all row-wise forms: one autograd node per call, which runs a function in pieces.
+"""The engine of all row-wise functions: one autograd node per call, which runs a function in chunks.
 
-Sizes are decided before. A call is described by `ChunkedCall`; how the pieces' results become the call's result is its
-`Assembly`. The forward keeps no graph; the backward runs each piece again, takes its gradients, and forgets it. The
-parameters are inputs of the node, so that autograd adds each one's gradient once: DistributedDataParallel counts that.
+Chunk sizes are chosen beforehand. A call is described by `ChunkedCall`; its `Assembly` combines the chunk results into
+the call's result. The forward keeps no graph; the backward recomputes each chunk, takes its gradients, and frees it.
+The parameters are inputs of the node, so that autograd accumulates each gradient once, which DistributedDataParallel
+relies on.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from memkit.chunk.params import used_parameters
 from memkit.chunk.sizing import ChunkPlan, Measurement, Sizer, plan_of
 
 Strategy = Literal["auto", "checkpoint", "save"]
-_TENSOR = object()  # stands for a tensor where only the structure is kept
+_TENSOR = object()  # stands for a tensor when only the structure is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """An argument whose rows are picked from a tensor, chunk by chunk: ``tensor[pick]``.
+    """An argument whose rows are gathered from a tensor, chunk by chunk: ``tensor[pick]``.
 
     Attributes:
         tensor: (n, ...).
@@ -52,12 +53,12 @@ class Gathered:
 
 
 class CallTensors(NamedTuple):
-    """What a call computes on.
+    """The tensors of a call.
 
     Attributes:
-        inputs: What rows are taken of.
-        params: What the function uses besides.
-        needs: For each of both whether it needs a gradient.
+        inputs: Tensors that are cut into rows.
+        params: Other tensors that the function uses.
+        needs: Whether each input and parameter needs a gradient.
     """
 
     inputs: Sequence[Tensor]
@@ -67,19 +68,19 @@ class CallTensors(NamedTuple):
 
 @dataclass(slots=True)
 class ChunkedCall:
-    """One call of a function in pieces. Make it, `run` it once.
+    """One call of a function in chunks. Create it, then `run` it once.
 
     Attributes:
         name: The user's call, for messages.
         fn: The user's function.
-        assembly: What becomes of the results.
-        size: Rows of a chunk, or who chooses them.
+        assembly: How chunk results are combined.
+        size: Rows of a chunk, or the `Sizer` that chooses them.
         num_rows: Rows of the call; None to take them from the arguments.
-        num_kept: Of so many last chunks the graph is kept, so that the backward need not run them again.
+        num_kept: Number of last chunks whose graphs are kept, so that the backward does not recompute them.
         preserve_rng_state: Whether the backward draws the same random numbers as the forward.
-        check: Whether to try first, on a few rows, that the function treats each row by itself.
+        check: Whether to verify first, on a few rows, that the function treats each row independently.
 
-        plan: How the call is cut, once it ran; None where its size was given.
+        plan: How the call is cut, set when it runs; None if its size was given.
     """
 
     name: str
@@ -91,19 +92,19 @@ class ChunkedCall:
     preserve_rng_state: bool = True
     check: bool = False
     plan: ChunkPlan | None = field(init=False, default=None)
-    # Set by `run`; no tensor that needs a gradient is among them, autograd must be able to free those.
+    # Set by `run`. No tensor that needs a gradient may be stored here: autograd must be able to free those.
     _num_rows: int = field(init=False)
     _head: int = field(init=False, default=0)  # rows of a first short chunk
-    _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None where the rows of the chunk come in
+    _arguments: list[Any] = field(init=False)  # leaves of (args, kwargs), None in place of chunk rows
     _tree: pytree.TreeSpec = field(init=False)
-    _slots: list[int] = field(init=False)  # where each input comes in
-    _picks: list[Tensor | None] = field(init=False)  # by which each input's rows are picked; None: they are the call's
-    _result: tuple[list[Any], pytree.TreeSpec] = field(init=False)  # structure of what the function returns
+    _slots: list[int] = field(init=False)  # position of each input among the leaves
+    _picks: list[Tensor | None] = field(init=False)  # index that gathers each input's rows; None: cut directly
+    _result: tuple[list[Any], pytree.TreeSpec] = field(init=False)  # structure of the function's result
 
     @property
     def chunk_size(self) -> int:
-        """Rows of a chunk, once they are chosen."""
-        assert isinstance(self.size, int)  # noqa: S101 - `run` sees to it
+        """Rows of a chunk, once chosen."""
+        assert isinstance(self.size, int)  # noqa: S101 - ensured by `run`
         return self.size
 
     def run(
@@ -113,15 +114,15 @@ class ChunkedCall:
 
         Args:
             args: Its arguments: tensors of rows, `Gathered`, anything else, or containers of them.
-            kwargs: The same by name.
-            params: Leaf tensors that the function uses besides its arguments and does not bring itself.
+            kwargs: Its keyword arguments, of the same kinds.
+            params: Leaf tensors that the function uses besides its arguments and its own parameters.
             strategy: See `memkit.chunk.map.chunked_map`.
 
         Returns:
             The function's result, as assembled.
 
         Raises:
-            ConfigError: The strategy is none.
+            ConfigError: The strategy is invalid.
             InputError: The arguments do not have the same number of rows.
         """
         if strategy not in get_args(Strategy):
@@ -159,12 +160,12 @@ class ChunkedCall:
             )
 
     def choose(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, params: Iterable[Tensor] | None) -> ChunkPlan:
-        """Say how the call is cut, without running it."""
+        """Return how the call would be cut, without running it."""
         tensors = self._prepare(self._take_arguments(args, kwargs), params)
         return self.plan or plan_of(CallProblem(self, tensors), self.chunk_size)
 
     def _prepare(self, inputs: Sequence[Tensor], params: Iterable[Tensor] | None) -> CallTensors:
-        """Check the function, and choose the size where it is not given."""
+        """Check the function, and choose the size if it is not given."""
         self._check(inputs)
         is_enabled = torch.is_grad_enabled()
         own = used_parameters(self.name, self.fn, params) if is_enabled else []
@@ -175,23 +176,23 @@ class ChunkedCall:
         return tensors
 
     def first_rows(self, num_rows: int, chunk_size: int, head: int) -> ChunkedCall:
-        """The same call on its first rows, with a short chunk first; the last chunk's graph is kept."""
+        """Return this call on its first rows only, with a short chunk first; the last chunk's graph is kept."""
         part = copy.copy(self)
         part.size, part._num_rows, part.num_kept, part._head = chunk_size, num_rows, 1, head  # noqa: SLF001 - its own
         return part
 
     @property
     def count(self) -> int:
-        """Rows of the call, once its arguments were taken."""
+        """Rows of the call, known once its arguments are flattened."""
         return self._num_rows
 
     @property
     def layout(self) -> list[Any]:
-        """For each input whether its rows are picked, then all arguments that are no rows."""
+        """Whether each input's rows are gathered, followed by all arguments that are not cut."""
         return [*(pick is not None for pick in self._picks), *self._arguments]
 
     def _take_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Note where tensors come in, and return them."""
+        """Record the positions of the tensors among the arguments, and return the tensors."""
         leaves, self._tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
         self._slots = [number for number, leaf in enumerate(leaves) if isinstance(leaf, (Tensor, Gathered))]
         found = [leaves[slot] for slot in self._slots]
@@ -216,14 +217,14 @@ class ChunkedCall:
 
     @property
     def indices(self) -> list[Tensor]:
-        """Tensors that forward and backward both read, and that need no gradient."""
+        """Tensors read by both forward and backward that need no gradient."""
         return [*(pick for pick in self._picks if pick is not None), *self.assembly.indices]
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         return spans(self._num_rows, self.chunk_size, self._head)
 
     def pieces(self, tensors: CallTensors, replay: Circumstances | None) -> Pieces:
-        """The forward of a call; with a replay it may be followed by a backward."""
+        """Run the forward of a call; with ``replay``, a backward may follow."""
         chunks = list(self._spans())
         first_kept = len(chunks) - (self.num_kept if any(tensors.needs) else 0)
 
@@ -240,8 +241,8 @@ class ChunkedCall:
     def _recorded(
         self, tensors: CallTensors, replay: Circumstances, start: int, length: int, *, is_kept: bool, is_first: bool
     ) -> list[Tensor]:
-        """Run one chunk; keep its graph for the backward where that is wanted. No local lives on into the next one."""
-        # The first chunk has a graph in any case: it shows which tensors the function takes from elsewhere.
+        """Run one chunk, keeping its graph for the backward if wanted. No local outlives the chunk."""
+        # The first chunk always has a graph: it reveals tensors that the function captures from outside.
         captured = CapturedTensors(self.name, self.fn) if is_first else None
         with without_gradients(are_off=not (is_kept or is_first)):
             piece = self._piece(tensors, start, length)
@@ -259,7 +260,7 @@ class ChunkedCall:
         return ReplayedChunk(parts, self._call(parts, length))
 
     def _parts(self, inputs: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-        # Detached, so that what follows makes no node: a slice's gradient would be as large as the whole.
+        # Detached, so that slicing records no node: a slice's gradient would be as large as the whole tensor.
         return [
             rows.narrow(0, start, length) if pick is None else rows.index_select(0, pick.narrow(0, start, length))
             for rows, pick in zip((tensor.detach() for tensor in inputs), self._picks, strict=True)
@@ -294,15 +295,15 @@ class ChunkedCall:
         return results
 
     def _in_graph(self, inputs: Sequence[Tensor], *, again: bool) -> list[Tensor]:
-        """All results through ordinary autograd, each piece checkpointed or with its graph kept."""
+        """Compute all results with ordinary autograd, each chunk checkpointed or with its graph kept."""
 
         def piece(length: int, *parts: Tensor | tuple[Tensor, Tensor]) -> list[Tensor]:
-            # What is gathered is gathered inside: a checkpoint keeps its inputs.
+            # Rows are gathered inside the chunk: a checkpoint keeps its inputs.
             gathered = [part if isinstance(part, Tensor) else part[0].index_select(0, part[1]) for part in parts]
             return self._call(gathered, length)
 
         lengths = [length for _, length in self._spans()]
-        # In the graph `split` costs one concatenation; a slice would cost zeros as large as the whole for each chunk.
+        # In the backward `split` costs one concatenation; a slice would cost full-size zeros for each chunk.
         pieces_of = [
             torch.split(tensor, lengths) if pick is None else [(tensor, rows) for rows in torch.split(pick, lengths)]
             for tensor, pick in zip(inputs, self._picks, strict=True)
@@ -312,7 +313,7 @@ class ChunkedCall:
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
     def _checkpointed(self, piece: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        """A piece that runs again in backward, as it ran the first time."""
+        """Wrap a chunk so that the backward reruns it exactly as in the forward."""
         keeps_random = self.preserve_rng_state
         watch = StateWatch(nn.ModuleList(modules_of(self.fn)))
 
@@ -326,9 +327,9 @@ class ChunkedCall:
     def gradients(
         self, tensors: CallTensors, upstream: Upstream, kept: list[ReplayedChunk], totals: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Add gradients of inputs and parameters to what is there, chunk by chunk; of the kept pieces first."""
+        """Add the gradients of inputs and parameters to the totals chunk by chunk, kept chunks first."""
         chunks = list(self._spans())
-        # No local holds a piece when the next one runs.
+        # No local may hold a chunk when the next one runs.
         while kept:
             start, length = chunks.pop()
             self._add_gradients(totals, tensors, kept.pop(), upstream(start, length), start)
@@ -372,7 +373,7 @@ class ChunkedCall:
 
     def _add_rows(self, totals: list[Tensor | None], tensor: Tensor, number: int, gradient: Tensor, start: int) -> None:
         pick, total = self._picks[number], totals[number]
-        if total is None:  # zeros: another chunk may have no gradient
+        if total is None:  # zeros: some chunks may have no gradient
             dtype = gradient.dtype if pick is None else accumulator_dtype(gradient.dtype)
             totals[number] = total = torch.zeros_like(tensor, dtype=dtype)
         if pick is None:
@@ -382,7 +383,7 @@ class ChunkedCall:
 
 
 class _InPieces(torch.autograd.Function):
-    """The one node of a call."""
+    """The single autograd node of a call."""
 
     @staticmethod
     def forward(ctx: Any, call: ChunkedCall, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -400,7 +401,7 @@ class _InPieces(torch.autograd.Function):
                 fix="work on a copy, for example inplace=False in the first activation.",
             )
         ctx.call, ctx.replay, ctx.num_inputs, ctx.num_tensors = call, replay, num_inputs, len(tensors)
-        ctx.save_for_backward(*tensors, *saved, *call.indices)  # the last to be refused where they changed
+        ctx.save_for_backward(*tensors, *saved, *call.indices)  # autograd refuses the indices too if they change
         ctx.num_saved = len(saved)
         ctx.set_materialize_grads(value=False)
         ctx.mark_non_differentiable(
@@ -426,7 +427,7 @@ class _InPieces(torch.autograd.Function):
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Autograd's count of in-place changes."""
+    """Return autograd's in-place version counters."""
     return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
@@ -447,7 +448,8 @@ class CallProblem:
         """See `memkit.chunk.sizing.Problem`."""
         assembly = self._call.assembly
         in_forward, in_backward = (assembly.built_bytes + assembly.num_segments * each for each in found.segment_bytes)
-        # The forward's random state, and in the backward the caller's: no operator makes them, so no trial sees them.
+        # The forward's random state, and in the backward the caller's too: no operator allocates them, so trials miss
+        # them.
         random = torch.get_rng_state().nbytes if self._call.preserve_rng_state and any(self._tensors.needs) else 0
         cast = cast_bytes(self._tensors.params)
         return in_forward + random + cast, in_backward + 2 * random + cast + self._gradient_bytes()
@@ -487,7 +489,7 @@ class CallProblem:
         if replay is None:
             return Measurement(num_rows, forward_bytes, segment_bytes=segment_bytes)
         kept_bytes = forward_end - sum({id(each): each.nbytes for each in (*outputs, *saved)}.values())
-        # Expanded, as `sum().backward()` gives it: a chunk's rows of it have to be copied.
+        # Expanded, as in `sum().backward()`: a chunk's rows of it must be copied.
         ones = [
             output.new_ones(()).expand_as(output) if output.is_floating_point() or output.is_complex() else None
             for output in outputs
@@ -499,12 +501,12 @@ class CallProblem:
 
         _, backward_peak, _ = watched(backward)
         held = output_bytes + in_backward + self._gradient_bytes()
-        # A chunk that is run again takes in the backward what it took in the forward, before its own backward begins.
+        # A recomputed chunk takes its forward memory in the backward too, before its own backward begins.
         backward_bytes = max(forward_bytes, forward_end + backward_peak - held)
         return Measurement(num_rows, forward_bytes, backward_bytes, kept_bytes, segment_bytes)
 
     def _totals(self) -> list[Tensor | None]:
-        """Gradients as they are there from the second chunk of a backward on."""
+        """Return gradient buffers as they exist from the second chunk of a backward on."""
         tensors, picked = self._tensors, self._call.layout
         return [
             torch.zeros_like(

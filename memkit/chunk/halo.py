@@ -1,8 +1,9 @@
-"""How far a module looks, and by which stride it shifts: found by following NaN through a small volume.
+"""A module's receptive field and stride, found by tracing NaN through a small volume.
 
-NaN in the input shows in every result that depends on it, whatever the weights: zeros and dead ReLUs do not hide it.
-Half of a small volume is NaN, up to one place or from one place on. The first and the last place that it reaches, in
-the result and in every intermediate tensor, form staircases over that place; their tread is the stride.
+NaN in the input shows up in every result that depends on it, regardless of the weights: zeros and dead ReLUs do not
+hide it. One half of a small volume is set to NaN, up to or from a cut position. The first and the last position that
+NaN reaches, in the result and in every intermediate tensor, are step functions of the cut position; their step width is
+the stride.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from memkit._torch.dispatch import TorchDispatchMode
 from memkit.chunk.tileloop import CALL, TileJob, run_tiles
 from memkit.chunk.tiles import ExactAxis, Reach
 
-_SIZES = (8, 16, 32, 64, 128)  # of the small volume; the strides of most networks divide one of them
+_SIZES = (8, 16, 32, 64, 128)  # sizes of the small volume; the strides of most networks divide one of them
 _LONGEST = 512
-_PERIODS = (2, 8, 32)  # longest period looked for, the cheap search first
-_VOXELS = 2**13  # of one run of the probe, if rows can be taken out for it
-REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # by modules, of a size or a dtype
+_PERIODS = (2, 8, 32)  # longest period to search for, cheap search first
+_VOXELS = 2**13  # per run of the probe, if its rows can be split
+REFUSALS = (RuntimeError, ValueError, AssertionError, IndexError, TypeError)  # of modules for a size or dtype
 _GAUSSIAN = 'mode="gaussian" approximates it; or apply the module before that layer in tiles, and that layer whole.'
 
 _Key = tuple[Any, ...]
@@ -37,24 +38,25 @@ _CACHE: WeakKeyDictionary[nn.Module, dict[_Key, dict[int, Reach]]] = WeakKeyDict
 
 
 def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, Reach]:
-    """Find what a module needs around a place, in each of some dimensions.
+    """Find a module's reach along the given dimensions.
 
-    The module runs without gradients on small volumes with noise and NaN. Parameters, gradients and random state stay
-    as they are, and buffers are copies. What was found is checked: a small volume is run whole and in tiles, in float64
-    and in evaluation mode. It is kept for the module, as long as its description (``repr``) and modes stay the same.
+    The module runs without gradients on small volumes with noise and NaN. Parameters, gradients and random state are
+    not changed, and buffers are copied. The reach is verified: a small volume is run whole and in tiles, in float64 and
+    in evaluation mode. It is cached per module, as long as its ``repr`` and training modes stay the same.
 
     Args:
-        module: Shifts with its input, as convolutions do.
-        x: (B, C, *spatial); only its form counts.
-        dims: Dimensions to look at, counted from the end.
+        module: A module that is equivariant to shifts, as convolutions are.
+        x: (B, C, *spatial); only its shape, dtype and device matter.
+        dims: Dimensions to examine, counted from the end.
 
     Returns:
-        For each dimension its reach.
+        The reach along each dimension.
 
     Raises:
-        InputError: The module looks at everything, changes its buffers, depends on where it is, or stops NaN.
+        InputError: The module depends on the whole input, changes its buffers, depends on absolute position, or stops
+            NaN.
 
-    Memory cost: a run without gradients over some thousand voxels, more for a module that looks far; a copy of the
+    Memory cost: a run without gradients over a few thousand voxels, more for a large receptive field; a copy of the
     buffers, and one of the parameters in float64.
     """
     modes = tuple(each.training for each in module.modules())
@@ -69,7 +71,7 @@ def find_reach(module: nn.Module, x: Tensor, dims: Sequence[int]) -> dict[int, R
 
 
 class _Probe:
-    """Small volumes for one module, and what NaN does in them."""
+    """Traces NaN through small volumes for one module."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self._module, self._like = module, x
@@ -77,7 +79,7 @@ class _Probe:
         self._sizes, self._step = self._working_sizes()
 
     def reach(self, dim: int) -> Reach:
-        """Find the reach in one dimension, and check it."""
+        """Find the reach along one dimension, and verify it."""
         sizes = list(self._sizes)
         for length in self._lengths(dim):
             sizes[dim] = length
@@ -90,11 +92,11 @@ class _Probe:
                 self._check(dim, sizes, reach)
                 return reach
             if length >= _LONGEST // 2 and self._culprit(dim, sizes):
-                break  # it would be no better in a longer one
+                break  # a longer volume would not help
         raise self._unsettled(dim, sizes)
 
     def _working_sizes(self) -> tuple[list[int], int]:
-        """Small spatial sizes that the module takes, like the real ones in what is left over by its strides."""
+        """Return small spatial sizes that the module accepts, with the same remainders as the real ones."""
         spatial = self._like.shape[2:]
         options = [([step + size % step for size in spatial], step) for step in _SIZES]
         reason: Exception | None = None
@@ -143,7 +145,7 @@ class _Probe:
                 )
 
     def _settle(self, dim: int, sizes: Sequence[int]) -> Reach | None:
-        """The reach, if NaN in the middle stays off both ends, and a period shows."""
+        """Return the reach, if NaN in the middle does not reach either end and a period is found."""
         middle = sizes[dim] // 2
         if not _is_inside(self._stairs(dim, sizes, [middle])[-1]):
             return None
@@ -160,7 +162,7 @@ class _Probe:
         return None
 
     def _stairs(self, dim: int, sizes: Sequence[int], positions: Sequence[int]) -> list[_Stairs]:
-        """Staircases of all tensors that the forward makes; the last is the result's."""
+        """Return the step functions of all tensors in the forward; the last is the result's."""
         at_once = max(_VOXELS // math.prod(sizes) // 2, 1)
         parts = [self._footprints(dim, sizes, positions[i : i + at_once]) for i in range(0, len(positions), at_once)]
         if len({len(part) for part in parts}) > 1:
@@ -180,12 +182,12 @@ class _Probe:
         with _Footprints(dim, rows) as seen:
             y = functional_call(self._module, self._buffers(), (rows,))
         result = _Stairs.of(y, dim)
-        if bool(torch.isnan(y[0]).any()):  # the row without NaN: rows are mixed
+        if bool(torch.isnan(y[0]).any()):  # NaN in the clean row: rows are mixed
             raise self._unsettled(dim, sizes)
         return [*seen.stairs, result]
 
     def _unsettled(self, dim: int, sizes: Sequence[int]) -> InputError:
-        """Say why no reach was found: who sees everything, or that it is too far."""
+        """Return the error for a reach not found: a module that depends on the whole input, or too large a reach."""
         culprit = self._culprit(dim, sizes)
         if culprit is None:
             return InputError(
@@ -204,7 +206,7 @@ class _Probe:
         )
 
     def _culprit(self, dim: int, sizes: Sequence[int]) -> str | None:
-        """The first module that carries NaN from the far end to the near end."""
+        """Return the first module that carries NaN from the far end to the near end."""
         names = {each: name for name, each in self._module.named_modules()}
         found: list[str] = []
 
@@ -227,7 +229,7 @@ class _Probe:
         return found[0] if found and isinstance(outcome, Done) else None
 
     def _check(self, dim: int, sizes: Sequence[int], reach: Reach) -> None:
-        """Compare the whole with tiles on a small volume: what stops NaN, or counts places, shows here."""
+        """Compare whole and tiled runs on a small volume; this catches modules that stop NaN or use positions."""
         spatial = len(sizes)
         room = sizes[dim] - reach.before - reach.after
         axes = [ExactAxis.cut(size, size, Reach(0, 0)) for size in sizes]
@@ -240,7 +242,7 @@ class _Probe:
         finally:
             for each, mode in modes:
                 each.training = mode
-        # In float64 what is not exact is far above this, and layers that compute in float32 inside are below.
+        # In float64, real errors are far above this limit, and layers that compute in float32 internally are below it.
         if not error <= (1e-6 if dtype == torch.float64 else torch.finfo(dtype).eps ** 0.5):
             raise InputError(
                 CALL,
@@ -252,7 +254,7 @@ class _Probe:
             )
 
     def _difference(self, axes: tuple[ExactAxis, ...], sizes: Sequence[int]) -> tuple[float, torch.dtype]:
-        """Largest difference between tiles and whole, as a share of the largest result."""
+        """Return the largest difference between tiles and whole, relative to the largest result."""
         outcome = unless_failed(REFUSALS, self._difference_in, axes, sizes, torch.float64)
         if isinstance(outcome, Done):
             return outcome.result, torch.float64
@@ -275,19 +277,19 @@ class _Probe:
         return float((whole - tiled).abs().max() / whole.abs().max().clamp(min=torch.finfo(dtype).tiny))
 
     def _alive(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        """A parameter in another dtype; noise for a layer that starts at zero, which would hide what is before it."""
+        """Cast a parameter; zero-initialized ones become noise, since they would hide the layers before them."""
         if not parameter.is_floating_point() or bool(parameter.any()):
             return parameter.detach().to(dtype) if parameter.is_floating_point() else parameter.detach()
         return torch.randn(parameter.shape, generator=self._generator, dtype=dtype, device=parameter.device)
 
 
 class _Stairs:
-    """First and last place that NaN reaches in one tensor, for each place at which it begins or ends.
+    """First and last position that NaN reaches in one tensor, for each cut position.
 
     Attributes:
         size: Length of the tensor.
-        first: (positions,) int64, for NaN from the position on; ``size`` where there is none.
-        last: (positions,) int64, for NaN up to the position; -1 where there is none.
+        first: (positions,) int64, for NaN from the position on; ``size`` if none arrives.
+        last: (positions,) int64, for NaN up to the position; -1 if none arrives.
     """
 
     def __init__(self, size: int, first: Tensor, last: Tensor) -> None:
@@ -307,7 +309,7 @@ class _Stairs:
 
     @property
     def is_level(self) -> bool:
-        """NaN reaches the same places from everywhere."""
+        """Whether NaN reaches the same positions from every cut position."""
         return bool((self.first == self.first[0]).all() and (self.last == self.last[0]).all())
 
     @property
@@ -317,7 +319,7 @@ class _Stairs:
 
 
 class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Notes where NaN is in every tensor of the volume's form that an operator makes."""
+    """Records where NaN is in every operator result with the volume's number of rows and dimensions."""
 
     def __init__(self, dim: int, rows: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -326,7 +328,7 @@ class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if "empty" in func.__name__:  # what was in that memory before may be NaN
+        if "empty" in func.__name__:  # uninitialized memory may hold NaN
             return result
         for each in result if isinstance(result, (tuple, list)) else [result]:
             if (
@@ -341,7 +343,7 @@ class _Footprints(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _is_inside(stairs: _Stairs) -> bool:
-    """NaN reaches the result, and stays off both its ends."""
+    """Return whether NaN reaches the result, but neither of its ends."""
     return bool(
         (stairs.first > 0).all()
         and (stairs.first < stairs.size).all()
@@ -351,8 +353,8 @@ def _is_inside(stairs: _Stairs) -> bool:
 
 
 def _period(stairs: Sequence[_Stairs], longest: int) -> int | None:
-    """The shortest shift after which all staircases look the same; None if there is none."""
-    # What sees all or nothing has no stride. What is level in a long search has none either: NaN does not move in it.
+    """Return the shortest shift after which all step functions repeat; None if there is none."""
+    # Tensors that are NaN everywhere or nowhere have no stride, nor do those that stay constant in a long search.
     is_long = longest == _PERIODS[-1]
     moving = [each for each in stairs[:-1] if not (each.is_all_or_nothing or (each.is_level and is_long))]
     lines = torch.stack([torch.stack([each.first, each.last]) for each in [*moving, stairs[-1]]])
@@ -368,13 +370,13 @@ def _reach(stairs: _Stairs, positions: Sequence[int], period: int, size: int) ->
     places = torch.tensor(positions)
     before = (stairs.last // step * period - places).max()
     after = (places + 1 - (stairs.first // step + 1) * period).max()
-    # Places that no input reaches (a transposed convolution's gaps) may lack at the end of a tile.
+    # Positions that no input reaches (gaps of a transposed convolution) may be missing at the end of a tile.
     lacking = -(-(size // period * step - stairs.size) // step) * period
     return Reach(max(int(before), 0), max(int(after), lacking, 0), period, step)
 
 
 def _is_at_start(value: object, dim: int, num_dims: int) -> bool:
-    """Whether NaN is at the first place of a dimension; in a tensor of another form, everywhere."""
+    """Return whether NaN is at the start of a dimension; for tensors with other dimensions, everywhere."""
     if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
         return False
     is_nan = torch.isnan(value)

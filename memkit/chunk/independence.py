@@ -1,4 +1,4 @@
-"""May a function be given its rows in pieces? Not when one row's result depends on another row."""
+"""Check that a function treats rows independently, so that it can be run in chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memkit._torch.modules import is_compiled
 
 NUM_PROBED = 8
 _POISONED = 3  # not the first and not the last row
-# Modules that passed: how they were called, and the modes of them and their children. A cache: a loop pays once.
+# Cache of modules that passed, by how they were called and the training modes of all their children.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, list[bool]]] = weakref.WeakKeyDictionary()
 
 
@@ -29,24 +29,25 @@ def check_independence(
 ) -> None:
     """Refuse a function that mixes its rows: BatchNorm in training mode, a softmax or a mean over rows.
 
-    A few rows are run once, with NaN in one of them. It must stay in that row. Random draws do not disturb that, as
-    they would a comparison of results. Integers cannot be NaN: what an embedding makes of them is. Buffers and random
-    state are put back; a function that changes buffers is refused too, each chunk would find others.
+    A few rows are run once, with NaN in one of them. It must stay in that row. Unlike a comparison of results, this is
+    not disturbed by random draws. Integers cannot be NaN, so NaN is put into the embedding's output instead. Buffers
+    and random state are restored; a function that changes buffers is refused too, since each chunk would see different
+    ones.
 
     Args:
-        fn: ``fn(*rows)``; rows in dimension 0 of its tensors and of what it returns.
-        rows: The function's arguments, or containers of them. All but tensors are passed as they are; fewer than two
-            rows prove nothing.
+        fn: ``fn(*rows)``; rows are dimension 0 of its tensor arguments and results.
+        rows: The function's arguments, or containers of them. Non-tensors are passed unchanged; fewer than two rows are
+            not checked.
         call: The user's call, for the message.
-        behind: What ``fn`` calls, where that is the user's; its modules are named.
+        behind: The user's function that ``fn`` calls, if different; its modules are named in the message.
 
     Raises:
-        InputError: A row's result depends on another row; names the first module in which that happens. Or a call
+        InputError: A row's result depends on another row (the first module in which this happens is named), or a call
             changes a buffer.
 
     Time cost: one forward of at most 8 rows; for a module, once in each mode.
     """
-    behind = fn if behind is None else behind  # not `or`: an empty or compiled module is false, or has no truth at all
+    behind = fn if behind is None else behind  # not `or`: an empty module is false, a compiled one has no truth value
     modules, way = modules_of(behind), _way(behind)
     modes = modes_of(modules)
     passed = _PASSED.setdefault(modules[0], {}) if len(modules) == 1 and way is not None else {}
@@ -64,7 +65,7 @@ def check_independence(
         part = value.detach()[:count]
         if not _may_be_nan(part):
             return part
-        part = torch.nan_to_num(part)  # a NaN that was there is no sign of anything
+        part = torch.nan_to_num(part)  # NaN in the user's data is not a sign of mixing
         part[poisoned] = math.nan
         return part.requires_grad_(value.requires_grad)  # the function may take a row's own gradient
 
@@ -94,7 +95,7 @@ def check_independence(
 
 
 def modules_of(fn: object) -> list[nn.Module]:
-    """Modules that a function uses: itself, a method's, those that a `functools.partial` holds or its code names."""
+    """Return the modules a function uses: itself, a method's owner, those in a partial or named by its code."""
     found: list[nn.Module] = []
     queue, seen = [fn], list[object]()
     while queue:
@@ -116,13 +117,13 @@ def modules_of(fn: object) -> list[nn.Module]:
 
 
 def modes_of(modules: Sequence[nn.Module]) -> list[bool]:
-    """Which modules and children are in training mode."""
+    """Return the training mode of all modules and their children."""
     return [child.training for module in modules for child in module.modules()]
 
 
 def _named(function: Any) -> list[object]:
-    """What a function's code names, as far as modules may be behind it: of other functions those of its own file."""
-    with contextlib.suppress(ValueError):  # a variable that has no value yet
+    """Return the objects a function's code names that may hold modules; functions only from its own file."""
+    with contextlib.suppress(ValueError):  # a variable without a value yet
         variables = inspect.getclosurevars(function)
         values = [*variables.nonlocals.values(), *variables.globals.values()]
         near = [each for each in values if getattr(each, "__globals__", None) is function.__globals__]
@@ -131,7 +132,7 @@ def _named(function: Any) -> list[object]:
 
 
 def _way(fn: object) -> Hashable:
-    """How a function uses its module, without a reference to it; None where that cannot be told."""
+    """Return a hashable description of how a function uses its module, without a reference to it; None if unknown."""
     if isinstance(fn, functools.partial):
         parts = [_way(part) for part in (fn.func, *fn.args, *fn.keywords.values())]
         return None if None in parts else (*parts, *fn.keywords)
@@ -149,7 +150,7 @@ def _may_be_nan(tensor: Tensor) -> bool:
 
 
 def _bad_rows(value: Any, count: int) -> set[int]:
-    """Rows of a tensor in which NaN is."""
+    """Return the rows of a tensor that contain NaN."""
     if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != count or not _may_be_nan(value):
         return set()
     return set(torch.isnan(value).reshape(count, -1).any(1).nonzero().flatten().tolist()) if value.numel() else set()
@@ -157,14 +158,14 @@ def _bad_rows(value: Any, count: int) -> set[int]:
 
 @contextlib.contextmanager
 def undone(modules: Sequence[nn.Module]) -> Iterator[Callable[[], list[str]]]:
-    """Put random state and the modules' buffers back after the block; inside, say which buffers have changed."""
+    """Restore random state and the modules' buffers after the block; yield a function that lists changed buffers."""
     watch = StateWatch(nn.ModuleList(modules))
     watch.changes_attributes = False
     rollback = Rollback(watch)
     paths = {owner: path for module in modules for path, owner in module.named_modules()}
 
     def changed() -> list[str]:
-        """Buffers with other values. A cache that has grown is none of them, nor an integer that counts calls."""
+        """Return buffers whose values changed, except caches that have grown and integer call counters."""
         copies = {key: entry.copy for key, entry in rollback.buffers.entries.items()}
         return [
             f"{paths[owner]}.{name}".lstrip(".")
@@ -187,12 +188,12 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def unpacked() -> contextlib.AbstractContextManager[None]:
-    """A block whose graphs are nobody else's: hooks of a checkpoint around the call must not count what they save."""
+    """Return a block that hides its saved tensors from an outer checkpoint, whose hooks must not count them."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str]]:
-    """A module and its children by name; without those of a compiled one: hooks would be compiled with them."""
+    """Yield a module and its children by name, except children of a compiled one, where hooks would be compiled."""
     yield module, path or type(module).__name__
     if not is_compiled(module):
         for name, child in module.named_children():
@@ -201,7 +202,7 @@ def _open_children(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, st
 
 @contextlib.contextmanager
 def _watched(modules: Sequence[nn.Module], count: int, poisoned: int, culprits: list[str]) -> Iterator[None]:
-    """Note in which child NaN spreads to more rows; put it into the row of what a child makes of integers."""
+    """Record children in which NaN spreads to other rows; put NaN into the results of children with integer inputs."""
     names = dict(pair for module in modules for pair in _open_children(module, ""))
 
     def watch(child: nn.Module, inputs: Any, output: Any) -> Any:

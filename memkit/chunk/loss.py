@@ -32,40 +32,42 @@ def chunked_loss(
 
     Equals ``fn(*rows).mean()`` (or ``.sum()``) for a function that treats rows independently. Each chunk's gradient is
     taken right after its forward, so nothing is computed twice. The division happens once, over all rows: chunks of
-    unequal weight are exact, as a mean of the chunks' means would not be.
+    unequal weight are exact, which a mean of the chunks' means would not be.
 
     Args:
         fn: ``fn(*chunk)`` returns the losses of the chunk's rows, (n,) or (n, ...); or a `memkit.Loss` with the chunk's
             sum or mean and the divisor of the mean: the number of valid tokens, a sum of weights.
-        *rows: Tensors (N, ...), alone or in containers, that are cut along dimension 0; their gradients are taken where
-            they require grad. Other values, and 0-dim tensors, are passed to every chunk as they are.
-        chunk_size: Rows per chunk: a few thousand for a small MLP; below some hundreds, overhead shows. Or ``"auto"``:
+        *rows: Tensors (N, ...), alone or in containers, cut along dimension 0; those that require grad get gradients.
+            Other values, and 0-dim tensors, are passed to every chunk unchanged.
+        chunk_size: Rows per chunk: a few thousand for a small MLP; below a few hundred, overhead shows. Or ``"auto"``:
             see `memkit.chunk.map.chunked_map`.
-        memory_budget: With ``"auto"``, what the call may take at any moment beyond its arguments: the gradients that it
-            makes count.
-        reduction: ``"mean"`` divides by the number of losses (all elements of what ``fn`` returns) or by the sum of the
+        memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments; the gradients it creates
+            count.
+        reduction: ``"mean"`` divides by the number of losses (all elements that ``fn`` returns) or by the sum of the
             counts; ``"sum"`` does not divide.
         weight_total: Divide by this instead, for ``reduction="mean"``.
-        params: Leaf tensors that ``fn`` trains besides the rows. A module brings its own, also through a method or a
-            `functools.partial`.
-        check: Whether to try on a few rows that ``fn`` treats each row by itself; a module is tried once. Not where it
-            returns a `Loss`.
+        params: Leaf tensors that ``fn`` trains besides the rows. A module contributes its own, also through a method or
+            a `functools.partial`.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
+            Skipped if it returns a `Loss`.
 
     Returns:
-        The loss, 0-dim, in the dtype of what ``fn`` returns. A mean over nothing is NaN.
+        The loss, 0-dim, in the dtype that ``fn`` returns. A mean over zero rows is NaN.
 
     Raises:
-        ConfigError: ``chunk_size`` is none, or not even one row fits into ``memory_budget``; another ``reduction``,
-            such as ``"none"``: a gradient per row from above cannot reach gradients that are already summed.
-        InputError: ``fn`` returns one number, or another number of rows; it uses a tensor that requires grad and is
-            neither among the rows nor in ``params``; the rows disagree.
-        InputTypeError: ``fn`` returns something else.
-        StateError: In backward with ``create_graph=True``.
+        ConfigError: ``chunk_size`` is invalid, or not even one row fits into ``memory_budget``; ``reduction`` is
+            something else, such as ``"none"``: per-row upstream gradients cannot be applied to gradients that are
+            already summed.
+        InputError: ``fn`` returns a single number, or the wrong number of rows; it uses a tensor that requires grad and
+            is neither among the rows nor in ``params``; the arguments differ in their number of rows.
+        InputTypeError: ``fn`` returns neither a tensor nor a `Loss`.
+        StateError: In the backward pass with ``create_graph=True``.
 
     Memory cost: the graph of one chunk; the gradients of rows and parameters, which exist from the forward on; and one
     chunk's gradient of the parameters. Half-precision parameters accumulate in float32.
 
-    Source: gradients inside the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), for any function.
+    Source: gradients computed inside the forward as in Liger's fused linear cross-entropy (Hsu et al. 2024), for any
+    function.
 
     Example:
         >>> import torch
@@ -103,7 +105,7 @@ def loss_call(
     params: Iterable[Tensor] | None,
     check: bool,
 ) -> Tensor:
-    """Run `chunked_loss`, in the name of a call."""
+    """Run `chunked_loss`; ``call`` is the user's call, for messages."""
     check_row_reduction(reduction, call)
     if reduction == "sum" and weight_total is not None:
         raise ConfigError(
@@ -118,23 +120,23 @@ def loss_call(
     chunk_size = size.plan(problem).chunk_size if isinstance(size, Sizer) else size
     total, count, dtype = problem.run(problem.rows, chunk_size)
     if reduction == "mean":
-        # The gradients above are the sum's. This division reaches them as the one factor that backward multiplies by.
+        # The gradients above belong to the sum. This division reaches them as the single factor of the backward pass.
         total = total / (count if weight_total is None else weight_total)
     return total.to(dtype)
 
 
 class _Problem:
-    """A loss whose chunk size may be to be chosen: a `memkit.chunk.sizing.Problem`."""
+    """A loss whose chunk size may still have to be chosen: a `memkit.chunk.sizing.Problem`."""
 
     def __init__(self, call: str, fn: Callable[..., Any], rows: tuple[Any, ...], params: Sequence[Tensor]) -> None:
         self.name, self._fn, self._params = call, fn, params
-        self.rows, self._tree = pytree.tree_flatten(rows)  # what containers hold is cut as well
+        self.rows, self._tree = pytree.tree_flatten(rows)  # tensors inside containers are cut as well
         self.num_rows = num_rows_of(self.rows, call)
         self._tensors = [each for each in self.rows if isinstance(each, Tensor)]
         self.is_on_cpu = all(tensor.is_cpu for tensor in (*self._tensors, *params))
 
     def run(self, rows: Sequence[Any], chunk_size: int, head: int = 0) -> tuple[Tensor, float | Tensor, torch.dtype]:
-        """Return the sum, what it counts for, and the dtype of the losses."""
+        """Return the sum, its count, and the dtype of the losses."""
         count: float | Tensor = 0
         dtype = torch.get_default_dtype()
 
@@ -190,7 +192,7 @@ def _gradient_bytes(rows: Sequence[Tensor], params: Sequence[Tensor]) -> int:
 
 
 def check_row_reduction(reduction: object, call: str) -> None:
-    """Check that a loss becomes one number."""
+    """Check that the reduction gives a single number."""
     if reduction not in ("mean", "sum"):
         raise ConfigError(
             call,
@@ -240,6 +242,6 @@ def _read_sum(loss: Loss, call: str) -> tuple[Tensor, float | Tensor]:
     weight = count.detach().to(accumulator_dtype(count.dtype)).reshape(()) if isinstance(count, Tensor) else count
     if loss.reduction == "sum":
         return value, weight
-    value = value.to(accumulator_dtype(value.dtype))  # float16 holds no large sums
-    # A mean over nothing is NaN, and so is zero times its gradient.
+    value = value.to(accumulator_dtype(value.dtype))  # float16 overflows for large sums
+    # A mean over zero rows is NaN, and so is zero times its gradient.
     return value * weight if weight else torch.zeros_like(value), weight

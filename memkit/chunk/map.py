@@ -1,4 +1,4 @@
-"""A function of rows, in pieces: the same result and gradients, with the memory of one chunk."""
+"""A row-wise function in chunks: the same result and gradients, with the memory of one chunk."""
 
 from __future__ import annotations
 
@@ -29,40 +29,42 @@ def chunked_map(
     """Compute ``fn(*rows)`` in chunks of rows, with the gradients of ``fn(*rows)``.
 
     Args:
-        fn: A module or function that treats each row by itself. It is run again in the backward.
+        fn: A module or function that treats each row independently. It is run again in the backward pass.
         *rows: Its arguments, or containers of them. Tensors have shape (n, ...), all with the same n, any dtype and
-            layout; everything else is passed to each call as it is.
-        chunk_size: Rows of one call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every
-            call: a `ChunkedProcessor` remembers what it found.
-        memory_budget: With ``"auto"``, what the call may take at any moment beyond its arguments and its result, in
-            bytes or as text such as ``"512MiB"``; the gradients that it makes count. What it leaves buys time back: the
-            graphs of some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB elsewhere.
-        params: Leaf tensors that a plain function uses and that need a gradient. A module brings its own, also through
-            a method or a `functools.partial`. A tensor that was forgotten is found, and refused.
-        strategy: ``"auto"`` runs each chunk again in the backward. ``"checkpoint"`` does the same by
-            `torch.utils.checkpoint`: a little slower, the outputs are there twice for a moment, but any closure and
-            second derivatives work. ``"save"`` keeps all graphs: no saving, for comparisons. The last two need a
-            ``chunk_size``.
-        preserve_rng_state: Whether the backward draws the random numbers of the forward: torch's (CPU and the current
-            accelerator), NumPy's and Python's. Dropout needs it; without it a call is some 0.1 ms shorter.
-        output_device: Where the result is put together, chunk by chunk; None is where ``fn`` leaves it.
-        num_kept: With a number as ``chunk_size``: of so many last chunks the graph is kept, so that the backward need
-            not run them again.
-        check: Whether to try on a few rows that ``fn`` treats each row by itself; a module is tried once.
+            layout; everything else is passed to each call unchanged.
+        chunk_size: Rows per call. ``"auto"`` tries some sizes on the first rows, forward and backward, in every call; a
+            `ChunkedProcessor` remembers the result.
+        memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments and its result, in bytes or as
+            text such as ``"512MiB"``; the gradients it creates count. Leftover budget buys time back: the graphs of
+            some chunks are kept. None for chunks of 16 MiB on a CPU, 256 MiB elsewhere.
+        params: Leaf tensors that a plain function uses and that need a gradient. A module contributes its own, also
+            through a method or a `functools.partial`. A forgotten tensor is detected and refused.
+        strategy: ``"auto"`` recomputes each chunk in the backward pass. ``"checkpoint"`` does the same through
+            `torch.utils.checkpoint`: a little slower, with two copies of the outputs for a moment, but any closure and
+            second derivatives work. ``"save"`` keeps all graphs: no memory is saved; for comparison. The last two need
+            a ``chunk_size``.
+        preserve_rng_state: Whether the backward pass draws the same random numbers as the forward: torch's (CPU and the
+            current accelerator), NumPy's and Python's. Dropout needs it; without it a call is about 0.1 ms faster.
+        output_device: Device on which the result is assembled, chunk by chunk; None for the device of the output of
+            ``fn``.
+        num_kept: With a number as ``chunk_size``: keep the graphs of this many last chunks, so that the backward pass
+            does not recompute them.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently; a module is checked once.
 
     Returns:
-        What ``fn(*rows)`` returns: tensors of shape (n, ...), alone or in containers. A tensor that is not used gets no
-        gradient, None and not zeros.
+        The result of ``fn(*rows)``: tensors of shape (n, ...), alone or in containers. An unused tensor gets no
+        gradient: None, not zeros.
 
     Raises:
-        ConfigError: ``chunk_size`` or ``strategy`` is none, ``num_kept`` would be ignored, or not even one row fits
+        ConfigError: ``chunk_size`` or ``strategy`` is invalid, ``num_kept`` would be ignored, or not even one row fits
             into ``memory_budget``.
-        InputError: Rows differ in number; ``fn`` mixes them (BatchNorm in training mode, a softmax over rows), does not
-            return a row for each row, changes its arguments in place, or uses a tensor that needs a gradient and is
-            not known.
-        StateError: In the backward: ``create_graph=True`` with ``strategy="auto"``.
+        InputError: Arguments differ in their number of rows; ``fn`` mixes rows (BatchNorm in training mode, a softmax
+            over rows), does not return one row per row, modifies its arguments in place, or uses an undeclared tensor
+            that needs a gradient.
+        StateError: In the backward pass: ``create_graph=True`` with ``strategy="auto"``.
 
-    Memory cost: the result, gradients of ``rows`` and parameters, and what one chunk takes, forward and backward.
+    Memory cost: the result, the gradients of ``rows`` and parameters, and the memory of one chunk, forward and
+        backward.
 
     Example:
         >>> import torch
@@ -97,7 +99,7 @@ def map_call(
     num_kept: int = 0,
     check: bool = True,
 ) -> ChunkedCall:
-    """Make the call of `chunked_map`."""
+    """Build the `ChunkedCall` of `chunked_map`."""
     return ChunkedCall(
         name,
         fn,
@@ -110,7 +112,7 @@ def map_call(
 
 
 class _Rows(Assembly):
-    """Row after row into outputs that are there from the first chunk on: a list of pieces would double them."""
+    """Writes rows into outputs allocated at the first chunk: a list of pieces would double the memory."""
 
     def __init__(self, device: str | torch.device | None) -> None:
         self._device = device

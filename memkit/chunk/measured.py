@@ -1,4 +1,4 @@
-"""Bytes that a chunk of a call takes, measured while it runs, or known from its tensors."""
+"""Memory of a chunk in bytes, measured while it runs or derived from its tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     pass
 
 _T = TypeVar("_T")
-HEAD = 2  # rows of a first chunk, after which the call holds what it holds from chunk to chunk
+HEAD = 2  # rows of a first chunk, after which the call has allocated everything it keeps between chunks
 
 
 def kind_of(fn: Callable[..., object], inputs: Sequence[Tensor], others: Iterable[object]) -> Hashable:
-    """What a call's memory depends on besides the number of rows: shapes, modes, autocast, and other arguments."""
+    """Return the key of a call's memory besides its number of rows: shapes, modes, autocast, other arguments."""
     shapes = tuple((tuple(tensor.shape[1:]), tensor.dtype, tensor.device) for tensor in inputs)
     modes = tuple(modes_of(modules_of(fn)))
     kinds = sorted({"cpu", *(tensor.device.type for tensor in inputs)})
@@ -33,13 +33,13 @@ def kind_of(fn: Callable[..., object], inputs: Sequence[Tensor], others: Iterabl
 
 
 def sum_bytes(tensor: Tensor) -> int:
-    """What a gradient takes that is added up over chunks, until it is handed over."""
+    """Return the bytes of a gradient accumulated over chunks, including its final cast."""
     wide = accumulator_dtype(tensor.dtype)
     return tensor.numel() * wide.itemsize + (tensor.nbytes if wide != tensor.dtype else 0)
 
 
 def cast_bytes(params: Iterable[Tensor]) -> int:
-    """What autocast keeps: each weight converted once, for all chunks, so that the next trial finds it there."""
+    """Return the bytes of autocast's weight cache: weights are cast once for all chunks, so later trials reuse them."""
     return sum(
         each.numel() * torch.get_autocast_dtype(each.device.type).itemsize
         for each in params
@@ -50,8 +50,8 @@ def cast_bytes(params: Iterable[Tensor]) -> int:
 def watched(run: Callable[[], _T]) -> tuple[_T, int, int]:
     """Run something; return its result, the highest bytes above the start, and the bytes above the start at the end.
 
-    Bytes of storages on all devices, and of what operators take and give back inside. Where a profiler is running the
-    latter is not seen: torch runs one at a time.
+    Counts storages on all devices and the temporary workspace of operators. The workspace is not counted while a
+    profiler is running: torch allows only one at a time.
     """
     is_free = running_profiler() == ActiveProfilerType.NONE
     recorder = Recorder(marks=WorkspaceMarks() if is_free else None)

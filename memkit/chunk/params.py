@@ -1,4 +1,4 @@
-"""Which tensors a function trains besides its arguments: the parameters that it brings, and those it is given."""
+"""The tensors that a function trains besides its arguments: its own parameters, and those passed as ``params``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memkit._torch import pytree
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """Name a function as a message does."""
+    """Return a function's name for messages."""
     return str(getattr(fn, "__name__", type(fn).__name__))
 
 
@@ -23,12 +23,12 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
 
     Args:
         call: The user's call, for the message.
-        fn: A module, a method of one, or a `functools.partial` of either brings its own; another function none.
-        params: More of them.
+        fn: A module, a method of one, or a `functools.partial` of either contributes its own; any other function none.
+        params: Additional tensors.
 
     Raises:
         InputError: One of ``params`` was computed from others, whose gradients would be counted twice; or FSDP gathers
-            the parameters of ``fn`` anew at each call.
+            the parameters of ``fn`` at each call.
     """
     _refuse_sharded(call, fn)
     found = {id(tensor): tensor for tensor in [*_owned(fn), *listed(call, params)] if tensor.requires_grad}
@@ -44,10 +44,10 @@ def used_parameters(call: str, fn: Callable[..., Any], params: Iterable[Tensor] 
 
 
 def listed(call: str, params: Iterable[Tensor] | None) -> list[Tensor]:
-    """Return what was given as ``params``.
+    """Return ``params`` as a list.
 
     Raises:
-        InputTypeError: It is not several tensors; one alone would be taken apart into its rows.
+        InputTypeError: It is not an iterable of tensors; a single tensor would be split into its rows.
     """
     given = [] if params is None else params
     is_one = isinstance(given, Tensor) or not isinstance(given, Iterable)
@@ -64,7 +64,7 @@ def listed(call: str, params: Iterable[Tensor] | None) -> list[Tensor]:
 
 def _refuse_sharded(call: str, fn: object) -> None:
     for module in _modules(fn):
-        # By name: torch.distributed.fsdp is heavy, and is there already if any module is such a one.
+        # By name: torch.distributed.fsdp is a heavy import, and is already loaded if any module is sharded.
         if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
             raise InputError(
                 call,

@@ -1,4 +1,4 @@
-"""A function and how it is cut, for a loop that calls it again and again."""
+"""A function with its chunking settings, for a loop that calls it repeatedly."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from memkit.chunk.sizing import ChunkPlan, ChunkSize, Sizer, as_size
 class ChunkedProcessor:
     """Run a function of rows in pieces, forward and backward, within a memory budget.
 
-    The pieces are as large as is fast, or as the budget allows. What the budget leaves buys time back: the graphs of as
-    many chunks as fit are kept, and those chunks need not be run again. Sizes are measured on the first rows of the
-    first call of a kind (shapes, dtypes, modes), by bytes and not by the clock, so that the same call is cut alike in
-    every run; calls of that kind with other numbers of rows use what was measured.
+    Chunks are as large as is useful for speed, or as the budget allows. Leftover budget buys time back: the graphs of
+    as many chunks as fit are kept, and those chunks are not recomputed. Sizes are measured on the first rows of the
+    first call of a kind (shapes, dtypes, modes), in bytes rather than time, so the same call is always cut the same
+    way; calls of that kind with a different number of rows reuse the measurement.
 
     Args:
-        fn: A module or function that treats each row by itself. It is run again in the backward.
-        chunk_size: Rows of one call of ``fn``, or ``"auto"``.
-        memory_budget: With ``"auto"``, what a call may take at any moment beyond its arguments and its result, in bytes
-            or as text such as ``"512MiB"``. The gradients that it makes count, and running sums. None for chunks of
-            16 MiB on a CPU, 256 MiB elsewhere.
+        fn: A module or function that treats each row independently. It is run again in the backward pass.
+        chunk_size: Rows per call of ``fn``, or ``"auto"``.
+        memory_budget: With ``"auto"``, the peak memory of a call beyond its arguments and its result, in bytes or as
+            text such as ``"512MiB"``. The gradients it creates and running sums count. None for chunks of 16 MiB on a
+            CPU, 256 MiB elsewhere.
         params: Leaf tensors that a plain function uses and that need a gradient. A module brings its own.
-        preserve_rng_state: Whether the backward draws the random numbers of the forward. Dropout needs it.
-        check: Whether to try on a few rows that ``fn`` treats each row by itself.
+        preserve_rng_state: Whether the backward pass draws the same random numbers as the forward. Dropout needs it.
+        check: Whether to verify on a few rows that ``fn`` treats each row independently.
 
     Raises:
-        ConfigError: ``chunk_size`` or ``memory_budget`` is none, or both are given.
-        InputTypeError: ``memory_budget`` is no size.
+        ConfigError: ``chunk_size`` or ``memory_budget`` is invalid, or both are given.
+        InputTypeError: ``memory_budget`` is not a size.
 
-    Memory cost: of a call the result, the gradients that it makes, and what one chunk takes; never more than the
+    Memory cost: for each call, the result, the gradients it creates, and the memory of one chunk; never more than the
     budget beyond the result.
 
-    Time cost: the first call of a kind runs about one and a half chunks more, forward and backward, to measure.
+    Time cost: the first call of a kind runs about one and a half extra chunks, forward and backward, to measure.
 
     Example:
         >>> import torch
@@ -91,7 +91,7 @@ class ChunkedProcessor:
             check=self._check,
         )
 
-    # The signature in full, as chunked_segment_reduce has it: help() and completion show it to users.
+    # Full signature, as in chunked_segment_reduce: help() and completion show it to users.
     def segment_reduce(
         self,
         *edge_rows: Any,
@@ -124,7 +124,7 @@ class ChunkedProcessor:
         reduction: Literal["mean", "sum"] = "mean",
         weight_total: float | Tensor | None = None,
     ) -> Tensor:
-        """Compute a loss with its gradients; ``fn`` returns losses of rows: see `memkit.chunk.chunked_loss`."""
+        """Compute a loss and its gradients; ``fn`` returns per-row losses: see `memkit.chunk.chunked_loss`."""
         return loss_call(
             f"{self._name}.loss(..., reduction={reduction!r})",
             self._fn,
@@ -137,15 +137,15 @@ class ChunkedProcessor:
         )
 
     def plan(self, *rows: Any) -> ChunkPlan:
-        """Say how `map` would cut a call with these arguments, and what it would take; measures where it must.
+        """Return how `map` would cut a call with these arguments and its memory cost, measuring if necessary.
 
         Raises:
             ConfigError: Not even one row fits into the budget.
-            InputError: What `map` would refuse.
+            InputError: `map` would refuse the call.
         """
         return self._map_call().choose(rows, {}, params=self._params)
 
     @property
     def last_plan(self) -> ChunkPlan | None:
-        """How the last call was cut, of whatever form; None before the first, and with a given ``chunk_size``."""
+        """Plan of the last call of any form; None before the first call, and with a fixed ``chunk_size``."""
         return self._size.last if isinstance(self._size, Sizer) else None

@@ -1,4 +1,4 @@
-"""The resolution that the data pay for: as fine as a number of occupied voxels and points in each of them allow."""
+"""Choose the finest resolution that stays within limits on occupied voxels and points per voxel."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ResolutionChoice:
-    """A resolution, and what it came from.
+    """A chosen resolution and the reason for it.
 
     Attributes:
-        level: Halvings of the finest grid.
+        level: Number of halvings of the finest grid.
         resolution: Cells along the longest side at this level.
-        num_active: Occupied cells at this level, of the sample that has most.
+        num_active: Occupied cells at this level, in the sample that has the most.
         num_active_by_level: The same for all levels, the finest first.
         why: The reason, in words.
     """
@@ -45,22 +45,22 @@ class ResolutionChoice:
 
 
 class DynamicResolutionProcessor:
-    """Choose how fine a volume is, from where its points are; bring volumes to it and back.
+    """Choose a volume's resolution from its points; downsample volumes to it and restore them.
 
     Args:
-        max_active_voxels: Most occupied voxels of a sample. Never exceeded.
-        min_points_per_voxel: Points that an occupied voxel holds on average, at least. Finer would be emptier, not
-            sharper. Where no level has so many, the last one is taken.
-        levels: Halvings that are allowed. None: down to one cell; 10 for positions.
-        hysteresis: Share of the limits that must be free before a finer level is taken again, in [0, 1): data that
-            vary around a limit do not change the resolution in every step. A coarser level is taken at once.
-        stride: Sides of what `apply` gives are multiples of it, filled up with zeros.
-        downsample: What becomes of the voxels of a cell: their mean (``"area"``), ``"max"``, ``"sum"`` (for counts and
-            densities), the mean of those that are not empty (``"masked_mean"``), or the middle one (``"nearest"``, for
+        max_active_voxels: Maximum occupied voxels per sample. Never exceeded.
+        min_points_per_voxel: Minimum mean number of points per occupied voxel. A finer grid would be emptier, not
+            sharper. If no level reaches it, the last one is used.
+        levels: Maximum number of halvings. None: down to one cell; 10 for positions.
+        hysteresis: Margin to the limits required before switching to a finer level, as a fraction in [0, 1): data that
+            vary around a limit do not change the resolution at every step. A switch to a coarser level is immediate.
+        stride: `apply` zero-pads its result to multiples of this.
+        downsample: How the voxels of a cell are reduced: their mean (``"area"``), ``"max"``, ``"sum"`` (for counts and
+            densities), the mean of the non-empty ones (``"masked_mean"``), or the middle one (``"nearest"``, for
             labels).
 
     Attributes:
-        choice: The last choice; None before the first.
+        choice: The last choice; None before the first call of `choose`.
 
     Example:
         >>> import torch
@@ -93,7 +93,7 @@ class DynamicResolutionProcessor:
             raise check.refuse("hysteresis", hysteresis, "a share in [0, 1)")
         self._hysteresis, self._stride = float(hysteresis), check.whole("stride", stride, 1)
         self._downsample = check.choice("downsample", downsample, get_args(Downsample))
-        # Of the last volume: its sides before and after, and how many of its voxels a cell's side has.
+        # Of the last volume: its size before and after, and the downsampling factor.
         self._applied: tuple[torch.Size, torch.Size, int] | None = None
         self._level: int | None = None
         self.choice: ResolutionChoice | None = None
@@ -103,22 +103,22 @@ class DynamicResolutionProcessor:
 
         Args:
             coords: (N, 3) or (N, 2). Integers are voxels of the finest grid, from any origin. Positions (floats) are
-                put into 2^levels cells along the longest side of the box around them.
-            batch: (N,) integers from 0, the sample of each point. Limits hold for each sample. None: one sample.
+                binned into 2^levels cells along the longest side of their bounding box.
+            batch: (N,) integers from 0, the sample of each point. The limits apply to each sample. None: one sample.
 
         Raises:
-            InputError: No points, positions that are not finite, another number of samples than of points, an extent
-                that has no Morton code, or too many occupied voxels even at the last level.
+            InputError: There are no points, positions are not finite, ``batch`` does not match the points, the extent
+                does not fit a Morton code, or the last level still has too many occupied voxels.
 
-        Cells of all levels are counted from one sort of Morton codes.
+        Cells of all levels are counted with a single sort of Morton codes.
 
-        Memory cost: ten numbers of 8 bytes for each point, for a moment.
+        Memory cost: temporarily ten 8-byte values per point.
         """
         cells, levels = _finest_cells(coords, self._levels)
         samples = coords.new_zeros(len(coords), dtype=torch.int64) if batch is None else _samples_of(coords, batch)
         counts = _count_cells(cells, samples, levels)
         points = torch.bincount(samples, minlength=len(counts))
-        # A sample without points has no say.
+        # Samples without points are ignored.
         density = (points[:, None] / counts.clamp(min=1)).masked_fill(counts == 0, math.inf).amin(0)
         num_active = tuple(counts.amax(0).tolist())
         level, why = self._settle(num_active, density.tolist())
@@ -128,7 +128,7 @@ class DynamicResolutionProcessor:
         return self.choice
 
     def _settle(self, num_active: tuple[int, ...], density: list[float]) -> tuple[int, str]:
-        """The finest level within the limits; one finer than before must be well within them."""
+        """Return the finest level within the limits; a level finer than before must be well within them."""
         last = len(num_active) - 1
         if num_active[-1] > self._max_active:
             raise InputError(
@@ -140,7 +140,7 @@ class DynamicResolutionProcessor:
 
         def finest(share: float) -> int:
             most = self._max_active * (1 - share)
-            least = 1 + (self._min_points - 1) * (1 + share)  # of points: every occupied voxel has one
+            least = 1 + (self._min_points - 1) * (1 + share)  # points per voxel: every occupied voxel has at least one
             levels = enumerate(zip(num_active, density, strict=True))
             return next((level for level, (num, points) in levels if num <= most and points >= least), last)
 
@@ -153,22 +153,22 @@ class DynamicResolutionProcessor:
         return level, f"the finest of {last + 1} levels within the limits by {self._hysteresis:.0%}"
 
     def apply(self, volume: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Bring volumes to the chosen level.
+        """Downsample volumes to the chosen level.
 
         Args:
             volume: (B, C, D, H, W) or (B, C, H, W) on the finest grid; floating point, or any dtype with
                 ``downsample="nearest"``.
-            mask: (B, D, H, W) or (B, 1, D, H, W) bool, for ``"masked_mean"`` alone: what is not empty; with one row it
-                holds for all. None: what is not zero in some channel.
+            mask: (B, D, H, W) or (B, 1, D, H, W) bool, only for ``"masked_mean"``: the non-empty voxels; a single row
+                applies to all samples. None: voxels that are nonzero in any channel.
 
         Returns:
-            (B, C, ...), sides halved ``level`` times, rounded up, and filled up to a multiple of the stride. A plain
-            tensor: an affine, as of MONAI's MetaTensor, would be that of other voxels.
+            (B, C, ...), sides halved ``level`` times, rounded up, and padded to a multiple of the stride. A plain
+            tensor: an affine, such as that of MONAI's MetaTensor, would no longer match the voxels.
 
         Raises:
-            StateError: Nothing was chosen before.
-            InputTypeError: The volume has another form.
-            InputError: The mask has another form, or there is one where none is used.
+            StateError: `choose` was not called before.
+            InputTypeError: The volume has the wrong shape or dtype.
+            InputError: The mask has the wrong shape or dtype, or one is given but not used.
         """
         factor, volume = 2 ** self._chosen(), without_affine(volume)
         is_nearest = self._downsample == "nearest"
@@ -188,15 +188,15 @@ class DynamicResolutionProcessor:
         return pooled
 
     def restore(self, y: Tensor, *, mode: Literal["nearest", "trilinear", "bilinear"] = "nearest") -> Tensor:
-        """Bring a result back to the size of the volume that `apply` was given last, whatever was chosen since.
+        """Upsample a result to the size of the last volume passed to `apply`, regardless of later choices.
 
         Args:
-            y: (B, C, ...), of the sides that `apply` gave.
+            y: (B, C, ...), with the spatial size that `apply` returned.
             mode: As in `torch.nn.functional.interpolate`.
 
         Raises:
             StateError: `apply` was not called before.
-            InputError: The sides are others.
+            InputError: The spatial size differs.
         """
         if self._applied is None:
             raise StateError(
@@ -223,7 +223,7 @@ class DynamicResolutionProcessor:
         return self._level
 
     def _checked_mask(self, mask: Tensor, volume: Tensor) -> Tensor:
-        """(B or 1, 1, *spatial) bool."""
+        """Check the mask and return it as (B or 1, 1, *spatial) bool."""
         shape = volume.shape[0], *volume.shape[2:]
         shapes = {(rows, *channel, *shape[1:]) for rows in (1, shape[0]) for channel in ((), (1,))}
         if self._downsample != "masked_mean" or mask.dtype != torch.bool or tuple(mask.shape) not in shapes:
@@ -243,20 +243,20 @@ class DynamicResolutionProcessor:
             pool = F.max_pool3d if volume.dim() == 5 else F.max_pool2d
             return pool(volume, factor, ceil_mode=True)
         if self._downsample == "area":
-            # Cells at the end may lie outside in part: what is there counts.
+            # Cells at the end may extend beyond the volume: only the part inside counts.
             return _sum(volume, factor) / _sum(torch.ones_like(volume[:1, :1]), factor)
         kept = ((volume.detach() != 0).any(1, keepdim=True) if mask is None else mask).to(volume.dtype)
         return _sum(volume * kept, factor) / _sum(kept, factor).clamp(min=1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The level, so that a resumed run goes on with it."""
+        """Return the level, so that a resumed run continues with it."""
         return {"version": _VERSION, "level": self._level}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state in.
+        """Load a state.
 
         Raises:
-            FileFormatError: It is no state of this class.
+            FileFormatError: It is not a state of this class.
         """
         level = state.get("level")
         if state.get("version") != _VERSION or not (level is None or isinstance(level, int)):
@@ -270,7 +270,7 @@ class DynamicResolutionProcessor:
 
 
 def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
-    """(N, A) int64, not negative: cells of the finest grid; and the number of halvings."""
+    """Return the cells of the finest grid, (N, A) int64, nonnegative; and the number of halvings."""
     if coords.dim() != 2 or coords.shape[1] not in MORTON_BITS or not len(coords):
         raise InputError(
             _CHOOSE,
@@ -282,7 +282,7 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
     side = (coords.amax(0) - low).max()
     if not coords.is_floating_point():
         levels = min(int(side).bit_length(), _MOST_LEVELS) if levels is None else levels
-        # The origin is a corner of the coarsest grid: cells are those of a volume that begins at 0.
+        # The origin is a corner of the coarsest grid, so the cells match those of a volume that starts at 0.
         return coords.long() - (low.long() >> levels << levels), levels
     if not bool(side.isfinite()):
         raise InputError(
@@ -297,7 +297,7 @@ def _finest_cells(coords: Tensor, levels: int | None) -> tuple[Tensor, int]:
 
 
 def _samples_of(coords: Tensor, batch: Tensor) -> Tensor:
-    """(N,) int64, checked."""
+    """Check ``batch`` and return it as (N,) int64."""
     if batch.shape != coords.shape[:1] or batch.is_floating_point() or batch.is_complex() or int(batch.min()) < 0:
         raise InputError(
             "DynamicResolutionProcessor.choose(coords, batch=...)",
@@ -309,9 +309,9 @@ def _samples_of(coords: Tensor, batch: Tensor) -> Tensor:
 
 
 def _count_cells(cells: Tensor, samples: Tensor, levels: int) -> Tensor:
-    """(B, levels + 1) int64: occupied cells of each sample, at each level, from one sort.
+    """Count the occupied cells of each sample at each level with one sort: (B, levels + 1) int64.
 
-    Two neighbours in the order of Morton codes are in one cell from that level on at which their codes agree.
+    Two neighbors in Morton order share a cell from the level on at which their codes agree.
     """
     num_axes = cells.shape[1]
     codes = morton_encode(cells, call=_CHOOSE)
@@ -335,7 +335,7 @@ def _count_cells(cells: Tensor, samples: Tensor, levels: int) -> Tensor:
 
 
 def _sum(volume: Tensor, factor: int) -> Tensor:
-    """Sums over cells; those at the end may be smaller."""
+    """Sum over cells; those at the end may be smaller."""
     filling = [(0, -size % factor) for size in reversed(volume.shape[2:])]
     pool = F.avg_pool3d if volume.dim() == 5 else F.avg_pool2d
     return pool(F.pad(volume, [each for pair in filling for each in pair]), factor, divisor_override=1)

@@ -1,4 +1,4 @@
-"""Messages of edges, reduced over segments, in pieces: the memory of one chunk however many edges there are."""
+"""Edge messages reduced over segments in chunks, with the memory of one chunk for any number of edges."""
 
 from __future__ import annotations
 
@@ -36,45 +36,45 @@ def chunked_segment_reduce(
 ) -> Tensor:
     """Compute messages ``fn(*edge_rows, **gathered)`` in chunks of edges and reduce them over segments.
 
-    It is the middle of a graph network or an integral operator: an MLP of each edge, summed at each node. The messages
-    and all that the MLP computes exist for one chunk at a time, in the backward too.
+    This is the core of a graph network or an integral operator: an MLP per edge, summed at each node. The messages and
+    all intermediate tensors of the MLP exist for one chunk at a time, in the backward pass too.
 
     Args:
-        fn: A module or function that treats each edge by itself and returns a tensor (n, ...). Run again in the
-            backward.
-        *edge_rows: Its arguments, or containers of them: tensors (num_edges, ...); all else is passed as it is.
+        fn: A module or function that treats each edge independently and returns a tensor (n, ...). It is run again in
+            the backward pass.
+        *edge_rows: Its arguments, or containers of them: tensors (num_edges, ...); everything else is passed unchanged.
         index: int64 or int32 (num_edges,), the segment of each edge, in any order: nothing is sorted.
-        ptr: Instead of ``index``, for edges in the order of their segments: segment i has the edges ptr[i]:ptr[i + 1].
-        num_segments: Rows of the result. None takes one more than the largest index (which waits for the device).
+        ptr: Instead of ``index``, for edges sorted by segment: segment i has the edges ptr[i]:ptr[i + 1].
+        num_segments: Rows of the result. None: the largest index plus one (which synchronizes with the device).
         reduce: ``"sum"``; ``"mean"`` over the edges of the segment; ``"max"`` and ``"min"``, whose gradient goes to the
-            first of equal edges; ``"softmax"`` over the edges of the segment, which keeps one row for each edge. A
-            segment without edges gets 0.
-        gather: Keyword arguments of ``fn`` that are rows of something smaller: ``{"x_j": (x, src)}`` passes rows of
-            ``x[src]``, picked chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
-        weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` divides by the number of edges
-            all the same.
-        chunk_size: Edges of one call, or ``"auto"``: see `memkit.chunk.map.chunked_map`.
+            first of tied edges; ``"softmax"`` over the edges of the segment, which keeps one row per edge. A segment
+            without edges gets 0.
+        gather: Keyword arguments of ``fn`` gathered from a smaller tensor: ``{"x_j": (x, src)}`` passes rows of
+            ``x[src]``, gathered chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
+        weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` still divides by the number of
+            edges.
+        chunk_size: Edges per call, or ``"auto"``: see `memkit.chunk.map.chunked_map`.
         memory_budget: As in `memkit.chunk.map.chunked_map`; running sums count, the result does not.
         params: As in `memkit.chunk.map.chunked_map`.
-        strategy: As in `memkit.chunk.map.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and a gradient
-            as large as ``x`` is made for each chunk.
+        strategy: As in `memkit.chunk.map.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and creates a
+            gradient as large as ``x`` for each chunk.
         preserve_rng_state: As in `memkit.chunk.map.chunked_map`.
         num_kept: As in `memkit.chunk.map.chunked_map`.
         check: As in `memkit.chunk.map.chunked_map`.
 
     Returns:
         (num_segments, ...), for ``"softmax"`` (num_edges, ...) in the order of the edges, in the messages' dtype. Half
-        precision is added up in float32.
+        precision is accumulated in float32.
 
     Raises:
-        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is none, or not even one edge fits into
+        ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is invalid, or not even one edge fits into
             ``memory_budget``.
-        InputError: Numbers of edges differ, an index is out of range (looked at on the CPU), ``fn`` returns something
-            else, or what `memkit.chunk.map.chunked_map` raises.
-        StateError: In the backward: ``create_graph=True`` with ``strategy="auto"``.
+        InputError: Arguments differ in their number of edges, an index is out of range (checked on the CPU only),
+            ``fn`` does not return a tensor of messages, or `memkit.chunk.map.chunked_map` would raise it.
+        StateError: In the backward pass: ``create_graph=True`` with ``strategy="auto"``.
 
-    Memory cost: the result; for max and min in training 4 bytes for each of its numbers (8 from 2**31 edges on);
-    gradients of what needs one; and what one chunk takes, forward and backward.
+    Memory cost: the result; for max and min in training 4 bytes per element of it (8 from 2**31 edges on); the
+    gradients of tensors that need one; and the memory of one chunk, forward and backward.
 
     Example:
         >>> import torch
@@ -126,7 +126,7 @@ def segment_call(
     strategy: Strategy = "auto",
     num_kept: int = 0,
 ) -> Tensor:
-    """Run `chunked_segment_reduce`, in the name of a call."""
+    """Run `chunked_segment_reduce`; ``name`` is the user's call, for messages."""
     if reduce not in get_args(Reduce):
         raise ConfigError(
             name,
@@ -150,7 +150,7 @@ def segment_call(
 
 
 def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str, Gathered]:
-    """What is picked from what, checked."""
+    """Check ``gather`` and wrap its pairs."""
     for key, pair in gather.items():
         is_pair = isinstance(pair, (tuple, list)) and [isinstance(each, Tensor) for each in pair] == [True, True]
         fits = is_pair and pair[0].dim() and pair[1].shape == (num_edges,)
@@ -163,7 +163,7 @@ def _gathered(name: str, gather: Mapping[str, Any], num_edges: int) -> dict[str,
                 fix=f"pass gather={{{key!r}: (x, src)}}, to give fn rows of x[src].",
             )
         x, pick = pair
-        if pick.is_cpu and num_edges:  # elsewhere the device's own check must do: this one waits
+        if pick.is_cpu and num_edges:  # elsewhere the check would synchronize
             low, high = (int(bound) for bound in pick.aminmax())
             if low < 0 or high >= len(x):
                 raise InputError(

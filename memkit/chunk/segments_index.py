@@ -1,4 +1,4 @@
-"""To which segment each edge belongs: by an index, or by where each segment's edges begin."""
+"""Assignment of edges to segments, as an index per edge or as CSR pointers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Segments:
         call: The user's call, for messages.
         index: Integer tensor (num_edges,), in any order; None with ``ptr``.
         ptr: Integer tensor (num_segments + 1,): segment i has the edges ptr[i] to ptr[i + 1]; None with ``index``.
-        num_segments: How many there are; with ``index`` None is one more than the largest, which waits for the device.
+        num_segments: Number of segments; with ``index``, None means the largest index plus one, which synchronizes.
 
     Attributes:
-        num_segments: How many there are.
-        num_edges: How many edges.
+        num_segments: Number of segments.
+        num_edges: Number of edges.
         tensor: ``index`` or ``ptr``.
 
     Raises:
-        InputError: Not one of the two, a wrong shape or type, or values out of range (looked at on the CPU only).
+        InputError: Both or neither are given, a shape or dtype is wrong, or values are out of range (an index is
+            checked on the CPU only).
     """
 
     def __init__(self, call: str, index: Tensor | None, ptr: Tensor | None, num_segments: int | None) -> None:
@@ -48,7 +49,7 @@ class Segments:
             self.num_edges = len(index)
             if num_segments is None:
                 num_segments = int(index.max()) + 1 if len(index) else 0
-            if index.device.type == "cpu" and len(index):  # elsewhere the device's own check must do: this one waits
+            if index.device.type == "cpu" and len(index):  # elsewhere the check would synchronize
                 low, high = (int(bound) for bound in index.aminmax())
                 if low < 0 or high >= num_segments:
                     self._refuse(
@@ -60,27 +61,27 @@ class Segments:
 
     @property
     def tensor(self) -> Tensor:
-        """``index`` or ``ptr``, whichever there is."""
+        """``index`` or ``ptr``, whichever was given."""
         return self._index if self._index is not None else self._ptr  # type: ignore[return-value] # one is there
 
     def of(self, start: int, length: int) -> Tensor:
-        """The segments of some edges, int64 (length,); from a ``ptr`` they are never made for all edges."""
+        """Return the segments of a range of edges, int64 (length,); a ``ptr`` is never expanded for all edges."""
         if self._index is not None:
             return self._index.narrow(0, start, length).long()
         edges = torch.arange(start, start + length, dtype=self.tensor.dtype, device=self.tensor.device)
         return torch.bucketize(edges, self.tensor[1:], right=True)
 
     def counts(self) -> Tensor:
-        """Edges of each segment, int64 (num_segments,)."""
+        """Count the edges of each segment, int64 (num_segments,)."""
         if self._index is None:
             return self.tensor.diff().long()
         counts = self._index.new_zeros(self.num_segments, dtype=torch.int64)
-        for part in torch.split(self._index, _BLOCK):  # in blocks: int32 has to be converted
+        for part in torch.split(self._index, _BLOCK):  # in blocks: int32 must be converted
             counts.scatter_add_(0, part.long(), counts.new_ones(1).expand(len(part)))
         return counts
 
     def are_empty(self) -> Tensor:
-        """Which segments have no edge, bool (num_segments,)."""
+        """Return which segments have no edge, bool (num_segments,)."""
         if self._index is None:
             return self.tensor[1:] == self.tensor[:-1]
         are_empty = self._index.new_ones(self.num_segments, dtype=torch.bool)

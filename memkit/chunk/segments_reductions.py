@@ -1,6 +1,6 @@
-"""Messages to segments, chunk by chunk: sum, mean, max, min and softmax, with their gradients in closed form.
+"""Chunked segment reductions: sum, mean, max, min and softmax, with closed-form gradients.
 
-A segment may lie in many chunks, in any order: sums and largest values are carried on from chunk to chunk.
+A segment may span many chunks, in any order: sums and extrema are carried from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Reduce = Literal["sum", "mean", "max", "min", "softmax"]
 
 
 def reduction(reduce: Reduce, segments: Segments) -> Assembly:
-    """Return what reduces messages over segments."""
+    """Return the assembly that reduces messages over segments."""
     match reduce:
         case "softmax":
             return _Softmax(segments)
@@ -36,7 +36,7 @@ class _OverSegments(Assembly):
         self.num_segments = segments.num_segments
 
     def _new(self, message: Tensor, fill: float, dtype: torch.dtype) -> Tensor:
-        """One row for each segment."""
+        """Allocate one row per segment."""
         return message.new_full((self._segments.num_segments, *message.shape[1:]), fill, dtype=dtype)
 
 
@@ -85,12 +85,12 @@ class _Sum(_OverSegments):
 
 
 class _Extreme(_OverSegments):
-    """The largest or smallest message; its gradient goes to the first edge that has it."""
+    """The largest or smallest message; its gradient goes to the first edge that attains it."""
 
     def __init__(self, segments: Segments, reduce: Literal["max", "min"]) -> None:
         super().__init__(segments)
         self._how: Literal["amax", "amin"] = "amax" if reduce == "max" else "amin"
-        # Numbers of edges are stored for each output: four bytes where they are enough.
+        # An edge number is stored per output element: four bytes if they suffice.
         self._dtype = torch.int32 if segments.num_edges < torch.iinfo(torch.int32).max else torch.int64
         self._are_empty = segments.are_empty()
         self.built_bytes = self._are_empty.nbytes
@@ -112,7 +112,7 @@ class _Extreme(_OverSegments):
         return [best], [] if winners is None else [winners]
 
     def _take(self, best: Tensor, winners: Tensor | None, start: int, message: Tensor) -> None:
-        """Take a chunk's messages in. Written for all edges at once, without a wait for the device."""
+        """Merge a chunk's messages. Vectorized over all edges, without synchronizing with the device."""
         ids = self._segments.of(start, len(message))
         rows = like_rows(ids, message).expand_as(message)
         before = best.index_select(0, ids)
@@ -121,7 +121,7 @@ class _Extreme(_OverSegments):
             return
         after, none = best.index_select(0, ids), self._segments.num_edges
         earlier = winners.index_select(0, ids)
-        is_open = (after != before) | (earlier == none)  # the winner so far, if any, has lost
+        is_open = (after != before) | (earlier == none)  # no winner yet, or the previous winner has lost
         winners.scatter_(0, rows, earlier.masked_fill_(is_open, none))
         edges = like_rows(torch.arange(start, start + len(message), dtype=self._dtype, device=ids.device), message)
         candidates = torch.where(is_open & (message == after), edges, none)
@@ -155,7 +155,7 @@ class _Softmax(_OverSegments):
 
     def __init__(self, segments: Segments) -> None:
         super().__init__(segments)
-        self._spans: list[tuple[int, int]] = []  # of the call that was collected last
+        self._spans: list[tuple[int, int]] = []  # of the last collected call
 
     def segment_bytes(self, outputs: Sequence[Tensor], *, for_backward: bool) -> tuple[int, int]:  # noqa: ARG002
         mean = _row_bytes(outputs[0], accumulator_dtype(outputs[0].dtype))
@@ -215,10 +215,10 @@ class _Softmax(_OverSegments):
 
 
 def like_rows(column: Tensor, rows: Tensor) -> Tensor:
-    """One number for each row, shaped so that it meets the whole row."""
+    """Reshape one number per row so that it broadcasts over the row."""
     return column.view(-1, *[1] * (rows.dim() - 1))
 
 
 def _row_bytes(tensor: Tensor, dtype: torch.dtype) -> int:
-    """What a row of a tensor takes in another dtype."""
+    """Return the bytes of one row of a tensor in another dtype."""
     return tensor[0].numel() * dtype.itemsize if len(tensor) else 0

@@ -1,6 +1,6 @@
-"""How many rows make a chunk: by bytes that are measured on the function itself, and never by the clock.
+"""Choice of chunk sizes, from bytes measured on the function itself and never from timings.
 
-So the same call is cut the same way in every run, and rounds alike.
+Therefore the same call is cut the same way in every run, with the same rounding.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from memkit._core.units import format_bytes, parse_bytes
 
 ChunkSize = SupportsIndex | Literal["auto"]
 
-_FIRST_SIZE = 4  # one row alone can take another path: products become matrix-vector products
-# What chunks take without a budget. On a CPU it is a share of the last cache: measured, 4 to 64 MiB are equally fast.
-# On an accelerator a chunk must be long against the start of a kernel; not measured yet.
+_FIRST_SIZE = 4  # a single row can take another code path: matrix-vector products
+# Chunk memory without a budget. On a CPU a share of the last-level cache: measured, 4 to 64 MiB are equally fast. On an
+# accelerator a chunk must outweigh the kernel launch overhead; not measured yet.
 _CPU_BYTES, _ACCELERATOR_BYTES = 16 << 20, 256 << 20
-_FILL = 0.97  # of a budget: the rest is for rounding by the allocator
+_FILL = 0.97  # of a budget: the rest allows for allocator rounding
 _MIN_GRAPHS = 8
 _MAX_REFINEMENTS = 3
-_SAME = 0.9  # a size that was measured serves for one up to so much larger
+_SAME = 0.9  # a measured size is reused if it is at least this fraction of the wanted size
 _MAX_KINDS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What one chunk took, forward and backward.
+    """Measured memory of one chunk, forward and backward.
 
     Attributes:
-        num_rows: Its rows.
-        forward_bytes: Its peak in the forward, without what the call holds however it is cut: the result, running sums.
-        backward_bytes: Its peak in the backward, without the result, running sums, and the gradients of the call.
-        kept_bytes: What its graph holds between forward and backward.
-        segment_bytes: What the call held for each segment of its result besides, in the forward and in the backward.
+        num_rows: Number of rows.
+        forward_bytes: Peak in the forward, without what the call holds regardless of chunking: the result, running
+            sums.
+        backward_bytes: Peak in the backward, without the result, running sums, and the gradients of the call.
+        kept_bytes: Memory that its graph holds between forward and backward.
+        segment_bytes: Additional memory of the call per segment of its result, in the forward and in the backward.
     """
 
     num_rows: int
@@ -53,12 +54,12 @@ class ChunkPlan:
 
     Attributes:
         chunk_size: Rows of a chunk.
-        num_chunks: How many there are.
-        num_kept: Of how many the graph is kept, which saves running them again in the backward.
-        fixed_bytes: What the call holds however it is cut: the gradients that it makes, and running sums. Without the
-            result.
-        predicted_peak_bytes: What the call will take at its peak beyond its arguments and its result.
-        measured_peak_bytes: What a call of one such chunk took, on the same terms, when it was tried.
+        num_chunks: Number of chunks.
+        num_kept: Number of chunks whose graphs are kept, which saves recomputing them in the backward.
+        fixed_bytes: Memory that the call holds regardless of chunking: the gradients it creates, and running sums.
+            Without the result.
+        predicted_peak_bytes: Predicted peak memory of the call beyond its arguments and its result.
+        measured_peak_bytes: Measured peak of a trial call with one such chunk, on the same terms.
     """
 
     chunk_size: int
@@ -78,10 +79,11 @@ def as_size(
         call: The user's call, for messages.
         chunk_size: A number of rows, ``"auto"``, or the `Sizer` of a processor.
         memory_budget: Bytes or text, or None.
-        may_choose: Whether ``"auto"`` is possible.
+        may_choose: Whether ``"auto"`` is allowed.
 
     Raises:
-        ConfigError: Neither a number nor ``"auto"``, a budget with a number, or ``"auto"`` where it is not possible.
+        ConfigError: The size is neither a number nor ``"auto"``, a budget comes with a number, or ``"auto"`` is not
+            allowed.
     """
     if isinstance(chunk_size, Sizer) or is_auto(chunk_size):
         if may_choose:
@@ -104,12 +106,12 @@ def as_size(
 
 
 def is_auto(chunk_size: object) -> bool:
-    """Whether the size is to be chosen."""
+    """Return whether the size must be chosen."""
     return isinstance(chunk_size, str) and chunk_size == "auto"
 
 
 def check_chunk_size(call: str, chunk_size: object) -> int:
-    """Return a number of rows; refuse what is none."""
+    """Return the number of rows; refuse an invalid one."""
     size = as_whole(chunk_size)
     if size is None or size < 1:
         raise ConfigError(
@@ -122,11 +124,11 @@ def check_chunk_size(call: str, chunk_size: object) -> int:
 
 
 class Problem(Protocol):
-    """A call that is to be cut.
+    """A call whose chunk size is to be chosen.
 
     Attributes:
         name: The user's call, for messages.
-        num_rows: Its rows.
+        num_rows: Number of rows.
         is_on_cpu: Whether its tensors are in host memory.
     """
 
@@ -135,26 +137,26 @@ class Problem(Protocol):
     is_on_cpu: bool
 
     def kind(self) -> Hashable:
-        """What tells calls apart for which a measurement holds, whatever their number of rows."""
+        """Return the key under which measurements are stored, independent of the number of rows."""
 
     def held_bytes(self, found: Measurement) -> tuple[int, int]:
-        """What the call holds however it is cut, in the forward and in the backward: running sums, gradients."""
+        """Return bytes held regardless of chunking, in the forward and in the backward: running sums, gradients."""
 
     def measure(self, num_rows: int) -> Measurement:
-        """Run a chunk of so many rows, forward and backward, as the call would."""
+        """Run a chunk of this many rows, forward and backward, as the call would."""
 
 
 class Sizer:
-    """Chooses how calls are cut, and remembers what it measured.
+    """Chooses how calls are cut, and remembers its measurements.
 
     Args:
-        budget: What a call may take beyond its arguments and its result, in bytes, or text such as ``"512MiB"``; None
-            for a chunk as large as is fast.
+        budget: Peak memory of a call beyond its arguments and its result, in bytes, or text such as ``"512MiB"``; None
+            for a chunk as large as is useful for speed.
         call: The user's call, for messages.
 
     Raises:
-        ConfigError: The budget is nothing.
-        InputTypeError: It is no size.
+        ConfigError: The budget is zero or invalid.
+        InputTypeError: It is not a size.
 
     Attributes:
         last: How the last call was cut.
@@ -179,7 +181,7 @@ class Sizer:
             ConfigError: Not even one row fits into the budget.
         """
         kind = problem.kind()
-        known = self._known.pop(kind, {})  # and in again as the newest
+        known = self._known.pop(kind, {})  # reinserted below as the newest
         try:
             self.last = _Choice(problem, known, self.budget_bytes).make()
             return self.last
@@ -191,7 +193,7 @@ class Sizer:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A measured size, with what the call holds in any case, and what any chunk's backward takes besides."""
+    """A measured size, with the memory the call always holds and the size-independent part of a chunk's backward."""
 
     found: Measurement
     held: tuple[int, int]
@@ -207,26 +209,26 @@ class _Chunk:
 
     @property
     def peak_bytes(self) -> int:
-        """What it adds to what the call holds in any case."""
+        """Memory it adds to what the call always holds."""
         return max(self.grown(1.0), self.kept_bytes, 1)
 
     def grown(self, factor: float) -> int:
-        """What a chunk adds that has so many times as much for its rows."""
+        """Return the memory of a chunk whose row-dependent part is ``factor`` times as large."""
         in_forward, in_backward = self.held
         found = self.found
-        # A gradient of each parameter hides what rows take in the backward: assume twice what they do in the forward.
+        # Parameter gradients can hide the rows' backward memory: assume at least twice their forward memory.
         rows = max(found.backward_bytes - self.base, 2 * found.forward_bytes)
         backward = min(factor * found.backward_bytes, self.base + factor * rows)
         return int(max(in_forward + factor * found.forward_bytes, in_backward + backward)) - max(self.held)
 
     @property
     def least_bytes(self) -> int:
-        """What it would add without rows."""
+        """Memory it would add with zero rows."""
         in_forward, in_backward = self.held
         return max(in_forward, in_backward + self.base) - max(self.held)
 
     def rows_in(self, room: int, more: int = 0) -> int:
-        """How many rows fit, with so many more graphs of chunks as large, if all grows in proportion."""
+        """Return how many rows fit, with ``more`` further graphs of equal chunks, assuming linear growth."""
         total, found = room + max(self.held), self.found
         factors = [
             (total - held) / (taken + more * found.kept_bytes)
@@ -237,7 +239,7 @@ class _Chunk:
 
 
 def plan_of(problem: Problem, chunk_size: int) -> ChunkPlan:
-    """Say what a call takes whose size is given."""
+    """Return the plan of a call whose size is given."""
     found = problem.measure(max(1, min(chunk_size, problem.num_rows)))
     chunk = _Chunk(found, problem.held_bytes(found), 0)
     peak = max(chunk.held) + chunk.peak_bytes
@@ -245,17 +247,18 @@ def plan_of(problem: Problem, chunk_size: int) -> ChunkPlan:
 
 
 class _Choice:
-    """A choice among sizes that are tried.
+    """A choice among sizes that were measured.
 
-    Sizes grow by four or two, as long as nothing seen so far says that the next one takes too much: kernels change with
-    the size, so a size is only used when it was measured. The last k chunks keep their graphs, and take
-    ``peak + (k - 1) * kept`` together: the backward of the last one begins while the other graphs are there. Within a
-    budget the size is then changed so that whole graphs fill it.
+    Sizes grow by a factor of four or two, as long as the measurements so far do not predict that the next one exceeds
+    the limit. Kernels change with the size, so only measured sizes are used. The last k chunks keep their graphs, and
+    take ``peak + (k - 1) * kept`` together: the backward of the last one begins while the other graphs still exist.
+    With a budget the size is then adjusted so that whole graphs fill it.
 
     Args:
-        problem: What is cut.
-        known: What was measured before, by number of rows; what is measured now comes in.
-        budget_bytes: What may not be exceeded, and is worth filling; None for a chunk as large as is fast.
+        problem: The call to cut.
+        known: Earlier measurements by number of rows; new ones are added.
+        budget_bytes: Limit that may not be exceeded and is worth filling; None for a chunk as large as is useful for
+            speed.
     """
 
     def __init__(self, problem: Problem, known: dict[int, Measurement], budget_bytes: int | None) -> None:
@@ -270,20 +273,20 @@ class _Choice:
             self._base = max(0, int(first.backward_bytes - per_row * first.num_rows))
 
     def make(self) -> ChunkPlan:
-        """Choose."""
+        """Choose a plan."""
         fixed, best = max(self._held), self._try(self._first_size)
         target = _CPU_BYTES if self._problem.is_on_cpu else _ACCELERATOR_BYTES
-        base = best.least_bytes  # a gradient of each parameter, for example: longer chunks do not make it larger
+        base = best.least_bytes  # parameter gradients, for example: longer chunks do not make them larger
         room = base + target if self._budget is None else int(_FILL * self._budget) - fixed
         tried = [best]
         while best.peak_bytes > room and best.num_rows > 1:
             best = self._try(best.num_rows // 2)
             tried.append(best)
-        if self._budget is None:  # then one row may take more
+        if self._budget is None:  # without a budget one row may take more
             room = max(room, best.peak_bytes)
         elif best.peak_bytes > room:  # one row can take more than several: kernels change with the size
             self._refuse(min(tried, key=lambda each: each.peak_bytes), room, fixed)
-        # Either the chunk fills the room, or many graphs do: few large ones would leave much of it.
+        # Either one chunk fills the room, or many graphs do: a few large ones would leave much of it unused.
         rest = room - base
         limit = room if rest <= 2 * target else base + min(target, rest // _MIN_GRAPHS)
         best = self._largest(best, room, max(limit, best.peak_bytes))
@@ -299,13 +302,13 @@ class _Choice:
         )
 
     def _largest(self, best: _Chunk, room: int, limit: int) -> _Chunk:
-        """The largest size that takes no more than the limit, or one that fills the room with whole graphs."""
+        """Return the largest size within the limit, or one that fills the room with whole graphs."""
         growth = 1.0
         while factor := _factor(best, self._num_rows, growth, limit):
             found = self._near(min(best.num_rows * factor, self._num_rows))
             if found.num_rows == best.num_rows:
                 break
-            if found.peak_bytes > limit:  # another kernel: what was seen before did not tell
+            if found.peak_bytes > limit:  # another kernel: earlier sizes did not predict it
                 return best
             growth = max(1.0, _growth(best, found))
             best = found
@@ -322,17 +325,17 @@ class _Choice:
         return best
 
     def _near(self, size: int) -> _Chunk:
-        """The size itself, or the largest that was measured before and is hardly smaller."""
+        """Return the size itself, or the largest already measured size that is slightly smaller."""
         if size in self._known:
             return self._try(size)
         return self._try(max((rows for rows in self._known if _SAME * size <= rows <= size), default=size))
 
     def _keep(self, chunk: _Chunk, room: int, num_chunks: int) -> tuple[int, int]:
-        """Of how many chunks the graph fits, and the peak with them."""
+        """Return how many chunks' graphs fit, and the peak with them."""
         kept = chunk.kept_bytes
         if kept <= 0:
             return 0, chunk.peak_bytes
-        # The last chunk may be short. Its backward comes first, then that of a full one without it.
+        # The last chunk may be short. Its backward comes first, then that of a full chunk.
         last = self._num_rows - (num_chunks - 1) * chunk.num_rows
         short = min(self._try(size).peak_bytes for size in list(self._known) if size >= last)
         short = min(short, chunk.peak_bytes)
@@ -356,7 +359,7 @@ class _Choice:
 
     def _measured(self, size: int) -> Measurement:
         if size not in self._known and size == self._num_rows:
-            # Calls of ever other numbers of rows: what took more rows, though not many more, tells enough.
+            # For calls with ever-changing numbers of rows, a measurement of slightly more rows is good enough.
             larger = min((rows for rows in self._known if size < rows <= 2 * size), default=size)
             if larger > size:
                 return replace(self._known[larger], num_rows=size)
@@ -366,21 +369,21 @@ class _Choice:
 
 
 def _written(num_bytes: int) -> str:
-    """A size for people that is no smaller than the number, rounded as it is written."""
+    """Format a size for messages, rounded up so that the text is not smaller than the number."""
     text = format_bytes(num_bytes)
     unit = parse_bytes(f"1 {text.rpartition(' ')[2]}")
     return text if parse_bytes(text) >= num_bytes else format_bytes(num_bytes + unit // 100 + 1)
 
 
 def _factor(best: _Chunk, num_rows: int, growth: float, limit: int) -> int:
-    """By how much the next size may be larger; 0 where none may."""
+    """Return the factor to the next size; 0 if no larger size is allowed."""
     if best.num_rows >= num_rows:
         return 0
     return next((factor for factor in (4, 2) if best.grown(factor**growth) <= limit), 0)
 
 
 def _growth(before: _Chunk, after: _Chunk) -> float:
-    """The power of the number of rows with which the peak grew."""
+    """Return the exponent with which the peak grew in the number of rows."""
     less, more = (each.peak_bytes - each.least_bytes for each in (before, after))
     if before.num_rows == after.num_rows or less <= 0 or more <= 0:
         return -inf

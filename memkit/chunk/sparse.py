@@ -1,4 +1,4 @@
-"""A network of volumes that are mostly empty: run where something is, with the result of the whole."""
+"""Run a network on the occupied part of a mostly empty volume, with the result of the whole volume."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class SparsePlan:
     """How one call was run.
 
     Attributes:
-        mode: The mode that was taken.
-        occupancy: Share of the voxels that are not zero.
-        computed: Voxels that the network ran over, as a share of the volume's; above 1 where parts overlap.
+        mode: The mode that was used.
+        occupancy: Fraction of the voxels that are not zero.
+        computed: Voxels that the network ran on, as a fraction of the volume; above 1 if parts overlap.
         why: The reason, in words.
     """
 
@@ -45,7 +45,7 @@ class SparsePlan:
 
 
 class _Option(NamedTuple):
-    """A mode that gives the network's own result, and what it runs over."""
+    """A mode that gives the network's own result, and the fraction of the volume it computes."""
 
     mode: SparseMode
     computed: float
@@ -53,30 +53,30 @@ class _Option(NamedTuple):
 
 
 class SparsityAwareProcessor:
-    """Run a network on a volume that is mostly zero, without running it over the empty part.
+    """Run a network on a mostly zero volume, skipping the empty part.
 
     Args:
-        fn: Takes a volume (B, C, D, H, W) and gives one with as many dimensions.
-        mode: How.
+        fn: Maps a volume (B, C, D, H, W) to another 5-D volume.
+        mode: How to run the network.
 
-            * ``"pointwise"``: occupied voxels as rows, and one empty voxel for all that is empty. For networks that
-              treat each voxel by itself (1x1x1 convolutions, activations, BatchNorm in evaluation mode).
-            * ``"blocks"``: cubes that see an occupied voxel, with the margin that their results depend on, and one
-              empty cube.
+            * ``"pointwise"``: occupied voxels as rows, and one empty voxel for the whole empty part. For networks that
+              treat each voxel independently (1x1x1 convolutions, activations, BatchNorm in evaluation mode).
+            * ``"blocks"``: cubes whose receptive field holds an occupied voxel, with the margin that their results
+              depend on, and one empty cube.
             * ``"bbox"``: the box around all occupied voxels, with its margin, and one empty cube.
             * ``"dense"``: ``fn(volume)``.
-            * ``"submanifold"``: convolutions see occupied voxels only, and give results there only: zero elsewhere.
-              This is *another model* than ``fn``, see `submanifold_conv3d`, and must be chosen.
-            * ``"auto"``: of the first four the one that runs over the least, as measured in each call. What it took
-              and why is in ``last_plan``.
-        block_size: Voxels along a side of the cubes, without the margin.
-        dense_threshold: ``"auto"`` runs the whole volume where the best other way runs over more than this share.
+            * ``"submanifold"``: convolutions read occupied voxels only, and write results there only: zero elsewhere.
+              This is a *different model* than ``fn``, see `submanifold_conv3d`, and must be chosen explicitly.
+            * ``"auto"``: whichever of the first four computes the fewest voxels, determined in each call. ``last_plan``
+              records the choice and the reason.
+        block_size: Side of the cubes in voxels, without the margin.
+        dense_threshold: ``"auto"`` runs the whole volume if the best other mode would compute more than this fraction.
 
     Attributes:
-        last_plan: How the last call was run; None before the first.
+        last_plan: How the last call was run; None before the first call.
 
-    All modes but ``"submanifold"`` give the result of ``fn(volume)`` with the gradients of its parameters, to rounding.
-    The margin is found as `tiled_apply` finds it, at the first call.
+    All modes but ``"submanifold"`` give the result of ``fn(volume)`` with the gradients of its parameters, up to
+    rounding. The margin is determined as in `tiled_apply`, at the first call.
 
     Example:
         >>> import torch
@@ -122,16 +122,17 @@ class SparsityAwareProcessor:
             volume: (B, C, D, H, W), floating point; or `SparseVoxels`.
 
         Returns:
-            (B, C_out, D_out, H_out, W_out) for a volume. For `SparseVoxels` the results at the same voxels: a gradient
-            flows to their features.
+            (B, C_out, D_out, H_out, W_out) for a volume. For `SparseVoxels`, the results at the same voxels; gradients
+            flow to their features.
 
         Raises:
-            InputError: The mode cannot give the network's result, and the reason (a norm over space, dropout, BatchNorm
-                in training mode, a volume that requires a gradient); ``"auto"`` then runs the whole volume.
-            InputTypeError: The volume has another form.
-            StateError: In a backward with ``create_graph=True``, in modes that compute in parts.
+            InputError: The mode cannot give the network's result; the message gives the reason (a norm over space,
+                dropout, BatchNorm in training mode, a volume that requires a gradient). ``"auto"`` runs the whole
+                volume instead.
+            InputTypeError: The volume has the wrong type, shape or dtype.
+            StateError: In a backward pass with ``create_graph=True``, in modes that compute in parts.
 
-        Memory cost: the result, and what the network takes for the share of the volume that it runs over.
+        Memory cost: the result, and the network's memory for the fraction of the volume it runs on.
         """
         is_sparse = isinstance(volume, SparseVoxels)
         if not is_sparse:
@@ -192,7 +193,7 @@ class SparsityAwareProcessor:
         return best, f"it runs over {best.computed:.2%} of the volume, the least of {_names(options)} and dense"
 
     def _options(self, form: Tensor, kind: object, occupied: Tensor, occupancy: float) -> list[_Option]:
-        """The modes that keep the network's result; one that was asked for and does not is refused."""
+        """Return the modes that preserve the network's result; refuse a requested one that does not."""
         reaches = self._reaches(form, kind)
         if all(reach == _ALONE for reach in reaches) and self._mode in ("auto", "pointwise"):
             return [_Option("pointwise", occupancy)]
@@ -217,7 +218,7 @@ class SparsityAwareProcessor:
         return options
 
     def _reaches(self, form: Tensor, kind: object) -> tuple[Reach, ...]:
-        """How far the network looks along D, H, W. A refusal is kept too: to look takes a while."""
+        """Return the network's reach along D, H, W. A refusal is cached too: the search is slow."""
         key = kind, form.shape[2:]
         if key not in self._known:
             self._known[key] = self._look(form)
@@ -261,7 +262,7 @@ class SparsityAwareProcessor:
         return self._sizes[key]
 
     def _kind(self, form: Tensor) -> tuple[object, ...]:
-        """What tells calls apart for which something was found; layers may be put in later."""
+        """Return the cache key of a call; it includes ``repr``, since layers may be replaced later."""
         modes = tuple(each.training for each in self._fn.modules())
         return repr(self._fn), modes, form.shape[1], form.dtype, form.device
 
@@ -272,7 +273,7 @@ class SparsityAwareProcessor:
 
 
 def _occupied(volume: Tensor | SparseVoxels) -> Tensor:
-    """(B, D, H, W) bool."""
+    """Return the mask of occupied voxels, (B, D, H, W) bool."""
     if not isinstance(volume, SparseVoxels):
         return (volume.detach() != 0).any(1)
     occupied = torch.zeros(volume.batch_size, *volume.shape, dtype=torch.bool, device=volume.coords.device)
@@ -281,7 +282,7 @@ def _occupied(volume: Tensor | SparseVoxels) -> Tensor:
 
 
 def _form(volume: Tensor | SparseVoxels) -> Tensor:
-    """A volume of the same form, which takes no memory."""
+    """Return a volume of the same shape, dtype and device that takes no extra memory."""
     if not isinstance(volume, SparseVoxels):
         return volume.detach()
     rows = volume.features.detach()

@@ -1,7 +1,7 @@
-"""Run a network of volumes on the occupied voxels only: they are laid out as a volume that is N voxels long.
+"""Run a network on occupied voxels only, laid out as a volume that is N voxels long.
 
-What treats each voxel by itself cannot tell. A convolution that looks further is replaced, where that is asked for, by
-the one of occupied voxels among themselves.
+Layers that treat each voxel independently give the same results. Larger convolutions are replaced, on request, by
+submanifold convolutions over the occupied voxels.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SUBMANIFOLD_CALL = 'SparsityAwareProcessor(fn, mode="submanifold")(volume)'
 
 
 def pointwise(fn: nn.Module, voxels: SparseVoxels) -> SparseVoxels:
-    """Run a network that treats each voxel by itself on the voxels."""
+    """Run a pointwise network on the occupied voxels."""
     return voxels.with_features(_on_rows(fn, _one_or_more(voxels).features)[: len(voxels.coords)])
 
 
 def pointwise_everywhere(fn: nn.Module, voxels: SparseVoxels) -> Tensor:
-    """The same for the whole volume: one empty voxel is run too, and all that is empty shares its result.
+    """Run a pointwise network for the whole volume: a single empty voxel is run too, for all empty voxels.
 
-    What a network makes of zero is seldom zero. The shared row gets the gradient of all empty voxels.
+    A network's output for zero is rarely zero. The shared row receives the gradient of all empty voxels.
 
     Returns:
         (B, C_out, D, H, W).
@@ -48,10 +48,10 @@ def pointwise_everywhere(fn: nn.Module, voxels: SparseVoxels) -> Tensor:
 
 
 def submanifold(fn: nn.Module, voxels: SparseVoxels) -> SparseVoxels:
-    """Run a network with its convolutions replaced by submanifold ones: another model than the dense network.
+    """Run a network with its convolutions replaced by submanifold ones: a different model than the dense one.
 
     Raises:
-        InputError: A convolution has no such form: it strides, has an even kernel, or does not keep the size.
+        InputError: A convolution has no submanifold form: it is strided, has an even kernel, or changes the size.
     """
     some = _one_or_more(voxels)
     with _Replacing(some):
@@ -59,29 +59,29 @@ def submanifold(fn: nn.Module, voxels: SparseVoxels) -> SparseVoxels:
 
 
 def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
-    """Refuse a network that mixes voxels otherwise than by convolutions: NaN in a lone voxel must stay there.
+    """Refuse a network that mixes voxels by anything but convolutions: NaN in an isolated voxel must stay there.
 
-    BatchNorm is let through: its statistics are those of the occupied voxels.
+    BatchNorm is allowed: its statistics are those of the occupied voxels.
 
     Args:
         fn: The network.
-        rows: (3, C), zeros to try it on.
+        rows: (3, C), zeros to test with.
 
     Raises:
-        InputError: It pools, resamples, attends or normalises over space; names the first layer.
+        InputError: It pools, resamples, attends or normalizes over space; the first such layer is named.
     """
     coords = torch.tensor([[0, 0, 0], [64, 64, 64], [128, 128, 128]], device=rows.device)
     lone = SparseVoxels.from_coords(coords, rows.index_fill(0, coords.new_ones(1), math.nan), shape=(129, 129, 129))
     names = {child: f"`{name}` ({type(child).__name__})" for name, child in fn.named_modules() if name}
     culprits: list[str] = []
 
-    def watch(child: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - the form of a hook
+    def watch(child: nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - the signature of a hook
         if not _is_lone(output):
             culprits.append(names[child])
 
     handles = [child.register_forward_hook(watch) for child in names]
     try:
-        buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some count their calls
+        buffers = {name: each.clone() for name, each in fn.named_buffers()}  # some layers count their calls
         with (
             without_gradients(),
             RandomNumbers(held_generators([fn])).preserved(),
@@ -101,14 +101,14 @@ def check_submanifold(fn: nn.Module, rows: Tensor) -> None:
 
 
 def _is_lone(volume: object) -> bool:
-    """Whether NaN is in no other voxel than the middle one of three."""
+    """Return whether NaN is confined to the middle one of three voxels."""
     if not isinstance(volume, Tensor) or volume.dim() != 5 or volume.shape[4] != 3:
         return False
     return not bool(torch.isnan(volume[..., ::2]).any())
 
 
 def _one_or_more(voxels: SparseVoxels) -> SparseVoxels:
-    """One empty voxel where there is none: torch's convolutions refuse a volume without any."""
+    """Add an empty voxel if there is none: torch's convolutions refuse empty volumes."""
     if len(voxels.coords):
         return voxels
     rows = voxels.features
@@ -132,7 +132,7 @@ def _on_rows(fn: Callable[[Tensor], Any], rows: Tensor) -> Tensor:
 
 
 def _as_volume(rows: Tensor) -> Tensor:
-    # Along the last dimension: along the first, torch's 1x1x1 convolution takes 30 times as long to differentiate.
+    # Along the last dimension: along the first, the backward of torch's 1x1x1 convolution is 30 times slower.
     return rows.t()[None, :, None, None, :]
 
 
@@ -141,7 +141,7 @@ def _as_rows(volume: Tensor) -> Tensor:
 
 
 class _Replacing(TorchFunctionMode):
-    """Replaces the convolutions that look further than one voxel."""
+    """Replaces the convolutions with kernels larger than one voxel."""
 
     def __init__(self, voxels: SparseVoxels, *, without_batch_norm: bool = False) -> None:
         super().__init__()

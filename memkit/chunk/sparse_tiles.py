@@ -1,7 +1,7 @@
-"""Run a network of volumes only where something is: tiles that see a voxel, or one box around all.
+"""Run a network only near occupied voxels: on tiles that see one, or on one box around all of them.
 
-All empty tiles look alike: one of them is run for all. Tiles are cut as `tiled_apply` cuts them: their results are
-those of the whole volume, borders included.
+All empty tiles are identical, so one is run for all. Tiles are cut as in `tiled_apply`, so their results equal those of
+the whole volume, including at the borders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Patch(NamedTuple):
 
     Attributes:
         sample: Number of the sample.
-        pieces: Where it is read and written, along D, H, W.
+        pieces: Where it reads and writes, along D, H, W.
     """
 
     sample: int
@@ -35,13 +35,13 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TileChoice:
-    """Which parts of a volume are run.
+    """The parts of a volume to run.
 
     Attributes:
         axes: How D, H, W are cut into tiles.
-        tile_out_sizes: Places of one tile's result.
-        lengths: What a patch reads.
-        patches: The parts, all of one size.
+        tile_out_sizes: Spatial sizes of one tile's result.
+        lengths: Spatial sizes that a patch reads.
+        patches: The parts, all of the same size.
     """
 
     axes: tuple[ExactAxis, ...]
@@ -51,7 +51,7 @@ class TileChoice:
 
     @property
     def num_places(self) -> int:
-        """Voxels that are run, with the empty tile."""
+        """Number of voxels that are run, including the empty tile."""
         return math.prod(self.lengths) * len(self.patches) + math.prod(axis.length for axis in self.axes)
 
     @property
@@ -60,7 +60,7 @@ class TileChoice:
         return tuple(axis.out_size(size) for axis, size in zip(self.axes, self.tile_out_sizes, strict=True))
 
     def places_in_tile(self, device: torch.device) -> list[Tensor]:
-        """For D, H, W: where in its tile's result each place of the whole result is."""
+        """Return, for D, H, W, each result position's offset within its tile's result."""
         found = []
         for axis, size in zip(self.axes, self.tile_out_sizes, strict=True):
             runs = (range(p.offset, p.offset + p.out_stop - p.out_start) for p in axis.pieces(size))
@@ -69,12 +69,12 @@ class TileChoice:
 
 
 def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> TileChoice:
-    """The tiles that see an occupied voxel.
+    """Choose the tiles that see an occupied voxel.
 
     Args:
         occupied: (B, D, H, W) bool.
         axes: How D, H, W are cut.
-        tile_out_sizes: Places of one tile's result.
+        tile_out_sizes: Spatial sizes of one tile's result.
     """
     pieces = [list(axis.pieces(size)) for axis, size in zip(axes, tile_out_sizes, strict=True)]
     seen = occupied
@@ -88,7 +88,7 @@ def cut_blocks(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tu
 
 
 def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple[int, ...]) -> TileChoice:
-    """The smallest box that holds all that an occupied voxel changes, in each sample."""
+    """Choose the smallest box that covers everything an occupied voxel can change, the same for all samples."""
     pieces, lengths = [], []
     for dim, (axis, size) in enumerate(zip(axes, tile_out_sizes, strict=True), start=1):
         others = [other for other in range(4) if other != dim]
@@ -101,7 +101,7 @@ def cut_box(occupied: Tensor, axes: tuple[ExactAxis, ...], tile_out_sizes: tuple
 
 
 def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) -> tuple[TileSpan, int]:
-    """The part of the result that places ``first`` to ``last`` of the input change, and what it needs to be read."""
+    """Return the part of the result that input ``first`` to ``last`` affects, and the length to read for it."""
     period, step = reach.period, reach.step
     begin = max((first - reach.after) // period, 0)
     end = min((last + reach.before) // period + 1, -(-out_size // step))
@@ -112,18 +112,18 @@ def _box_piece(first: int, last: int, size: int, out_size: int, reach: Reach) ->
 
 
 def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: TileChoice, *, background: bool) -> Tensor:
-    """Run the patches, and put the result together.
+    """Run the patches, and assemble the result.
 
     Args:
-        fn: Takes and gives (B, C, D, H, W).
-        voxels: What is not empty.
-        cut: What to run.
-        background: Whether to run an empty tile too, for all that no patch gives; else that is zero.
+        fn: A network from (B, C, D, H, W) to (B, C_out, D_out, H_out, W_out).
+        voxels: The occupied voxels.
+        cut: The parts to run.
+        background: Whether to run an empty tile too, for the positions that no patch covers; otherwise these are zero.
 
     Returns:
         (B, C_out, *out_sizes).
 
-    Memory cost: the result, what `fn` takes for all patches, and 4 bytes for each voxel of the volume for a moment.
+    Memory cost: the result, the memory of `fn` for all patches, and temporarily 4 bytes per voxel of the volume.
     """
     empty = None
     if background or not cut.patches:
@@ -135,7 +135,7 @@ def run_patches(fn: nn.Module, voxels: SparseVoxels, cut: TileChoice, *, backgro
 
 
 def _windows(voxels: SparseVoxels, cut: TileChoice) -> Tensor:
-    """(patches, C, *lengths): what the patches read, picked from the rows of the voxels."""
+    """Return the input of the patches, (patches, C, *lengths), gathered from the voxel rows."""
     rows = voxels.features
     number = torch.full((voxels.batch_size, *voxels.shape), len(rows), dtype=torch.int32, device=rows.device)
     number[voxels.coords.unbind(1)] = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
@@ -148,7 +148,7 @@ def _windows(voxels: SparseVoxels, cut: TileChoice) -> Tensor:
 
 
 class _Paste(torch.autograd.Function):
-    """Copies parts into a volume; a slice in a graph would cost a gradient of the whole volume for each part."""
+    """Copies parts into a volume; autograd slices would cost a gradient of the whole volume for each part."""
 
     @staticmethod
     def forward(ctx: Any, cut: TileChoice, batch_size: int, parts: Tensor, empty: Tensor | None) -> Tensor:
@@ -187,5 +187,5 @@ class _Paste(torch.autograd.Function):
 
 
 def _part(pieces: Sequence[TileSpan]) -> tuple[Any, ...]:
-    """A piece's place in its own result."""
+    """Return the index of a piece in its own result."""
     return ..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces)

@@ -1,4 +1,4 @@
-"""Convolution of occupied voxels among themselves, in plain torch: memory and time follow their number."""
+"""Submanifold convolution in plain torch; memory and time scale with the number of occupied voxels."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def submanifold_conv3d(
 ) -> SparseVoxels:
     """Convolve occupied voxels, with results at these voxels only.
 
-    One layer equals `torch.nn.functional.conv3d` with padding to the same size, read at the occupied voxels. Layers
-    that follow each other do not: a dense layer also has results beside the occupied voxels, which the next one sees.
-    So a network of such layers is a model of its own, and occupied voxels do not spread.
+    One layer equals `torch.nn.functional.conv3d` with padding to the same size, read at the occupied voxels. A stack of
+    layers does not: a dense layer also has results next to the occupied voxels, which the next layer reads. So a
+    network of submanifold layers is a different model, in which the occupied set does not grow.
 
-    Which voxels are neighbours is found at the first call for a kernel size, and kept with the coordinates: the result
-    has it too, and so has all that `SparseVoxels.with_features` gives.
+    Neighbors are found at the first call for a kernel size and cached with the coordinates; the result and everything
+    from `SparseVoxels.with_features` share the cache.
 
     Args:
         voxels: N voxels with features (N, C_in).
-        weight: (C_out, C_in, kd, kh, kw), as `torch.nn.Conv3d` has it; odd sizes.
+        weight: (C_out, C_in, kd, kh, kw), as in `torch.nn.Conv3d`; odd sizes.
         bias: (C_out,) or None.
-        dilation: Steps between the places that the kernel sees: one number, or one for each dimension.
+        dilation: Spacing of the kernel's elements: one number, or one per dimension.
 
     Returns:
         The same voxels with features (N, C_out).
 
     Raises:
-        ConfigError: A kernel size is even, or a dilation below 1.
-        InputError: The weight does not fit the features.
+        ConfigError: A kernel size is even, or a dilation is below 1.
+        InputError: The weight does not match the features.
         InputTypeError: The voxels are a dense volume, or something else.
-        StateError: In a backward with ``create_graph=True``.
+        StateError: In a backward pass with ``create_graph=True``.
 
-    Memory cost: the result, and what one offset of the kernel gathers, at most 3 times N rows; backward the gradients
-    and the same again. Neighbours take 4 bytes for each neighbour of each voxel.
+    Memory cost: the result, and the rows gathered for one kernel offset, at most 3 times N rows; in the backward pass
+    the gradients and the same again. The neighbor cache takes 4 bytes per neighbor of each voxel.
 
     Source: Graham, Engelcke, van der Maaten, "3D Semantic Segmentation with Submanifold Sparse Convolutional Networks",
     2018.
@@ -72,7 +72,7 @@ def submanifold_conv3d(
 
 
 class _Submanifold(torch.autograd.Function):
-    """One offset at a time, forward and backward: what is gathered is gathered again, and nothing of it is kept."""
+    """Processes one offset at a time; the backward gathers rows again, so no gathered rows are kept."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, pairs: list[Pairs]) -> Tensor:
@@ -112,14 +112,14 @@ class _Submanifold(torch.autograd.Function):
 
 
 def _directed(pairs: list[Pairs], num_offsets: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Number, rows that are read and rows that are written, for each offset but the centre."""
+    """Yield the number, the rows read and the rows written, for each offset except the center."""
     for number, near, far in pairs:
         yield number, far, near
         yield num_offsets - 1 - number, near, far
 
 
 def _add_rows(out: Tensor, rows: Tensor, left: Tensor, right: Tensor) -> None:
-    """``out[rows] += left @ right``; no row comes twice, so that nothing is added atomically and results repeat."""
+    """Compute ``out[rows] += left @ right``; rows are unique, so no atomics are needed and results repeat."""
     part = out.index_select(0, rows)
     if part.dtype == left.dtype:
         part.addmm_(left, right)

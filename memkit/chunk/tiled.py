@@ -1,4 +1,4 @@
-"""Convolutional modules on volumes that are too large for them: tile by tile, with the result of the whole."""
+"""Convolutional modules applied tile by tile to volumes that do not fit, with the same result."""
 
 from __future__ import annotations
 
@@ -31,48 +31,48 @@ def tiled_apply(
     online_reduce: Callable[[Tensor], Tensor] | None = None,
     output_device: torch.device | str | None = None,
 ) -> Tensor:
-    """Apply a module to a volume tile by tile, forward and backward: equal to ``module(x)``, with one tile's graph.
+    """Apply a module to a volume tile by tile, equal to ``module(x)``, with one tile's graph at a time.
 
-    Each tile is cut with the margin (halo) that its results depend on. The margin and the module's stride are found
-    by following NaN through the module. Backward runs each tile again and sums its gradients into those of the input
-    and of the parameters, which get one gradient per call.
+    Each tile is cut with the margin (halo) that its results depend on. The margin and the module's stride are found by
+    tracing NaN through the module. The backward pass recomputes each tile and sums its gradients into those of the
+    input and of the parameters, which get one gradient per call.
 
     Args:
-        module: Convolutions, transposed ones, pooling, upsampling, activations, skip connections, BatchNorm in
-            evaluation mode. It takes (B, C, *spatial) and returns one tensor with as many dimensions.
-        x: (B, C, *spatial), floating point; one, two or three spatial dimensions, in any number of rows.
-        tile_size: Places of the input that a tile owns, at most: one number, or one per dimension in ``dims``; rounded
-            down to a multiple of the module's stride. What a tile reads is larger by the halo on both sides. With
-            ``mode="constant"`` or ``"gaussian"`` the length of a window.
-        halo: ``"auto"``, or places on both sides of a tile: one number or one per dimension in ``dims``. One that is
-            smaller than what the module reaches is wrong near the cuts: a warning says so. For ``"exact"`` alone.
-        dims: Dimensions that are cut; None for all spatial ones. ``(-3,)`` cuts slabs.
+        module: Convolutions, transposed convolutions, pooling, upsampling, activations, skip connections, BatchNorm in
+            evaluation mode. It takes (B, C, *spatial) and returns one tensor with the same number of dimensions.
+        x: (B, C, *spatial), floating point; one, two or three spatial dimensions, any batch size.
+        tile_size: Maximum input extent that a tile owns: one number, or one per dimension in ``dims``; rounded down to
+            a multiple of the module's stride. A tile reads the halo on both sides in addition. With ``mode="constant"``
+            or ``"gaussian"`` it is the window length.
+        halo: ``"auto"``, or the margin on both sides of a tile: one number or one per dimension in ``dims``. A halo
+            smaller than the module's reach gives wrong results near the cuts and a warning. Only for ``"exact"``.
+        dims: Dimensions to cut; None for all spatial ones. ``(-3,)`` cuts slabs.
         mode: ``"exact"``: equal to the module. ``"constant"``, ``"gaussian"``: an approximation for modules that look
-            at the whole volume: windows that overlap are averaged, with equal weights or with weights that fall from
-            their centre. Results must have the input's size.
-        overlap: Share of a window that the next one covers again, in [0, 1). Not used by ``"exact"``.
+            at the whole volume: overlapping windows are averaged, with equal weights or with weights that decrease away
+            from the center. Results must have the input's size.
+        overlap: Fraction of a window that the next one overlaps, in [0, 1). Not used by ``"exact"``.
         online_reduce: Applied to each tile's result before it is stored, under ``torch.no_grad()``, with
-            ``mode="exact"``: ``lambda y: y.argmax(1)`` keeps one label where the module gives many channels. It must
-            keep the spatial dimensions, and these last.
-        output_device: Where the result is put together, ``"cpu"`` for one that does not fit; None: where the module
-            leaves it.
+            ``mode="exact"``: ``lambda y: y.argmax(1)`` stores one label instead of many channels. It must keep the
+            spatial dimensions last.
+        output_device: Device on which the result is assembled, ``"cpu"`` for one that does not fit; None for the device
+            of the module's output.
 
     Returns:
-        The result; (B, channels, *out_spatial), or as ``online_reduce`` gives it.
+        The result, (B, channels, *out_spatial), or with the shape that ``online_reduce`` gives.
 
     Raises:
-        InputError: In exact mode, a module that no tile can be exact for: it is named (a norm over space, attention,
-            global pooling, circular padding, BatchNorm in training mode).
-        InputTypeError: The module or its result has another form.
-        ConfigError: Settings are out of range or exclude each other.
-        StateError: In a backward with ``create_graph=True``.
+        InputError: In exact mode, the module cannot be tiled exactly; the message names it (a norm over space,
+            attention, global pooling, circular padding, BatchNorm in training mode).
+        InputTypeError: The module or its result has an unsupported type or shape.
+        ConfigError: Settings are out of range or mutually exclusive.
+        StateError: In a backward pass with ``create_graph=True``.
 
-    A tile as large as the volume is one plain call. Random numbers (dropout) are drawn anew for each tile, and repeated
-    in backward: a valid draw, not the one of ``module(x)``.
+    A tile as large as the volume is one plain call. Random numbers (dropout) are drawn separately for each tile, and
+    repeated in the backward pass: a valid draw, but not that of ``module(x)``.
 
     Memory cost: the result, the input's gradient (in float32 for half precision), one gradient of the parameters, and
-    what a tile with its halo takes. The first call for a module looks for the halo: see `find_reach`.
-    Time cost: backward repeats the forward; halos are computed more than once.
+    the memory of one tile with its halo. The first call for a module determines the halo: see `find_reach`.
+    Time cost: the backward pass repeats the forward; halos are computed more than once.
 
     Source: halos of half the receptive field aligned to the stride, Majurski and Bajcsy, "Exact tile-based
     segmentation inference for images larger than GPU memory", 2021.
@@ -180,7 +180,7 @@ def _check_settings(
 
 
 def _per_dim(x: Tensor, dims: Sequence[int] | None, value: Any, name: str, *, least: int) -> dict[int, int]:
-    """One number for each dimension, counted from the end."""
+    """Return one number per dimension, with dimensions counted from the end."""
     spatial = range(2 - x.dim(), 0)
     chosen = [dim - x.dim() if dim > 0 else dim for dim in (spatial if dims is None else dims)]
     are_many = isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0

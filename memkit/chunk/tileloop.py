@@ -1,4 +1,4 @@
-"""Run a module tile by tile: the result, and the gradients with one tile's graph alive at a time."""
+"""Run a module tile by tile, forward and backward, with one tile's graph alive at a time."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CALL = "tiled_apply(module, x)"
 
 @dataclass(frozen=True, slots=True)
 class TileJob:
-    """What to run, and how the volume is cut.
+    """A module to run, and how the volume is cut.
 
     Attributes:
         module: The module.
         axes: The cut of each spatial dimension; these are the last dimensions of the input and of the result.
-        output_device: Where the result is put together; None where the module leaves it.
+        output_device: Device on which the result is assembled; None for the device of the module's output.
         reduce: Applied to each tile's part of the result before it is stored; keeps the spatial dimensions.
     """
 
@@ -37,25 +37,25 @@ class TileJob:
 
     @property
     def is_exact(self) -> bool:
-        """Whether each place of the result belongs to one tile."""
+        """Whether each position of the result belongs to exactly one tile."""
         return not any(isinstance(axis, BlendedAxis) for axis in self.axes)
 
     @property
     def first(self) -> list[TileSpan]:
-        """A tile at the origin, for `read`: how large its result is shows when it ran."""
+        """A tile at the origin, for `read`; the size of its result is known only after it ran."""
         return [TileSpan(0, 0, 0, 0)] * len(self.axes)
 
     def read(self, pieces: Sequence[TileSpan]) -> tuple[Any, ...]:
-        """The tile's place in the input."""
+        """Return the index of the tile in the input."""
         return ..., *(slice(p.start, p.start + axis.length) for p, axis in zip(pieces, self.axes, strict=True))
 
     def tile_out_sizes(self, y: Tensor) -> tuple[int, ...]:
-        """The spatial sizes of a tile's result."""
+        """Return the spatial sizes of a tile's result."""
         return tuple(y.shape[-len(self.axes) :])
 
 
 def apply_tiles(job: TileJob, x: Tensor) -> Tensor:
-    """Run the module over all tiles; differentiable where autograd records and something requires a gradient."""
+    """Run the module over all tiles; differentiable if grad mode is on and anything requires a gradient."""
     params = [each for each in job.module.parameters() if each.requires_grad]
     if torch.is_grad_enabled() and (x.requires_grad or params):
         return _Tiled.apply(job, x, *params)  # type: ignore[no-any-return, no-untyped-call]
@@ -63,16 +63,16 @@ def apply_tiles(job: TileJob, x: Tensor) -> Tensor:
 
 
 def run_tiles(job: TileJob, x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Put the result together from the tiles.
+    """Assemble the result from the tiles.
 
     Args:
-        job: What to do.
+        job: The job to run.
         x: (B, C, *spatial).
-        fn: What to call with each tile; the module, or a stand-in for it.
+        fn: Called with each tile; the module, or a stand-in for it.
 
-    Memory cost: the result, and what one tile takes.
+    Memory cost: the result, and the memory of one tile.
     """
-    # A copy, because a module may write into its input, and neighbours read the same places.
+    # A copy, because a module may write into its input, and neighboring tiles read the same positions.
     y = fn(x[job.read(job.first)].clone())
     _refuse_other_forms(x, y)
     sizes = job.tile_out_sizes(y)
@@ -104,7 +104,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx: Any, job: TileJob, x: Tensor, *params: Tensor) -> Tensor:
         ctx.job, ctx.replay = job, Circumstances([x], job.module)
         ctx.save_for_backward(x, *params)
-        with without_gradients():  # as autograd has it, and older versions of autocast know it
+        with without_gradients():  # as in any autograd function; older autocast versions need it explicitly
             return run_tiles(job, x, job.module)
 
     @staticmethod
@@ -113,7 +113,7 @@ class _Tiled(torch.autograd.Function):
             CALL, "for second derivatives call module(x), under torch.utils.checkpoint if it takes too much."
         )
         x, *params = ctx.saved_tensors
-        modules = [] if ctx.job.is_exact else [ctx.job.module]  # what changes its buffers is no module for exact tiles
+        modules = [] if ctx.job.is_exact else [ctx.job.module]  # exact tiles refuse modules that change buffers
         with ctx.replay.again(), without_hooks(params), undone(modules):
             return None, *_gradients(ctx.job, x, params, ctx.needs_input_grad[1:], upstream[0])
 
@@ -121,7 +121,7 @@ class _Tiled(torch.autograd.Function):
 def _gradients(
     job: TileJob, x: Tensor, params: Sequence[Tensor], needs: Sequence[bool], upstream: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of the input and of the parameters, None for what the result does not depend on."""
+    """Compute the gradients of the input and the parameters; None if the result does not depend on one."""
     sources = [x, *params]
     wanted = [index for index, is_needed in enumerate(needs) if is_needed]
     sums: list[Tensor | None] = [None] * len(sources)
@@ -131,7 +131,7 @@ def _gradients(
             leaf = x[job.read(pieces)].detach().requires_grad_(needs[0])
             return leaf, job.module(leaf.clone())
 
-    # Every tile runs, in the forward's order: random numbers repeat only so.
+    # Every tile runs, in the forward's order: otherwise random numbers would not repeat.
     leaf, y = run(job.first)
     for index, pieces in enumerate(tiles(job.axes, job.tile_out_sizes(y))):
         if index:
@@ -160,7 +160,7 @@ def _add(sums: list[Tensor | None], index: int, source: Tensor, gradient: Tensor
 
 
 def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
-    """The places of a tile's result that it gives."""
+    """Return the part of a tile's result that it contributes."""
     places: Any = (..., *(slice(p.offset, p.offset + p.out_stop - p.out_start) for p in pieces))
     part = y[places]
     if part.shape[-len(pieces) :] != torch.Size(p.out_stop - p.out_start for p in pieces):
@@ -174,7 +174,7 @@ def _part(y: Tensor, pieces: Sequence[TileSpan]) -> Tensor:
 
 
 def _shares(pieces: Sequence[TileSpan], part: Tensor) -> Tensor | None:
-    """The product of the weights of all dimensions, in the shape of a window; None for exact tiles."""
+    """Return the product of the weights of all dimensions, shaped like a window; None for exact tiles."""
     product: Tensor | None = None
     for dim, piece in enumerate(pieces):
         if piece.weights is not None:

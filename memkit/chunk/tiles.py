@@ -1,9 +1,9 @@
-"""Where the tiles of a volume lie, one dimension at a time: integers only, no tensors.
+"""Tile geometry, one dimension at a time: integers only, no tensors.
 
-A network that shifts with its input does so in whole periods: an input moved by ``period`` places moves the result by
-``step`` places. A convolution has 1 and 1, a net that halves the size 2 and 1, a U-Net with three poolings 8 and 8.
-Tiles start at multiples of the period. The whole length and a tile's length leave the same rest when divided by the
-period, so that rounding of odd sizes is the same in both.
+A shift-equivariant network shifts in whole periods: moving the input by ``period`` positions moves the result by
+``step`` positions. A convolution has 1 and 1, a network that halves the size 2 and 1, a U-Net with three poolings 8 and
+8. Tiles start at multiples of the period. The whole length and a tile's length are equal modulo the period, so that odd
+sizes are rounded the same way in both.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from memkit._core.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a result looks in one dimension, in places of the input.
+    """The receptive field of a result along one dimension, in input positions.
 
-    Period ``m`` of the results is places ``m * step`` to ``(m + 1) * step``. It depends on the input from
-    ``m * period - before`` to ``(m + 1) * period + after`` and on nothing else.
+    Period ``m`` of the result covers positions ``m * step`` to ``(m + 1) * step``. It depends only on the input from
+    ``m * period - before`` to ``(m + 1) * period + after``.
 
     Attributes:
-        before: Places before the period of the result.
-        after: Places behind it.
-        period: Places of the input by which the network shifts.
-        step: Places of the result that belong to a period.
+        before: Input positions needed before the period.
+        after: Input positions needed after it.
+        period: Input positions by which the network shifts.
+        step: Result positions per period.
     """
 
     before: int
@@ -37,21 +37,21 @@ class Reach:
     step: int = 1
 
     def with_halo(self, halo: int) -> Reach:
-        """The same period with another halo on both sides."""
+        """Return the same period with another halo on both sides."""
         return replace(self, before=halo, after=halo)
 
 
 @dataclass(frozen=True, slots=True)
 class TileSpan:
-    """One tile in one dimension.
+    """One tile along one dimension.
 
     Attributes:
-        start: First place of the input that the tile reads.
-        out_start: First place of the result that the tile gives.
-        out_stop: End of these places.
-        offset: Where they begin in the tile's own result.
-        weights: One weight per place of the result where tiles overlap and are blended; None where each place
-            belongs to one tile.
+        start: First input position that the tile reads.
+        out_start: First result position that the tile contributes.
+        out_stop: End of these positions.
+        offset: Where they start in the tile's own result.
+        weights: One weight per result position if tiles overlap and are blended; None if each position belongs to one
+            tile.
     """
 
     start: int
@@ -63,15 +63,15 @@ class TileSpan:
 
 @dataclass(frozen=True, slots=True)
 class ExactAxis:
-    """A dimension cut such that every place of the result comes from one tile, which sees all that it depends on.
+    """A dimension cut so that each result position comes from one tile, which reads everything it depends on.
 
-    Tiles at the border extend inwards: all have one length. Build it with `ExactAxis.cut`.
+    Tiles at the border extend inwards, so all have the same length. Build it with `ExactAxis.cut`.
 
     Attributes:
         size: Length of the input.
-        length: Length of the part of it that every tile reads.
-        core: Periods of the result that belong to a tile; the last may have fewer.
-        reach: What the network needs.
+        length: Length that each tile reads.
+        core: Periods of the result owned by a tile; the last one may own fewer.
+        reach: The network's reach.
     """
 
     size: int
@@ -81,11 +81,11 @@ class ExactAxis:
 
     @classmethod
     def cut(cls, size: int, tile_size: int, reach: Reach) -> ExactAxis:
-        """Cut ``size`` places into tiles that own at most ``tile_size`` places each (at least one period)."""
+        """Cut ``size`` positions into tiles that own at most ``tile_size`` positions each (at least one period)."""
         period = reach.period
         num_periods = -(-size // period)
         most = max(tile_size // period, 1)
-        core = -(-num_periods // -(-num_periods // most))  # even tiles: less to read than a small one at the end
+        core = -(-num_periods // -(-num_periods // most))  # equal tiles read less than a small one at the end would
         length = (core + -(-reach.before // period)) * period + reach.after
         length += (size - length) % period
         if tile_size >= size or length >= size:
@@ -93,11 +93,11 @@ class ExactAxis:
         return cls(size, length, core, reach)
 
     def out_size(self, tile_out_size: int) -> int:
-        """Length of the whole result, from the length of one tile's."""
+        """Return the length of the whole result, given that of one tile's result."""
         return tile_out_size + (self.size - self.length) // self.reach.period * self.reach.step
 
     def pieces(self, tile_out_size: int) -> Iterator[TileSpan]:
-        """The tiles in ascending order, the first one at 0.
+        """Yield the tiles in ascending order, the first one at 0.
 
         Args:
             tile_out_size: Length of one tile's result, the same for all.
@@ -116,14 +116,14 @@ class ExactAxis:
 
 @dataclass(frozen=True, slots=True)
 class BlendedAxis:
-    """A dimension covered by windows that overlap; the weights of a place add up to 1. Results have the input's size.
+    """A dimension covered by overlapping windows with weights that sum to 1; results have the input's size.
 
     Attributes:
         size: Length of the input.
         length: Length of a window.
-        overlap: Share of a window that the next one covers again, in [0, 1).
-        is_gaussian: Weights fall from a window's centre (an eighth of its length is one standard deviation), or are
-            equal.
+        overlap: Fraction of a window that the next one overlaps, in [0, 1).
+        is_gaussian: Whether weights decrease from a window's center (with a standard deviation of an eighth of its
+            length); otherwise they are equal.
     """
 
     size: int
@@ -131,12 +131,12 @@ class BlendedAxis:
     overlap: float
     is_gaussian: bool
 
-    def out_size(self, tile_out_size: int) -> int:  # noqa: ARG002 - the form that ExactAxis has
-        """Length of the whole result."""
+    def out_size(self, tile_out_size: int) -> int:  # noqa: ARG002 - the signature of ExactAxis
+        """Return the length of the whole result."""
         return self.size
 
     def pieces(self, tile_out_size: int) -> Iterator[TileSpan]:
-        """The windows in ascending order, the first one at 0."""
+        """Yield the windows in ascending order, the first one at 0."""
         if tile_out_size != self.length:
             raise InputError(
                 "tiled_apply(mode='constant' or 'gaussian')",
@@ -167,15 +167,15 @@ Axis = ExactAxis | BlendedAxis
 
 
 def place_of(pieces: Iterable[TileSpan]) -> tuple[Any, ...]:
-    """The index of a tile's places in the whole result, one piece for each of the last dimensions."""
+    """Return the index of a tile in the whole result, one piece for each of the last dimensions."""
     return ..., *(slice(piece.out_start, piece.out_stop) for piece in pieces)
 
 
 def tiles(axes: Iterable[Axis], tile_out_sizes: Iterable[int]) -> Iterator[tuple[TileSpan, ...]]:
-    """All tiles: one piece per dimension, the last dimension fastest.
+    """Iterate over all tiles: one piece per dimension, the last dimension fastest.
 
     Args:
         axes: The dimensions.
-        tile_out_sizes: Size of one tile's result in each of them.
+        tile_out_sizes: Size of one tile's result along each of them.
     """
     return itertools.product(*(axis.pieces(size) for axis, size in zip(axes, tile_out_sizes, strict=True)))

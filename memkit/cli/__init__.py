@@ -1,4 +1,4 @@
-"""The shell's door: `memkit COMMAND`. One module per command: parse, call, render."""
+"""Command line entry point: `memkit COMMAND`. One module per command: parse, call, render."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: The arguments after the program's name; None reads them from the command line.
+        argv: The arguments after the program name; None reads them from the command line.
 
     Returns:
-        The exit code: 0 yes, or done; 1 no (it does not fit, there are findings, it became worse); 2 wrong use, or what
-        was given cannot be read (argparse itself exits with 2); 3 not known; 4 the user's own code failed.
+        The exit code: 0 yes, or done; 1 no (it does not fit, there are findings, it got worse); 2 wrong usage, or
+        unreadable input (argparse itself exits with 2); 3 not known; 4 the user's own code failed.
     """
     parser = _Parser(prog="memkit", description="Predict, fit and prove the memory of PyTorch training.")
     parser.add_argument("--version", action="version", version=f"memkit {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     given = sys.argv[1:] if argv is None else argv
-    # Only the command that is asked for is loaded; where none is, the help and the errors speak of all.
+    # Only the requested command is loaded; without one, all are, for the help and the errors.
     for name in given[:1] if given and given[0] in _COMMANDS else _COMMANDS:
         importlib.import_module(f"memkit.cli.{name}").add_parser(commands)
     arguments = parser.parse_args(given)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that shows what was typed, and lets none of it act on the terminal."""
+    """A parser that echoes what was typed, without letting it affect the terminal."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(message and printable(message, is_one_line=False), file)

@@ -1,4 +1,4 @@
-"""Python's cycle collector, put off while a command handles many small records that hold no cycles."""
+"""Run a command without Python's cycle collector while it handles many small records that hold no cycles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def without_collector(run: Callable[[Namespace], int]) -> Callable[[Namespace], int]:
-    """Let a command run without it: it would look at every record again and again, and find nothing."""
+    """Disable the collector for a command: it would scan every record again and again and find nothing."""
 
     @functools.wraps(run)
     def quick(arguments: Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What went wrong in a command: whose fault it is, what the terminal shows of it, and with which code it ends."""
+"""Failures of a command: who is at fault, what the terminal shows, and the exit code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from memkit.cli._codes import FAILED, NOT_KNOWN, WRONG_USE
 from memkit.cli._terminal import say
 
 _PACKAGE = str(Path(__file__).parents[1])
-# Code in these folders, and frozen code, is nobody's own.
+# Code in these folders, and frozen code, does not belong to the user.
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), _PACKAGE, "<")
 
 
 def code_of(error: BaseException) -> int | None:
-    """Say what went wrong on standard error, and return the exit code; None where the error is nobody's here."""
+    """Report an error on standard error, and return the exit code; None if it is neither memkit's nor the user's."""
     is_users = _first_own(error) is not None or isinstance(error, SyntaxError)
     if isinstance(error, SystemExit):
         if not is_users:
@@ -41,7 +41,7 @@ def code_of(error: BaseException) -> int | None:
 
 
 def _first_own(error: BaseException) -> TracebackType | None:
-    """Where a traceback enters the user's own code."""
+    """Return where a traceback enters the user's own code."""
     place = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename.startswith(_INSTALLED):
         place = place.tb_next
@@ -49,7 +49,7 @@ def _first_own(error: BaseException) -> TracebackType | None:
 
 
 def _traceback(error: Exception, *, is_users: bool) -> traceback.TracebackException:
-    """A traceback; of the user's code from the user's file on, without memkit's inside."""
+    """Return a traceback; for the user's code from the user's file on, without memkit's internals."""
     if not is_users:
         return traceback.TracebackException.from_exception(error)
     shown = traceback.TracebackException.from_exception(error.with_traceback(_first_own(error)))

@@ -1,4 +1,4 @@
-"""Arguments such as ``train.py:build``: a function of the user's own file."""
+"""Arguments such as ``train.py:build``: a function in the user's file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memkit._core.errors import InputError
 
 
 def load_function(command: str, text: str, *, instead: str = "") -> Callable[..., Any]:
-    """Import a function of a file, with the file's folder importable as `python FILE.py` has it.
+    """Import a function from a file, with the file's folder importable, as in `python FILE.py`.
 
     Args:
-        command: Of memkit, for the errors.
+        command: The memkit command, for error messages.
         text: ``FILE.py:FUNCTION``.
-        instead: What the argument may be as well, for the errors.
+        instead: Other valid forms of the argument, for error messages.
 
     Raises:
-        InputError: There is no such file, or no such function in it.
+        InputError: The file does not exist, or has no such function.
     """
     call = f"memkit {command} {text}"
     file, _, name = text.rpartition(":")

@@ -1,4 +1,4 @@
-"""`memkit convert`: a memory log for Perfetto, Chrome, a spreadsheet, or PyTorch's memory viewer."""
+"""`memkit convert`: convert a memory log for Perfetto, Chrome, a spreadsheet, or PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _beside(log: Path, suffix: str) -> Path:
-    """Name a file after the log; what follows a dot in a directory's name is no suffix."""
+    """Name a file after the log; a dot in a directory's name does not start a suffix."""
     if log.is_dir():
         log = log.resolve()  # "." has no name
         return log.with_name(log.name + suffix)

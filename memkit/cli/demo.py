@@ -40,10 +40,10 @@ def _draw_progress(name: RunName, num_done: int) -> None:
 
 
 def render(result: DemoResult) -> str:
-    """Write a result for people.
+    """Format a result as readable text.
 
     Args:
-        result: What `run_demo` returned.
+        result: The result of `run_demo`.
     """
     runs: dict[RunName, DemoRun] = {name: getattr(result, name) for name in _TITLES}
     device = result.plain_unlimited.versions.get("device", "an unknown device")

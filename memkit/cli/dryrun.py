@@ -1,4 +1,4 @@
-"""`memkit dryrun`: a training script, unchanged, on a card that is not there."""
+"""`memkit dryrun`: run an unchanged training script on a simulated card."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from memkit.predict.estimate import MemoryEstimate
 from memkit.predict.gpus import GPU, capability_of, find_gpu
 
 _STEPS = 3
-_LEAST_SECONDS, _SLOWER = 60, 5  # what a script may take when it runs again
-_MORE = 1.01  # the collector of cycles may come a moment later
+_LEAST_SECONDS, _SLOWER = 60, 5  # time limit for a script when it runs again
+_MORE = 1.01  # the cycle collector may run a moment later
 _BETWEEN_RUNS = ("branches", "numbers", "other_way", "peaks")
 _PACKAGE = Path(__file__).parents[1]
 _NUM_LISTED = 5
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str, Any]:
-    """Run the script in a process of its own, again where it may hang on guesses, and say what came of it."""
+    """Run the script in its own process, again if the result may depend on guesses, and report the outcome."""
     script = _Script(arguments, own)
     with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
         sizes = Path(folder, "sizes.npy")
@@ -120,7 +120,7 @@ def _report(arguments: argparse.Namespace, own: list[str], gpu: GPU) -> dict[str
 
 
 def _settled(doubts: list[str], guessed: list[str], outcome: str) -> list[str]:
-    """What is still in doubt when the script has run again with other answers to what it guessed."""
+    """Return the doubts that remain after the script ran again with other answers to the guesses."""
     if outcome:
         return [f"{doubt}: {outcome}" if doubt in guessed else doubt for doubt in doubts]
     return [doubt for doubt in doubts if doubt not in guessed]
@@ -136,7 +136,7 @@ def _word(found: dict[str, Any], doubts: list[str]) -> str:
 
 
 class _NoReportError(StateError):
-    """The script's process ended without a report: it was killed, or it left by itself past all that Python does."""
+    """The script's process ended without a report: it was killed, or it exited bypassing Python's shutdown."""
 
     @property
     def is_killed(self) -> bool:
@@ -145,7 +145,7 @@ class _NoReportError(StateError):
 
 
 class _Script:
-    """A script and how it is run."""
+    """A script and the settings to run it with."""
 
     def __init__(self, arguments: argparse.Namespace, own: list[str]) -> None:
         self._order = {
@@ -163,23 +163,23 @@ class _Script:
         """Run it once; return what `memkit.predict.script.process` reports.
 
         Args:
-            answers: How the card answers what it does not know.
-            sizes: What it asks for is written there, or compared with what is there.
-            is_quiet: Whether what it prints is thrown away.
-            timeout: Seconds after which it is stopped.
+            answers: How the simulated card answers questions about unknown values.
+            sizes: File to which the allocation sizes are written, or with whose contents they are compared.
+            is_quiet: Whether to discard the script's output.
+            timeout: Seconds after which the script is stopped.
 
         Raises:
-            _NoReportError: It ended without one.
+            _NoReportError: The script ended without a report.
         """
         with tempfile.TemporaryDirectory(prefix="memkit-") as folder:
-            temporary = Path(folder, "t")  # short: workers' sockets lie there, whose paths have at most 107 characters
+            temporary = Path(folder, "t")  # short: holds workers' sockets, whose paths are limited to 107 characters
             temporary.mkdir()
             order = self._order | {"folder": folder, "answers": answers, "sizes": str(sizes)}
             settings = {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
             code = subprocess.run(
                 [sys.executable, "-m", "memkit.predict.script.process", json.dumps(order)],
-                cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
-                env=os.environ | settings,  # noqa: TID251 - handed on
+                cwd=_PACKAGE.parent,  # so that -m finds memkit, installed or not
+                env=os.environ | settings,  # noqa: TID251 - passed on unchanged
                 stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
                 stderr=subprocess.DEVNULL if is_quiet else None,
                 timeout=timeout,
@@ -199,13 +199,13 @@ class _Script:
             return report
 
     def with_answers(self, ways: Sequence[str], sizes: Path, first: dict[str, Any]) -> str:
-        """Run it again with other answers.
+        """Run the script again with other answers.
 
-        A number may be one that the script cannot do with (the index of a list): then another is tried, and of the
-        first two that it can do with, both must take the memory that it took, or a part.
+        A script may fail with some numbers (as the index of a list): then another is tried. The first two that work
+        must both take at most the memory that the first run took.
 
         Returns:
-            What was otherwise; "" where nothing was.
+            What was different; "" if nothing was.
         """
         outcome, num_alike = "", 0
         for answers in ways:
@@ -217,7 +217,7 @@ class _Script:
         return "" if num_alike else outcome
 
     def _differs(self, answers: str, sizes: Path, first: dict[str, Any]) -> tuple[bool, str]:
-        """Whether it takes other memory with these answers, and what was otherwise."""
+        """Return whether the script takes other memory with these answers, and what was different."""
         say("memkit: running it again with other answers to what was guessed", is_error=True)
         try:
             found = self.run(answers, sizes, is_quiet=True, timeout=_LEAST_SECONDS + _SLOWER * first["seconds"])
@@ -235,10 +235,10 @@ class _Script:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Write a report for people.
+    """Format a report as readable text.
 
     Args:
-        report: As `--json` prints it; `docs/dryrun.md` says what is in it.
+        report: As printed by `--json`; see `docs/dryrun.md` for its contents.
     """
     report = _shown(report)
     estimate = MemoryEstimate.from_dict(report["estimate"])
@@ -260,7 +260,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A report whose texts are what a terminal shows of them."""
+    """Return a report with its texts made safe for a terminal."""
     if isinstance(value, dict):
         return {name: _shown(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -305,5 +305,5 @@ def _listed(title: str, rows: Sequence[str]) -> list[str]:
 
 
 def _first(rows: Sequence[str]) -> list[str]:
-    """The first of them, and how many there are more."""
+    """Return the first rows, and how many more there are."""
     return [*rows[:_NUM_LISTED], *[f"and {len(rows) - _NUM_LISTED} more"] * (len(rows) > _NUM_LISTED)]

@@ -1,4 +1,4 @@
-"""`memkit estimate`: what a training step needs, of a preset or of the user's own model, and whether it fits."""
+"""`memkit estimate`: memory of a training step, of a preset or of the user's own model, and whether it fits."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _asked(estimate: MemoryEstimate, capacity: str | GPU, verdict: Verdict) -> d
 
 
 def _budget(text: str, calibrated: str | None) -> str | GPU:
-    """A card of the file, or else a size or a card of the table, which the estimate reads itself."""
+    """Return a card from the calibration file, else the text: a size or a card name that the estimate parses itself."""
     if calibrated is not None:
         with contextlib.suppress(InputError):
             return find_gpu(text, calibrated=calibrated)

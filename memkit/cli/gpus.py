@@ -1,4 +1,4 @@
-"""`memkit gpus`: the table of cards, one card in full, the cards that hold a size, and a measurement of one's own."""
+"""`memkit gpus`: the table of cards, one card in full, the cards that hold a size, or a calibration of your own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`memkit profile`: how memory grows with the edges of a neural operator, or with the size of a step of one's own."""
+"""`memkit profile`: how memory grows with a neural operator's edges, or with the size of the user's own step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 arguments.parser.error(f"--{name.replace('_', '-')}: of a measured run; give --measured as well")
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     journal = _journal(arguments, config) if config.source == "measured" else None
-    with redirect_stdout(sys.stderr):  # for what the user's own code prints
+    with redirect_stdout(sys.stderr):  # for output of the user's own code
         results = _results(arguments, config, journal)
     paths = [path for result in results for path in result.write(arguments.output_dir)]
     if journal is not None:
@@ -99,7 +99,7 @@ def _config(arguments: argparse.Namespace) -> MemoryTestConfig:
 
 
 def _journal(arguments: argparse.Namespace, config: MemoryTestConfig) -> SweepJournal:
-    """The points so far, of a sweep with the same settings and the same code."""
+    """Return the points so far of a sweep with the same settings and the same code."""
     file = arguments.step and Path(arguments.step.rpartition(":")[0])
     code = zlib.crc32(file.read_bytes()) if file and file.is_file() else None
     step = [arguments.step, arguments.sizes, code]
@@ -142,7 +142,7 @@ def _results(
 
 
 def _sizes(text: str) -> list[int]:
-    """Read ``5k,10k,1M``, or ``5k..1M`` for twelve sizes in equal ratios."""
+    """Parse ``5k,10k,1M``, or ``5k..1M`` for twelve geometrically spaced sizes."""
     first, is_range, last = text.partition("..")
     numbers = [_SIZE.fullmatch(part.strip()) for part in ([first, last] if is_range else text.split(","))]
     sizes = [round(float(number[1]) * _FACTORS[number[2]]) for number in numbers if number is not None]
@@ -167,7 +167,7 @@ def _line(name: str, point: ScalingPoint) -> str:
 
 
 def _code(result: MemoryTestResult, gpus: list[str]) -> int:
-    """Whether the cards that were named hold every size; what is worse counts, and a failure of the step is worst."""
+    """Exit code for whether the named cards hold every size; the worst result counts, a failed step above all."""
     if any(point.status == "error" for curve in result.curves for point in curve.result.points):
         return FAILED
     if any(curve.result.doubts for curve in result.curves):

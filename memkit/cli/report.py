@@ -1,4 +1,4 @@
-"""`memkit report`: a memory log as a page for people."""
+"""`memkit report`: a memory log as a readable report."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Adapters for programs that people already use: pytest, trainers. Each imports its program when it is used."""
+"""Adapters for other tools: pytest and trainers. Each imports its tool only when it is used."""

@@ -1,4 +1,4 @@
-"""Fabric: the loss of a batch in parts, for loops with ``fabric.setup`` and ``fabric.backward``."""
+"""Fabric: split losses for loops that use ``fabric.setup`` and ``fabric.backward``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from memkit.train.split_loss import SplitLoss
 
 
 class FabricSplitLoss:
-    """A `SplitLoss` for a model from ``fabric.setup``: each part in Fabric's precision, one exchange between ranks.
+    """A `SplitLoss` for a model from ``fabric.setup``: runs parts in Fabric's precision, syncs ranks once per batch.
 
     A plain `SplitLoss` would run the prepared model itself: mixed precision refuses a backward that is not Fabric's,
-    and DistributedDataParallel would see a forward for each part.
+    and DistributedDataParallel would see one forward per part.
 
     Args:
-        model: The model, as ``fabric.setup`` or ``fabric.setup_module`` returned it.
+        model: The model returned by ``fabric.setup`` or ``fabric.setup_module``.
         **options: For `SplitLoss`: ``num_microbatches``, ``reduction``, ``on_oom``, ``split_fn``, ``probe``.
 
     Attributes:
@@ -28,7 +28,7 @@ class FabricSplitLoss:
 
     Raises:
         InputTypeError: The model was not set up by Fabric.
-        ConfigError: Its parameters are sharded, or an option is wrong.
+        ConfigError: Its parameters are sharded, or an option is invalid.
 
     Example:
         >>> import lightning as L
@@ -52,16 +52,16 @@ class FabricSplitLoss:
                 expected="a model that Fabric has set up",
                 fix="pass what fabric.setup(model, optimizer) returned; without Fabric use memkit.SplitLoss.",
             )
-        # What Fabric wraps, DistributedDataParallel or the user's own, and its precision have no public names.
+        # The module that Fabric wraps (the user's own, or in DistributedDataParallel) and its precision are private.
         self.split_loss = SplitLoss(model._forward_module, **options)  # type: ignore[arg-type]  # noqa: SLF001
         self._precision: Any = model._strategy.precision  # type: ignore[union-attr]  # noqa: SLF001
 
     def __call__(self, batch: Any, loss_fn: Callable[[Any, Any], Any]) -> torch.Tensor:
-        """Run forward and backward of a batch; return its loss for ``fabric.backward(loss)``.
+        """Run forward and backward on a batch; return its loss for ``fabric.backward(loss)``.
 
         Args:
             batch: As for `SplitLoss`.
-            loss_fn: As for `SplitLoss`; its model is called as the one that Fabric has set up is, in its precision.
+            loss_fn: As for `SplitLoss`; its model behaves like the one set up by Fabric, including the precision.
         """
         scaler = getattr(self._precision, "scaler", None)
         return self.split_loss(
@@ -72,7 +72,7 @@ class FabricSplitLoss:
 
 
 class _InPrecision:
-    """A module whose call casts as Fabric's would; everything else is the module's own."""
+    """A module whose call casts inputs and outputs as Fabric does; everything else is the module's own."""
 
     def __init__(self, module: nn.Module, precision: Any) -> None:
         self.module, self._precision = module, precision

@@ -1,6 +1,6 @@
-"""Lightning: training steps that run in parts and survive out-of-memory, under Trainer and under Fabric.
+"""Lightning: training steps that run in parts and survive out-of-memory errors, under Trainer and Fabric.
 
-For the package ``lightning`` (``import lightning as L``); the older ``pytorch_lightning`` has classes of its own.
+For the package ``lightning`` (``import lightning as L``); the older ``pytorch_lightning`` has its own classes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _WHOLE_MODELS = (
 
 
 class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning is not there for every type check
-    """A LightningModule whose ``training_step`` runs on parts of the batch, with the gradient of the whole.
+    """A LightningModule whose ``training_step`` runs on parts of the batch, with the gradient of the whole batch.
 
-    The trainer sees one step: one loss, one backward, each value logged once. When a part runs out of memory it is
-    rolled back (gradients, buffers, random state, torchmetrics, logged values), cut, and run again inside the same
-    step; the size that fits is remembered.
+    The trainer sees one step: one loss, one backward, each value logged once. A part that runs out of memory is rolled
+    back (gradients, buffers, random state, torchmetrics, logged values), split, and run again within the same step; the
+    size that fits is remembered.
 
-    ``training_step`` returns what Lightning allows: the mean loss over the rows it is given, a dict with it under
-    ``"loss"``, or None, which skips the whole batch. And besides, as the loss, a `Loss` where the mean is over
-    something else than rows. It is handed some rows of the batch at a time, so it must take all its sizes from
-    them. Attributes that it changes, and ``self.logger``, are touched once for each part.
+    ``training_step`` returns what Lightning allows: the mean loss over its rows, a dict with that loss under
+    ``"loss"``, or None, which skips the whole batch. The loss may also be a `Loss`, if its mean is not over rows. It
+    gets some rows of the batch at a time, so it must derive all sizes from them. Attributes that it changes, and
+    ``self.logger``, are touched once per part.
 
     Attributes:
-        split_options: Keywords for `SplitLoss`, such as ``num_microbatches``, ``on_oom`` and ``split_fn``.
-        split_loss: The `SplitLoss` that runs the steps; its ``sizes`` and ``num_ooms`` tell what happened.
+        split_options: Keyword arguments for `SplitLoss`, such as ``num_microbatches``, ``on_oom`` and ``split_fn``.
+        split_loss: The `SplitLoss` that runs the steps; see its ``sizes`` and ``num_ooms`` for what happened.
 
     Raises:
-        ConfigError: Manual optimisation, ``dataloader_iter``, or a strategy that shards the model (FSDP, DeepSpeed).
+        ConfigError: Manual optimization, ``dataloader_iter``, or a strategy that shards the model (FSDP, DeepSpeed).
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
     split_options: Mapping[str, Any] = MappingProxyType({})
     _split_loss: SplitLoss | None = None
-    _part: BatchPart | None = None  # the part that runs now
+    _part: BatchPart | None = None  # the part that is running
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -83,7 +83,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
     @property
     def split_loss(self) -> SplitLoss:
-        """The `SplitLoss` that runs the steps; made when first asked for."""
+        """The `SplitLoss` that runs the steps; created on first access."""
         if self._split_loss is None:
             options = dict(self.split_options)
             if options.get("split_fn") is not None:
@@ -95,27 +95,27 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         return self._split_loss
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value; within ``training_step`` once for the batch: means are weighted by the parts' rows or counts."""
+        """Log a value; within ``training_step`` once per batch: means are weighted by the parts' rows or counts."""
         if self._part is None:
             super().log(name, value, *args, **kwargs)
         else:
             self._part.log(name, value, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this run, as LightningModule does with its trainer."""
+        """Leave out the objects of this run, as LightningModule does with its trainer."""
         return {**super().__getstate__(), "_split_loss": None, "_part": None}
 
     def _run_in_parts(self, step: Callable[..., Any], batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plugins = _check_owner(self, step)
         parts = BatchParts(self)
         is_packed = self.split_options.get("split_fn") is not None
-        if self._compiler_ctx is not None:  # Lightning has compiled the step around the parts, which turns it off
+        if self._compiler_ctx is not None:  # Lightning compiled around the parts, where compilation is off
             step = self._compiler_ctx["dynamo_ctx"](step)
 
         def loss_of_part(model: Any, item: Any) -> Any:
             micro, place = item
             key, num_rows = (place, None) if isinstance(place, tuple) else ((int(place[0]),), len(place))
-            # In a check of the split, what the step logs is nothing to keep.
+            # During a check of the split, values logged by the step are discarded.
             part = (BatchParts(nn.Module()) if self.split_loss.is_checking else parts).begin(key, num_rows)
             return model._run_part(part, step, micro, *args, **kwargs)  # noqa: SLF001
 
@@ -135,7 +135,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
         return {"loss": loss, **outputs} if outputs else loss
 
     def _run_part(self, part: BatchPart, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the step; return the loss, and leave the rest of its output with the part."""
+        """Run the step on a part; return the loss, and store the rest of its output in the part."""
         self._part = part
         try:
             output = step(self, *args, **kwargs)
@@ -153,7 +153,7 @@ class MemoryEfficientModule(LightningModule):  # type: ignore[misc]  # lightning
 
 
 class _SkippedError(Exception):
-    """A part of the batch asks to skip it."""
+    """Raised when a part of the batch asks to skip the batch."""
 
 
 def _in_parts(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,8 +170,8 @@ def _in_parts(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_owner(module: MemoryEfficientModule, step: Callable[..., Any]) -> Any:
-    """Refuse what cannot run in parts; return the precision plugin of who runs the steps."""
-    if module._fabric is not None:  # noqa: SLF001 - its public form is an error without one
+    """Refuse anything that cannot run in parts; return the precision plugin of the trainer or Fabric."""
+    if module._fabric is not None:  # noqa: SLF001 - the public property raises without one
         strategy = module.fabric.strategy
         plugins = strategy.precision
     else:
@@ -196,30 +196,30 @@ def _check_owner(module: MemoryEfficientModule, step: Callable[..., Any]) -> Any
 
 
 def _over_ranks(trainer: Trainer, number: int, operation: str) -> int:
-    """Return the largest or the sum of the ranks' numbers; all of them must call it."""
+    """Return the maximum or the sum of a number over the ranks; all of them must call it."""
     if trainer.world_size == 1:
-        return number  # not by way of the device, which would have to be waited for
+        return number  # not through the device, which would force a synchronization
     return int(trainer.strategy.reduce(torch.tensor(number, device=trainer.strategy.root_device), reduce_op=operation))
 
 
 class MemoryCallback(Callback):  # type: ignore[misc]  # as above
-    """Logs what the memory does, keeps in checkpoints which sizes fit, and writes a file about a final out-of-memory.
+    """Logs memory figures, keeps the sizes that fit in checkpoints, and writes a file on a final out-of-memory error.
 
-    Each batch logs ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` where the device counts them, and for a
+    Each batch logs ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` if the device counts them, and for a
     `MemoryEfficientModule` ``memkit/num_microbatches`` and ``memkit/num_ooms``, the errors survived so far. Data sets
     and batch samplers with a ``set_epoch`` are told the epoch.
 
     Args:
-        memory: Gets a phase ``"step"`` for each batch, an event for each optimiser step, and a mark ``"oom"`` for each
-            batch that survived out-of-memory; None makes one for the trainer's device, without a file.
-        post_mortem: The directory for ``out-of-memory.json`` when an out-of-memory ends the run; None writes none.
+        memory: Gets a phase ``"step"`` for each batch, an event for each optimizer step, and a mark ``"oom"`` for each
+            batch that survived an out-of-memory error; None creates one for the trainer's device, without a file.
+        post_mortem: The directory for ``out-of-memory.json`` if an out-of-memory error ends the run; None writes none.
         exact_accumulation: With ``accumulate_grad_batches=N``, make each group's gradient the mean over its rows.
             Lightning divides every batch by N: a last group of k batches counts k/N, and a short last batch as much as
-            a full one. That is what happens without this option, with a warning. On several ranks the rows are those
-            of all ranks, which exchange one number a step.
+            a full one. Without this option that is what happens, with a warning. On several ranks the rows of all ranks
+            count, which exchanges one number per step.
 
     Raises:
-        FileFormatError: A checkpoint holds the state of another version.
+        FileFormatError: A checkpoint holds a state of another version.
 
     Example:
         >>> import lightning as L
@@ -245,11 +245,11 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
         self._batch: Any = None
         self._step = contextlib.ExitStack()
         self._rows: list[int] = []  # of the batches in this group
-        self._unit = 0  # rows that weigh one; 0: not known yet
+        self._unit = 0  # rows with a weight of one; 0: not known yet
         self._has_warned = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to watch; restore the sizes that fit."""
+        """Start watching; restore the sizes that fit."""
         if self.memory is None:
             self.memory = MemoryManager(trainer.strategy.root_device)
         self._num_steps, self._unit = trainer.global_step, 0
@@ -260,28 +260,28 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
                 self._sizes = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell the epoch that a run begins, or goes on, with."""
+        """Tell the data the epoch in which the run starts or resumes."""
         tell_epoch(trainer.train_dataloader, trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tell data sets and batch samplers that draw by the epoch: Lightning tells samplers only."""
+        """Tell the epoch to data sets and batch samplers that draw by it: Lightning tells only samplers."""
         tell_epoch(trainer.train_dataloader, trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin a phase; note where a group of accumulated batches begins."""
+        """Begin a phase; note the start of a group of accumulated batches."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._rows = []
         self._batch = batch
-        self._step.close()  # where an error left the batch before
-        assert self.memory is not None  # noqa: S101 - made in on_fit_start
+        self._step.close()  # where an error left the previous batch
+        assert self.memory is not None  # noqa: S101 - created in on_fit_start
         self._step.enter_context(self.memory.phase("step"))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """Weigh the batch by its rows among those of its group."""
+        """Weight the batch by its share of its group's rows."""
         if trainer.accumulate_grad_batches > 1 and pl_module.automatic_optimization:
             self._rows.append(count_rows(self._batch) if self._is_exact else 1)
             if self._is_exact:
-                # Of all ranks, whose gradients are averaged: each row must weigh the same on each of them.
+                # Over all ranks, whose gradients are averaged: each row must have the same weight on every rank.
                 self._unit = self._unit or _over_ranks(trainer, self._rows[-1], "max")
                 weight = self._rows[-1] / self._unit
                 loss.register_hook(lambda gradient: gradient * weight)  # type: ignore[no-untyped-call]
@@ -289,7 +289,7 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Divide a group's gradient by what it weighs, or say that nobody does."""
+        """Divide a group's gradient by its total weight, or warn that it is not weighted."""
         num_batches = trainer.accumulate_grad_batches
         if self._is_exact and self._rows:
             num_rows = _over_ranks(trainer, sum(self._rows), "sum") / trainer.world_size
@@ -307,12 +307,12 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what the batch took."""
+        """Log the memory figures of the batch."""
         self._batch = None
         self._step.close()
-        assert self.memory is not None  # noqa: S101 - made in on_fit_start
+        assert self.memory is not None  # noqa: S101 - created in on_fit_start
         values: dict[str, int | None] = {}
-        if self.memory.device.type != "cpu":  # there nobody counts them
+        if self.memory.device.type != "cpu":  # there are no counters there
             now = self.memory.snapshot()
             values = {"allocated_bytes": now.allocated_bytes, "peak_bytes": now.peak_bytes}
         if self._module is not None:
@@ -329,19 +329,19 @@ class MemoryCallback(Callback):  # type: ignore[misc]  # as above
             pl_module.log_dict(known, on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write the post-mortem while the error's frames still live; end the batch's phase."""
+        """Write the post-mortem while the error's frames are still alive; end the batch's phase."""
         if self._post_mortem is not None and self.memory is not None:
             with contextlib.suppress(type(exception)), self.memory.post_mortem(self._post_mortem):
                 raise exception
         self._step.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which sizes fit."""
+        """Return the sizes that fit."""
         sizes = self._sizes if self._module is None else self._module.split_loss.state_dict()
         return {"version": _VERSION, "sizes": sizes}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; `on_fit_start` hands it on."""
+        """Restore `state_dict`; `on_fit_start` passes it on."""
         if state_dict.get("version") != _VERSION:
             raise FileFormatError(
                 "MemoryCallback.load_state_dict(state)",

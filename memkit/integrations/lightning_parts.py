@@ -1,4 +1,4 @@
-"""What a Lightning training_step does beside its loss, part by part: values it logs, outputs, states of metrics."""
+"""Everything a Lightning training_step produces besides its loss, by part: logged values, outputs, metric states."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class BatchPart:
     """One part of a batch.
 
     Attributes:
-        key: Its place in the batch: its first row, or which part of which part it is.
-        num_rows: Its rows; None for a packed batch, or one without common rows.
-        weight: What it weighs in means: its rows, or the count that came with its loss.
-        outputs: What the step returned besides the loss.
-        logged: Arguments of `LightningModule.log`, and what a metric said of this part.
-        before: States of the metrics before it, with their numbers of updates.
+        key: Its position in the batch: its first row, or the nested index of a part within a part.
+        num_rows: Number of its rows; None for a packed batch, or one without common rows.
+        weight: Its weight in means: its rows, or the count that came with its loss.
+        outputs: The step's outputs besides the loss.
+        logged: Arguments of `LightningModule.log`, and a metric's value on this part.
+        before: States of the metrics before it, with their update counts.
     """
 
     key: tuple[int, ...]
@@ -43,21 +43,21 @@ class BatchPart:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keep what `LightningModule.log` was called with, without its graph."""
+        """Record the arguments of a `LightningModule.log` call, without the graph."""
         arguments = _LOG.bind(None, *args, **kwargs).arguments
         value = arguments["value"]
         said = value
         if isinstance(value, Metric):
-            said = value._forward_cache  # noqa: SLF001 - what Lightning itself logs for the step
+            said = value._forward_cache  # noqa: SLF001 - the value that Lightning itself logs for the step
         arguments.pop("self")
         self.logged.append((arguments, said.detach() if isinstance(said, torch.Tensor) else said))
 
 
 class BatchParts:
-    """The parts of one batch, in order. A part that ran out of memory is forgotten when its rows come again.
+    """The parts of one batch, in order. A part that ran out of memory is dropped when its rows are run again.
 
     Args:
-        module: The module; the metrics in it are put back to where a failed part began.
+        module: The module; its metrics are restored to their state before a failed part.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,20 +65,20 @@ class BatchParts:
         self._parts: list[BatchPart] = []
 
     def begin(self, key: tuple[int, ...], num_rows: int | None) -> BatchPart:
-        """Begin a part; what is there from its place on has failed."""
+        """Begin a part; any recorded part from its position on has failed."""
         kept = [part for part in self._parts if part.key < key and part.key != key[: len(part.key)]]
         if len(kept) < len(self._parts):
             for metric, (states, num_updates) in zip(self._metrics, self._parts[len(kept)].before, strict=True):
                 for name, state in states.items():
                     setattr(metric, name, state)
-                metric._update_count, metric._computed = num_updates, None  # noqa: SLF001 - there is no public form
+                metric._update_count, metric._computed = num_updates, None  # noqa: SLF001 - there is no public API
         before = [(_copy_states(metric), metric.update_count) for metric in self._metrics]
         part = BatchPart(key, num_rows, float(num_rows or 0), before=before)
         self._parts = [*kept, part]
         return part
 
     def flush(self, log: Callable[..., None]) -> None:
-        """Log each value once, for the whole batch: means weighted, sums added up.
+        """Log each value once, for the whole batch: means are weighted, sums added up.
 
         Args:
             log: `LightningModule.log`.
@@ -101,10 +101,11 @@ class BatchParts:
             log(**arguments)
 
     def outputs(self) -> dict[str, Any]:
-        """Return what the step returned besides the loss, for the whole batch.
+        """Return the step's outputs besides the loss, for the whole batch.
 
         Raises:
-            InputError: Something is neither a tensor with a row for each row, nor a number whose mean may be taken.
+            InputError: An output is neither a tensor with one row per row of the batch, nor a number that can be
+                averaged.
         """
         if len(self._parts) == 1:
             return self._parts[0].outputs
@@ -112,7 +113,7 @@ class BatchParts:
         for name in dict.fromkeys(name for part in self._parts for name in part.outputs):
             columns = [pytree.tree_flatten(part.outputs.get(name)) for part in self._parts]
             spec = columns[0][1]
-            if any(each != spec for _, each in columns):  # a list as long as its part, for one
+            if any(each != spec for _, each in columns):  # for example a list as long as its part
                 raise self._refusal(name, [part.outputs.get(name) for part in self._parts])
             leaves = [self._join(name, column) for column in zip(*(leaves for leaves, _ in columns), strict=True)]
             joined[name] = pytree.tree_unflatten(leaves, spec)
@@ -140,15 +141,15 @@ class BatchParts:
 
 
 def rows_of(batch: Any) -> torch.Tensor | tuple[()]:
-    """Return the numbers of a batch's rows, to be cut with it; (rows,), int64. ``()`` where it has no common rows."""
+    """Return the indices of a batch's rows, to be split with it; (rows,), int64. ``()`` if it has no common rows."""
     try:
         return torch.arange(count_rows(batch))
-    except InputError:  # `SplitLoss` refuses it where it may have to be cut
+    except InputError:  # `SplitLoss` refuses it if it may have to be split
         return ()
 
 
 def with_places(split_fn: Callable[[Any, int], list[Any]]) -> Callable[[Any, int], list[Any]]:
-    """Let a ``split_fn`` cut pairs of a packed batch and its place."""
+    """Wrap a ``split_fn`` so that it splits pairs of a packed batch and its position."""
 
     def split(item: Any, num_parts: int) -> list[Any]:
         batch, key = item
@@ -165,10 +166,10 @@ def detached_part(outputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
-    """Put the values of a batch's parts together as Lightning puts those of batches together."""
+    """Combine the values of a batch's parts the way Lightning combines those of batches."""
     name = getattr(reduce_fx, "__name__", reduce_fx).lower()
     if len(values) == 1 or not all(isinstance(each, torch.Tensor | float | int) for each in values):
-        return values[-1]  # of one part; or of a metric that says nothing of a step
+        return values[-1]  # a single part; or a metric without a value per step
     if name in {"min", "max"}:
         return (min if name == "min" else max)(values)
     if name == "sum":

@@ -1,4 +1,4 @@
-"""What the marker `memory_limit` asks for, checked; without torch, as pytest loads it at every start."""
+"""Argument checks of the marker `memory_limit`; without torch, because pytest loads this at every start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LimitMode = Literal["tensors", "allocator", "fake"]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What a marker asks for."""
+    """The settings of a marker."""
 
     num_bytes: int
     mode: LimitMode
@@ -31,20 +31,20 @@ def memory_limit(
     gpu: str | None = None,
     selected_fraction: float | None = None,
 ) -> Limit:
-    """Check what stands in ``@pytest.mark.memory_limit(...)``.
+    """Check the arguments of ``@pytest.mark.memory_limit(...)``.
 
     Args:
-        limit: The most that may be live at once: bytes as an int, or text such as ``"64 MiB"``.
-        mode: ``"tensors"``: live tensors that the test makes or uses. ``"allocator"``: with what operators take inside,
-            from the allocator's own events. ``"fake"``: the test runs on tensors without data.
-        device: Count this device alone, as ``"cuda"``; None: all together.
-        gpu: With ``mode="fake"``: the test runs inside of ``VirtualGPU(gpu)``, and the card's bytes count.
+        limit: Maximum live bytes at once, as an int, or text such as ``"64 MiB"``.
+        mode: ``"tensors"``: live tensors that the test creates or uses. ``"allocator"``: including operators'
+            workspace, from the allocator's own events. ``"fake"``: the test runs on tensors without data.
+        device: Count only this device, as ``"cuda"``; None: all together.
+        gpu: With ``mode="fake"``: run the test inside ``VirtualGPU(gpu)`` and count the card's bytes.
         selected_fraction: With ``mode="fake"``: as for `memkit.estimate_memory_usage`.
 
     Raises:
-        ConfigError: No such mode; ``gpu`` or ``selected_fraction`` in another mode than ``"fake"``; ``device`` in that;
-            a card whose operators are not known; a share outside (0, 1].
-        InputError: ``limit`` is no size, or ``gpu`` no card.
+        ConfigError: The mode is unknown; ``gpu`` or ``selected_fraction`` is set in another mode than ``"fake"``, or
+            ``device`` is set in that mode; the card's operators are not known; or the fraction is outside (0, 1].
+        InputError: ``limit`` is not a size, or ``gpu`` is not a card.
         InputTypeError: ``limit`` is neither an int nor text.
     """
     rules = {

@@ -1,4 +1,4 @@
-"""What the pytest plugin measures with: loaded by the first test that needs it, because it imports torch."""
+"""Measuring code of the pytest plugin: imported by the first test that needs it, because it imports torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from memkit.integrations.pytest_limit import Limit
 from memkit.memory.leaks import LeakWatch
 from memkit.memory.track import Tracker
 
-if TYPE_CHECKING:  # it is made where a test runs without data, and read here
+if TYPE_CHECKING:  # it is created where a test runs without data, and read here
     from memkit.predict.estimate import MemoryEstimate
 
-_SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs stay below it
-_ROWS = 8  # lines of code that are named where no holder is found
+_SMALLEST_GROWTH_BYTES = KIB  # per call: numbers that a step logs take less
+_ROWS = 8  # lines of code to show if no holder is found
 
 
 class LimitWatch(NamedTuple):
-    """A block of code to be, and what can be asked when it is over.
+    """A context for code to measure, and what can be asked afterwards.
 
     Attributes:
-        block: What the code runs in.
-        peak_bytes: The most bytes at once.
-        table: What they were made of, for people.
-        estimate: The simulated peak with its guesses; None where tensors have data.
+        block: The context manager to run the code in.
+        peak_bytes: Returns the peak bytes.
+        table: Returns the breakdown of the peak, as readable text.
+        estimate: Returns the simulated peak with its guesses; None if the tensors have data.
     """
 
     block: AbstractContextManager[Any]
@@ -43,23 +43,23 @@ class AssertNoLeak(Protocol):
     """The type of the fixture's value, `watch_for_leaks`."""
 
     def __call__(self, step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
-        """Fail the test if calls of ``step`` leave more and more behind."""
+        """Fail the test if calls of ``step`` leave more and more memory behind."""
 
 
 def watch(limit: Limit, *held: object) -> LimitWatch:
-    """Make ready to measure a test as its marker says.
+    """Prepare to measure a test as its marker says.
 
     Args:
         limit: The marker.
         held: The test function and its fixtures: on fake tensors they get stand-ins for their tensors.
 
     Raises:
-        ConfigError: This machine has no such device.
+        ConfigError: This machine does not have the device.
     """
     if limit.mode != "fake":
         tracker = Tracker(device=limit.device, workspace=limit.mode == "allocator")
 
-        def table() -> str:  # the summary names its own way to count more
+        def table() -> str:  # the summary names its own option to show more
             return tracker.summary().replace("track(workspace=True)", "mode='allocator'")
 
         return LimitWatch(tracker, lambda: tracker.peak_bytes, table)
@@ -90,19 +90,19 @@ def watch(limit: Limit, *held: object) -> LimitWatch:
 
 
 def watch_for_leaks(step: Callable[[], object], *, repeat: int = 5, warmup: int = 1) -> None:
-    """Fail the test if calls of a function leave more and more behind.
+    """Fail the test if calls of a function leave more and more memory behind.
 
-    Two things are looked at after each call: what the leak watch names (`docs/leaks.md`), and the bytes of live tensors
-    that the calls made or used. The first fails where it still names a holder after the last call; the second where at
-    least 1 KiB was added by each call.
+    Two things are checked after each call: the holders that the leak watch reports (`docs/leaks.md`), and the bytes of
+    live tensors that the calls created or used. The first fails if a holder is still reported after the last call; the
+    second if every call added at least 1 KiB.
 
     Args:
-        step: What to repeat, such as a training step. What it returns is dropped.
-        repeat: Calls that are looked at, 3 or more.
-        warmup: Calls before these: caches, the optimizer's state.
+        step: The function to repeat, such as a training step. Its result is dropped.
+        repeat: Number of measured calls, 3 or more.
+        warmup: Calls before them, for caches and the optimizer's state.
 
     Raises:
-        ConfigError: Fewer than 3 calls, or a negative ``warmup``.
+        ConfigError: There are fewer than 3 calls, or ``warmup`` is negative.
     """
     __tracebackhide__ = True
     if repeat < 3 or warmup < 0:

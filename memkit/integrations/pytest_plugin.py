@@ -1,6 +1,6 @@
 """The pytest plugin: the marker `memory_limit`, the fixture `watch_for_leaks`, the option ``--memkit-peaks``.
 
-pytest loads this file at every start, so nothing here imports torch before a test needs it: `docs/pytest-plugin.md`.
+pytest loads this file at every start, so nothing here imports torch until a test needs it: `docs/pytest-plugin.md`.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell pytest of the marker."""
+    """Register the marker."""
     config.addinivalue_line("markers", _HELP)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marker with wrong arguments before the test's fixtures are made."""
+    """Refuse a marker with invalid arguments before the test's fixtures are set up."""
     _limit_of(item)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Measure a marked test, and fail it above its limit. A failure of its own is left as it is, with a section."""
+    """Measure a marked test and fail it above its limit. A test that fails by itself only gets a report section."""
     limit = _limit_of(item)
     if limit is None:
         return (yield)
@@ -76,7 +76,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Show the highest peaks, if asked to."""
+    """Show the highest peaks, if requested."""
     most: int = config.getoption("--memkit-peaks")
     peaks = {
         report.nodeid: value
@@ -100,7 +100,7 @@ def assert_no_leak() -> AssertNoLeak:
 
 
 def _limit_of(item: pytest.Item) -> Limit | None:
-    """Read a test's marker, the closest one where there are several."""
+    """Read a test's marker, the closest one if there are several."""
     marker = item.get_closest_marker("memory_limit")
     if marker is None:
         return None
@@ -111,9 +111,9 @@ def _limit_of(item: pytest.Item) -> Limit | None:
 
 
 def _refuse_guesses(item: pytest.Item, measured: LimitWatch) -> None:
-    """Fail a test within its limit if it does not say so much: tensors without data have no values to assert on.
+    """Fail a test within its limit if it depends on values: tensors without data have none.
 
-    Assertions of the code under test are taken to hold, as in all predictions, and warned of.
+    Assertions in the code under test are assumed to hold, as in all predictions, with a warning.
     """
     estimate = measured.estimate() if measured.estimate is not None else None
     if estimate is None:
@@ -134,7 +134,7 @@ def _refuse_guesses(item: pytest.Item, measured: LimitWatch) -> None:
 
 
 def _note(item: pytest.Item, limit: Limit, measured: LimitWatch) -> tuple[int, str]:
-    """Attach the peak to the test's report; return it with a text for people."""
+    """Attach the peak to the test's report; return it with a readable text."""
     peak_bytes = measured.peak_bytes()
     item.user_properties.append((_PROPERTY, peak_bytes))
     lines = [

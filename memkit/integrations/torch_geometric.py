@@ -1,4 +1,4 @@
-"""Cut a PyTorch Geometric batch between its graphs: `split_fn` of the training wrapper."""
+"""Split a PyTorch Geometric batch between its graphs: a `split_fn` for the training wrapper."""
 
 # ruff: noqa: SLF001 - which rows are whose graph's is in private attributes of the batch; asking for graph after graph
 # is public, and takes 8 to 120 times as long (docs/packed-batches.md)
@@ -20,27 +20,27 @@ from memkit.points.packed import cut_evenly
 
 
 def split_graphs(batch: Any, n: int) -> list[Any]:
-    """Cut a `torch_geometric.data.Batch` into about n batches, between its graphs.
+    """Split a `torch_geometric.data.Batch` into about n batches, between its graphs.
 
-    Each part is what ``Batch.from_data_list(batch[first:last])`` gives: graphs in order, with ``batch``, ``ptr``, the
-    vectors of ``follow_batch``, and node numbers that begin anew; also for `HeteroData`, ``__inc__`` and
-    ``__cat_dim__`` of your own, and nested attributes. Of all ways to cut the graphs into n runs it is one whose
-    largest part has the fewest nodes and edges; where one graph outweighs the others, fewer parts do.
+    Each part equals ``Batch.from_data_list(batch[first:last])``: graphs in order, with ``batch``, ``ptr``, the vectors
+    of ``follow_batch``, and renumbered nodes; this includes `HeteroData`, custom ``__inc__`` and ``__cat_dim__``, and
+    nested attributes. Of all ways to cut the graphs into n runs, it picks one whose largest part has the fewest nodes
+    and edges; if one graph outweighs the others, there may be fewer parts.
 
     Args:
-        batch: A batch made by ``Batch.from_data_list``, as PyG's ``DataLoader`` does, of `Data` or `HeteroData`.
-        n: How many parts, at most.
+        batch: A batch created by ``Batch.from_data_list``, as by PyG's ``DataLoader``, of `Data` or `HeteroData`.
+        n: Maximum number of parts.
 
     Returns:
         Batches of the same class. A single part is the batch itself.
 
     Raises:
-        InputTypeError: It is no such batch. What ``NeighborLoader`` yields is one graph around its seed nodes: the way
-            out is a smaller ``batch_size`` there, and `GradientAccumulator`.
-        InputError: An attribute was added, or got other rows, after the graphs were batched, so that nothing says
-            which graph its rows are of; or it is sparse, nested, or an `EdgeIndex`.
+        InputTypeError: It is not such a batch. ``NeighborLoader`` yields one graph around its seed nodes: use a smaller
+            ``batch_size`` there, and `GradientAccumulator`.
+        InputError: An attribute was added, or its rows changed, after the graphs were batched, so the graph of each row
+            is unknown; or it is sparse, nested, or an `EdgeIndex`.
 
-    Memory cost: attributes are views, but those that hold node numbers: ``edge_index``, ``batch`` and ``ptr`` of the
+    Memory cost: attributes are views, except those that hold node numbers: ``edge_index``, ``batch`` and ``ptr`` of the
     parts are new. Time cost: see ``docs/packed-batches.md``.
 
     Example:
@@ -63,7 +63,7 @@ def split_graphs(batch: Any, n: int) -> list[Any]:
 
 
 def _measure_graphs(batch: Any) -> list[int]:
-    """Nodes and edges of each graph; and one, so that a graph without any has a size."""
+    """Nodes plus edges of each graph, plus one, so that an empty graph has a size too."""
     sizes = torch.ones(batch.num_graphs, dtype=torch.int64)
     for store in batch.stores:
         if "ptr" in store:
@@ -76,14 +76,14 @@ def _measure_graphs(batch: Any) -> list[int]:
 
 
 def _noted(notes: Mapping[Any, Any], store: Any) -> dict[str, Any]:
-    """What PyG noted of a store's attributes: under its key for a type of nodes or edges, else at the top."""
+    """PyG's notes on a store's attributes: under its key for a node or edge type, else at the top level."""
     own = notes if store._key is None else notes.get(store._key, {})
     return {name: note for name, note in own.items() if name in store}
 
 
 @final
 class _Run:
-    """Some graphs of a batch, one after another.
+    """A run of consecutive graphs of a batch.
 
     Args:
         batch: The batch.
@@ -96,8 +96,8 @@ class _Run:
         self._batch, self._first, self._last, self._call = batch, first, last, call
 
     def take(self) -> Any:
-        """The batch of these graphs."""
-        part = copy.copy(self._batch)  # with stores of its own
+        """Return the batch of these graphs."""
+        part = copy.copy(self._batch)  # with its own stores
         slice_dict: dict[Any, Any] = {}
         inc_dict: dict[Any, Any] = {}
         for store, new in zip(self._batch.stores, part.stores, strict=True):
@@ -122,7 +122,7 @@ class _Run:
         return part
 
     def _rows(self, store: Any, name: str, value: Any, slices: Any, incs: Any) -> tuple[Any, Any, Any]:
-        """An attribute, with its notes, of these graphs."""
+        """Return one attribute of these graphs, with its notes."""
         if isinstance(value, Mapping):
             of_key = {key: self._rows(store, key, value[key], slices[key], incs[key]) for key in value}
             rows, new_slices, new_incs = ({key: each[place] for key, each in of_key.items()} for place in range(3))
@@ -136,7 +136,7 @@ class _Run:
         is_plain = isinstance(value, Tensor) and not isinstance(value, (EdgeIndex, Index)) and not value.is_nested
         if not is_plain or value.layout is not torch.strided:
             self._refuse(name, f"a {type(value).__name__}", "tensors, lists, and dicts of them")
-        dim = self._batch.__cat_dim__(name, value, store) or 0  # None: each graph's tensor is a row of its own
+        dim = self._batch.__cat_dim__(name, value, store) or 0  # None: each graph's tensor is one row
         self._check_rows(name, value.size(dim), slices)
         start, stop = int(slices[self._first]), int(slices[self._last])
         tensor, base = value.narrow(dim, start, stop - start), incs[self._first]
@@ -148,7 +148,7 @@ class _Run:
             self._refuse(name, f"{num_rows} rows", f"the {int(slices[-1])} rows that the graphs had when batched")
 
     def _numbering(self, store: Any, name: str) -> Tensor:
-        """One of a pair such as ``batch`` and ``ptr``: which graph each row is of, or where each graph's rows begin."""
+        """Return one of a pair such as ``batch`` and ``ptr``: the graph of each row, or the first row of each graph."""
         stem = name.removesuffix("batch") if name.endswith("batch") else name.removesuffix("ptr")
         graph_of_row, ptr = store.get(stem + "batch"), store.get(stem + "ptr")
         if not (isinstance(graph_of_row, Tensor) and isinstance(ptr, Tensor)):
@@ -159,7 +159,7 @@ class _Run:
         return numbers
 
     def _rebase(self, starts: Tensor) -> Tensor:
-        """Where each graph's rows begin, and where the last one's end, counted within the run."""
+        """Return where each graph's rows begin, and where the last one's end, counted within the run."""
         return starts[self._first : self._last + 1] - starts[self._first]
 
     def _refuse(self, name: str, got: str, expected: str) -> NoReturn:

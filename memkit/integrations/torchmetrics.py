@@ -12,16 +12,16 @@ from memkit.voxel.streaming import PointCloudMetrics, VoxelMetrics
 
 
 class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not there for every type check
-    """A `PointCloudMetrics` or `VoxelMetrics` with the verbs, the states and the synchronisation of torchmetrics.
+    """A `PointCloudMetrics` or `VoxelMetrics` with the interface, states and synchronization of torchmetrics.
 
-    The states are sums, which torchmetrics adds up over ranks: they do not grow with the evaluation. As it keeps
-    states on its own device, they are float64 there too, but on Apple's GPUs, which have no float64.
+    The states are sums, which torchmetrics adds up over ranks: they do not grow with the evaluation. torchmetrics keeps
+    them on the metric's device, in float64 except on Apple GPUs, which do not support it.
 
     Args:
-        metrics: The metrics to be accumulated; what they saw before is forgotten.
+        metrics: The metrics to accumulate; they are reset first.
         **options: For `torchmetrics.Metric`.
 
-    Memory cost: one number for each metric.
+    Memory cost: one number per metric.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not ther
         1.0
     """
 
-    full_state_update = False  # update() does not need what was seen before
+    full_state_update = False  # update() does not need earlier samples
     is_differentiable = False
     higher_is_better = None
 
@@ -44,8 +44,8 @@ class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not ther
         state = metrics.state_dict()
         self.add_state("sums", torch.zeros(len(state["sums"]), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        # A MetricCollection updates only one of those whose states have equal names and values: other settings must
-        # have another name.
+        # A MetricCollection updates only one of several metrics whose states have equal names and values: other
+        # settings must have another name.
         settings = zlib.crc32(repr((type(metrics), state["settings"], list(state["sums"]))).encode())
         self.add_state(f"settings_{settings:08x}", torch.zeros(()), dist_reduce_fx="sum")
         self.set_dtype(torch.float64)
@@ -59,10 +59,10 @@ class StreamingMetric(Metric):  # type: ignore[misc]  # torchmetrics is not ther
         self.num_samples += seen["num_samples"]
 
     def compute(self) -> dict[str, torch.Tensor]:
-        """The means over the samples, by name, and counts.
+        """Return the means over the samples, by name, and counts.
 
         Raises:
-            StateError: There was no sample.
+            StateError: There were no samples.
         """
         state = self._metrics.state_dict()
         state["sums"] = dict(zip(state["sums"], self.sums.tolist(), strict=True))

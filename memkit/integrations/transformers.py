@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: training steps that run in parts and survive out-of-memory; memory in the trainer's log."""
+"""Hugging Face Trainer: training steps that run in parts and survive out-of-memory errors; memory in its log."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _CLOSE = 1e-5  # relative; two forwards of the same rows differ by less
 
 
 class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # not there for every type check
-    """Puts memory into the trainer's log, and the sizes that fit into its checkpoints.
+    """Adds memory figures to the trainer's log, and the sizes that fit to its checkpoints.
 
-    Next to each logged ``loss`` come ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` of the device (left out
-    where it has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
-    ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimiser step is a
-    phase ``"step"`` of the memory manager, with a mark ``"oom"`` where it survived out-of-memory. Data sets and
+    Each logged ``loss`` comes with ``memkit/allocated_bytes`` and ``memkit/peak_bytes`` of the device (left out if it
+    has no counters, as on the CPU), ``memkit/host_bytes`` of this process, and with a `MemoryEfficientTrainer`
+    ``memkit/num_ooms`` survived so far and ``memkit/num_microbatches`` of the last batch. Every optimizer step is a
+    phase ``"step"`` of the memory manager, with a mark ``"oom"`` if it survived an out-of-memory error. Data sets and
     samplers with a ``set_epoch`` are told the epoch.
 
-    A `MemoryEfficientTrainer` has one by itself. Give one of your own for a log file:
-    ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`. There
-    callbacks that report, such as TensorBoard's, come first, and the figures are in ``trainer.state.log_history``
-    only; a `MemoryEfficientTrainer` puts it before them.
+    A `MemoryEfficientTrainer` adds one by itself. Pass your own for a log file:
+    ``callbacks=[MemoryCallback(mk.MemoryManager(log="memory_events.jsonl"))]``; it works with any `Trainer`. With other
+    trainers, reporting callbacks such as TensorBoard's run first, so the figures are only in
+    ``trainer.state.log_history``; a `MemoryEfficientTrainer` puts it before them.
 
     Args:
-        memory: The manager; None makes one for the trainer's device.
+        memory: The manager; None creates one for the trainer's device.
 
     Attributes:
-        memory: The manager; None before the training when none was given.
-        split: The `SplitLoss` of the training; None where there is none.
-        sizes: Its state, as a checkpoint brought it.
+        memory: The manager; None before training if none was given.
+        split: The `SplitLoss` of the training; None if there is none.
+        sizes: Its state, as loaded from a checkpoint.
 
     Example:
         >>> import memkit as mk
@@ -69,15 +69,15 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         self._step = contextlib.ExitStack()
 
     def watch(self, split: SplitLoss) -> None:
-        """Tell from now on of this `SplitLoss`."""
+        """Report on this `SplitLoss` from now on."""
         self.split, self._num_ooms = split, split.num_ooms
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint of the trainer keeps."""
+        """Return the part that a trainer checkpoint keeps."""
         return {"args": {}, "attributes": {"sizes": self.split.state_dict() if self.split else self.sizes}}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Make the manager; take the sizes from the checkpoint that the training goes on from."""
+        """Create the manager; take the sizes from the checkpoint that training resumes from."""
         self.memory = self.memory or MemoryManager(args.device)
         saved = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(saved, Mapping) and saved["attributes"]["sizes"]:
@@ -86,18 +86,18 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
     def on_epoch_begin(
         self, _args: TrainingArguments, state: TrainerState, *_: Any, train_dataloader: Any = None, **__: Any
     ) -> None:
-        """Tell samplers and data sets that draw by the epoch; accelerate tells most, but not all."""
+        """Tell the epoch to samplers and data sets that draw by it; accelerate tells most, but not all."""
         if train_dataloader is not None:
             tell_epoch(train_dataloader, int(state.epoch or 0))
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin a step's phase."""
-        self._step.close()  # where an error left the step before
+        self._step.close()  # where an error left the previous step
         if self.memory is not None:
             self._step.enter_context(self.memory.phase("step"))
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """End it, and mark what it survived."""
+        """End the step's phase, and mark the out-of-memory errors it survived."""
         self._step.close()
         if self.memory is None:
             return
@@ -108,7 +108,7 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
         self.memory.step()
 
     def on_log(self, _args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any], **__: Any) -> None:
-        """Add to what is logged of the training."""
+        """Add memory figures to the training log."""
         if self.memory is None or "loss" not in logs:
             return
         snapshot = self.memory.snapshot()
@@ -121,35 +121,35 @@ class MemoryCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  #
             figures |= {"memkit/num_ooms": self.split.num_ooms, "memkit/num_microbatches": len(self.split.sizes)}
         known = {name: value for name, value in figures.items() if value is not None}
         logs.update(known)
-        state.log_history[-1].update(known)  # the trainer has put a copy of the logs there
+        state.log_history[-1].update(known)  # the trainer has already put a copy of the logs there
 
 
 class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for every type check
-    """A `Trainer` whose batches run in parts where memory asks for it, with the gradient of the whole batch.
+    """A `Trainer` that splits batches when memory requires it, with the gradient of the whole batch.
 
     Everything else is the `Trainer`'s: its loop, accumulation, mixed precision, clipping, logs and checkpoints see one
-    forward and one backward for each batch. Batch size, number of steps and schedule stay. Put it before another
-    trainer to get the same there: ``class MyTrainer(MemoryEfficientTrainer, SFTTrainer): ...``. A ``compute_loss`` or
-    ``compute_loss_func`` of your own is called for each part. Evaluation is left alone.
+    forward and one backward per batch. Batch size, number of steps and schedule do not change. Put it before another
+    trainer to get the same there: ``class MyTrainer(MemoryEfficientTrainer, SFTTrainer): ...``. Your own
+    ``compute_loss`` or ``compute_loss_func`` is called once per part. Evaluation is unchanged.
 
-    How parts are weighed: where the loss is a sum divided by ``num_items_in_batch``, parts add up. Whether it is one is
-    measured on the first part, since many models accept the number and ignore it. Otherwise the loss is a mean; what
-    over is read from the graph (the count of its cross-entropy), or is the rows where no label is ignored. What can be
-    neither is refused.
+    How parts are weighted: if the loss is a sum divided by ``num_items_in_batch``, parts add up. Whether it is one is
+    measured on the first part, since many models accept the number and ignore it. Otherwise the loss is a mean,
+    weighted by the count read from the graph (that of its cross-entropy), or by the rows if no label is ignored. Any
+    other loss is refused.
 
-    Memory and time cost: those of `SplitLoss`; and once, two forwards of the first part.
+    Memory and time cost: those of `SplitLoss`, plus two forwards of the first part, once.
 
     Args:
         *args: For `Trainer`.
-        num_microbatches: Parts of each batch (``per_device_train_batch_size``), at least.
+        num_microbatches: Minimum number of parts of each batch (``per_device_train_batch_size``).
         on_oom: As for `MemoryEfficientTrainingWrapper`.
         split_fn: ``split_fn(inputs, n)`` returns a list of about n parts, for inputs whose rows are not samples.
         **kwargs: For `Trainer`.
 
     Raises:
-        ConfigError: From the first step: a model that is spread over devices (DeepSpeed, FSDP, DataParallel, ...).
-        InputError: From the first step: inputs without common rows, and no ``split_fn``. From a step that is split: a
-            loss that cannot be weighed.
+        ConfigError: In the first step: the model is spread over devices (DeepSpeed, FSDP, DataParallel, ...).
+        InputError: In the first step: inputs without common rows, and no ``split_fn``. In a step that is split: a loss
+            that cannot be weighted.
 
     Example:
         >>> import tempfile
@@ -185,17 +185,17 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
             "split_fn": split_fn,
         }
         self._split_model: nn.Module | None = None
-        self._is_divided: bool | None = None  # the loss by num_items_in_batch; None: not measured yet
+        self._is_divided: bool | None = None  # by num_items_in_batch; None: not measured yet
         self.split_loss: SplitLoss | None = None
         callbacks = self.callback_handler.callbacks
         own = [each for each in callbacks if isinstance(each, MemoryCallback)] or [MemoryCallback()]
-        # Before those that report what is logged.
+        # Before the callbacks that report logs.
         callbacks[:] = own + [each for each in callbacks if not isinstance(each, MemoryCallback)]
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Do a `Trainer`'s step with a loss that is computed in parts."""
-        # Whoever defines compute_loss, a class below or above this one or the user on the trainer itself: within this
-        # step its calls are for the parts.
+        """Run a `Trainer`'s step with a loss that is computed in parts."""
+        # Within this step compute_loss is called once per part, whether a subclass, a base class or the user (on the
+        # trainer itself) defines it.
         attributes = self.__dict__
         own = attributes.get("compute_loss")
         attributes["compute_loss"] = functools.partial(self._compute_in_parts, self.compute_loss)
@@ -215,7 +215,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         def loss_of(model: nn.Module, part: Mapping[str, Any]) -> Any:
-            # A copy for each try, since compute_loss may take the labels out.
+            # A copy for each attempt, since compute_loss may pop the labels.
             ask = functools.partial(compute_loss, model, num_items_in_batch=num_items_in_batch)
             if part is inputs:
                 return ask(copy.copy(part))
@@ -236,14 +236,14 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
         part: Mapping[str, Any],
         num_items: torch.Tensor | int,
     ) -> bool:
-        """Say whether the loss is a sum divided by the number of items: measured once, does twice as many halve it?"""
+        """Whether the loss is a sum divided by the number of items: measures if doubling that number halves it."""
         if self._is_divided is None:
             losses = []
             for number in (num_items, 2 * num_items):
                 with without_gradients(), Rollback(StateWatch(model)).undone():
                     losses.append(float(compute_loss(model, copy.copy(part), num_items_in_batch=number)))
             once, twice = losses
-            if once == 0 or not math.isfinite(once):  # says nothing: this part adds nothing, or has a count of 0
+            if once == 0 or not math.isfinite(once):  # inconclusive: this part adds nothing, or has a count of 0
                 return once == 0
             if not any(math.isclose(once, each, rel_tol=_CLOSE) for each in (twice, 2 * twice)):
                 raise InputError(
@@ -269,7 +269,7 @@ class MemoryEfficientTrainer(Trainer):  # type: ignore[misc]  # not there for ev
 
 
 def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
-    """Return what a part's mean loss is taken over: the count that its cross-entropy has saved, or the rows."""
+    """Return the count behind a part's mean loss: the one saved by its cross-entropy, or the rows."""
     nodes = [node for node in graph_nodes(loss) if node.name().startswith("NllLoss")]
     counts = {float(saved(node, "total_weight")) if saved(node, "reduction") == 1 else -1.0 for node in nodes}
     if len(counts) == 1 and min(counts) >= 0:
@@ -289,7 +289,7 @@ def _count_items(loss: torch.Tensor, part: Mapping[str, Any]) -> float:
 
 
 def _check_spread(trainer: Trainer) -> None:
-    """Refuse a model that is spread over devices: one process cannot run a part of its batch again alone."""
+    """Refuse a model that is spread over devices: one process cannot rerun a part of its batch alone."""
     kind = trainer.accelerator.distributed_type
     # Attributes and methods that transformers 4 does not have; its tensor parallelism marks the model.
     is_sharded = kind in _SHARDED or getattr(trainer, "is_distributed_loading_by_transformers", False)

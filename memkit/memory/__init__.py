@@ -1,4 +1,4 @@
-"""What a device holds: watched, counted, given back."""
+"""Device memory: tracking, accounting and release."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     )
     from memkit.memory.manager import MemoryManager as MemoryManager
     from memkit.memory.track import Tracker as Tracker
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # otherwise a type checker would accept any name, because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

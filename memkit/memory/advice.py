@@ -1,4 +1,4 @@
-"""What to change in the environment, and which figures say so. Nothing here changes anything."""
+"""Advice on the environment, with the figures behind it. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from memkit._core.records import DeviceMemory, HostMemory
 from memkit._core.units import GIB, format_bytes
 
-_LARGE_SHARE = 0.2  # of what is reserved; below, fragmentation costs less than the change is worth
+_LARGE_SHARE = 0.2  # of reserved bytes; below this, fixing fragmentation is not worth it
 _TIGHT = 0.1  # of the host's memory
 _GENERAL_NAME = "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """One thing to change.
+    """One suggested change.
 
     Attributes:
         topic: ``"fragmentation"``, ``"allocator settings"``, ``"host memory"`` or ``"shared device"``.
         evidence: The figures behind it.
-        action: What to do, and when.
+        action: The suggested action, and when to take it.
     """
 
     topic: str
@@ -34,7 +34,7 @@ class Tip:
 def find_tips(
     device: DeviceMemory, host: HostMemory, settings: Mapping[str, str], sharing: tuple[int, ...]
 ) -> list[Tip]:
-    """Give the advice that the figures call for.
+    """Return the advice that the figures call for.
 
     Args:
         device: The device's counters, with the peaks of the whole run.
@@ -51,7 +51,7 @@ def find_tips(
 
 
 def _about_fragmentation(device: DeviceMemory, settings: Mapping[str, str]) -> list[Tip]:
-    """Compare peaks: what is reserved now and not in tensors is a cache, which the next step takes again."""
+    """Compare peaks: bytes that are reserved now but not in tensors are a cache, which the next step reuses."""
     allocated, reserved = device.peak_bytes, device.reserved_peak_bytes
     if allocated is None or reserved is None or reserved - allocated < max(GIB, _LARGE_SHARE * reserved):
         return []
@@ -97,7 +97,7 @@ def _about_host(host: HostMemory) -> list[Tip]:
 
 
 def advise_about_sharing(sharing: tuple[int, ...]) -> list[Tip]:
-    """Give the advice about the other processes that use the device, if there are any."""
+    """Return advice about other processes that use the device, if there are any."""
     if not sharing:
         return []
     several = len(sharing) > 1

@@ -1,4 +1,4 @@
-"""What lives at one instant, without having watched how it came: by category, and the largest storages by holder."""
+"""Census of live storages at one instant, without tracking: bytes by category, and the largest storages by holder."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from memkit._torch.pytree import keystr, tree_leaves_with_path
 from memkit.memory.graphs import GraphWalk, grad_of, graph_of, storages_of
 from memkit.memory.holders import References, attributes, is_a
 
-_Owners = dict[int, tuple[str, Any]]  # by id of a tensor: what it is, and the parameter that it is for
+_Owners = dict[int, tuple[str, Any]]  # by id of a tensor: its category, and the parameter that it belongs to
 
 
 @dataclass(frozen=True, slots=True)
 class LiveStorage:
-    """One block of memory.
+    """One live storage.
 
     Attributes:
         nbytes: Its size.
         category: ``"parameter"``, ``"buffer"``, ``"gradient"``, ``"optimizer"``, ``"saved for backward"``, ``"other"``.
-        shape: Shape of a tensor in it; None where only the autograd graph has one.
+        shape: Shape of a tensor in it; None if only the autograd graph holds one.
         dtype: That tensor's dtype.
-        holder: Who holds the tensor, by a name in the user's code; None where memory did not suffice to find out.
+        holder: The variable that holds the tensor, by its name in the user's code; None if there was not enough memory
+            to find out.
     """
 
     nbytes: int
@@ -40,10 +41,10 @@ class LiveStorage:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """What lives.
+    """Live storages.
 
     Attributes:
-        by_category: Bytes per category, largest first, each storage once.
+        by_category: Bytes per category, largest first, each storage counted once.
         largest: The largest storages, largest first.
     """
 
@@ -52,13 +53,13 @@ class Census:
 
 
 def take_census(device: torch.device, num_largest: int) -> Census:
-    """Look at all live tensors that Python or a live autograd graph can reach. Allocates nothing on the device.
+    """Inspect all live tensors reachable from Python or a live autograd graph. Allocates nothing on the device.
 
     Args:
-        device: Whose storages.
-        num_largest: How many to list with their holders.
+        device: The device whose storages are counted.
+        num_largest: Number of storages to list with their holders.
     """
-    objects = gc.get_objects()  # no closure may hold it: its cell would be in the list, and the list for ever in it
+    objects = gc.get_objects()  # no closure may hold it: its cell would be in the list, a cycle that is never freed
     tensors: list[Tensor] = _all_of(Tensor, objects)
     layers = _all_of(nn.Module, objects)
     gradients = [(gradient, tensor) for tensor in tensors if (gradient := grad_of(tensor)) is not None]
@@ -72,7 +73,7 @@ def take_census(device: torch.device, num_largest: int) -> Census:
     }
     walk = GraphWalk(device=device)
     walk.add(node for node in map(graph_of, tensors) if node is not None)
-    buffers = [attributes(layer).get(BUFFERS) for layer in layers]  # missing where the error came while one was made
+    buffers = [attributes(layer).get(BUFFERS) for layer in layers]  # missing if the error came during construction
     categories = {
         **dict.fromkeys(walk.storages, "saved for backward"),
         **_label("optimizer", (value for value, _, _ in states)),
@@ -104,15 +105,15 @@ def take_census(device: torch.device, num_largest: int) -> Census:
 
 
 def _all_of(base: type, objects: list[object]) -> list[Any]:
-    """Instances of a class, by their true types: a proxy's `__class__` is not asked."""
+    """Return the instances of a class by their true types, without consulting a proxy's ``__class__``."""
     kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
     return [each for each in objects if type(each) in kinds]
 
 
 def _optimizer_states(optimizers: list[Any]) -> Iterator[tuple[Tensor, str, Any]]:
-    """Yield each tensor of an optimizer's state, what it is, and the parameter that it is for."""
+    """Yield each tensor of an optimizer's state, its category, and the parameter that it belongs to."""
     for optimizer in optimizers:
-        for parameter, values in dict(getattr(optimizer, "state", {})).items():  # none where the error came in __init__
+        for parameter, values in dict(getattr(optimizer, "state", {})).items():  # missing if __init__ failed
             for path, value in tree_leaves_with_path(values):
                 if is_a(value, Tensor):
                     yield value, f"state{keystr(path)} of {type(optimizer).__name__}", parameter
@@ -121,7 +122,7 @@ def _optimizer_states(optimizers: list[Any]) -> Iterator[tuple[Tensor, str, Any]
 def _find_holders(
     largest: dict[int, Tensor | None], owners: _Owners, objects: list[object], layers: list[Any]
 ) -> dict[int, str]:
-    """Name the holder of each storage; of none where memory does not suffice, for the search takes some of its own."""
+    """Return the holder of each storage, or none at all if there is not enough memory for the search."""
     try:
         references = References(objects, layers)
         return {key: _holder_of(tensor, owners, references) for key, tensor in largest.items()}

@@ -1,4 +1,4 @@
-"""What tensors and autograd graphs hold, read without running a hook or copying. Used by the leak watch."""
+"""Storages held by tensors and autograd graphs, read without running hooks or copying. Used by the leak watch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from memkit._torch.dispatch import TensorBase, without_torch_function
 from memkit._torch.graph import fields_of, saved_as_stored, sequence_number
 from memkit._torch.tensors import sparse_parts, storage_key
 
-# Attributes by the base class's own descriptors: a subclass's override could compute, warn or fail.
+# Attributes through the base class's descriptors: a subclass's override could compute, warn or fail.
 _IS_LEAF, _GRAD, _GRAD_FN = (vars(TensorBase)[name].__get__ for name in ("is_leaf", "grad", "grad_fn"))
 _LEAF_NODE = "AccumulateGrad"
 
 
 def grad_of(tensor: Tensor) -> Tensor | None:
-    """Gradient of a leaf; None for others, where the question itself would warn."""
+    """Return the gradient of a leaf; None for other tensors, where reading it would warn."""
     try:
         return _GRAD(tensor) if _IS_LEAF(tensor) else None
     except RuntimeError:
@@ -28,17 +28,17 @@ def grad_of(tensor: Tensor) -> Tensor | None:
 
 
 def graph_of(tensor: Tensor) -> Node | None:
-    """The node that made a tensor, if it has a graph."""
+    """Return the node that created a tensor, if it has a graph."""
     try:
         return _GRAD_FN(tensor)  # type: ignore[no-any-return]
-    except RuntimeError:  # a view of what was changed in place, a wrapper of torch.func that is over
+    except RuntimeError:  # a view whose base was changed in place, an expired torch.func wrapper
         return None
 
 
 def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
     """Yield key and bytes of each storage of a tensor; views of one storage share the key.
 
-    A tensor on the meta device and a wrapper around other tensors (which are listed themselves) hold nothing.
+    A tensor on the meta device holds nothing, nor does a wrapper around other tensors (which are listed themselves).
     """
     if "__tensor_flatten__" in dir(type(tensor)):
         return
@@ -48,7 +48,7 @@ def storages_of(tensor: Tensor) -> Iterator[tuple[int, int]]:
                 storage = part.untyped_storage()
                 if storage.device.type != "meta":
                     yield storage_key(storage), storage.nbytes()
-            except (RuntimeError, ValueError):  # opaque, or a parameter that is not initialised yet
+            except (RuntimeError, ValueError):  # opaque, or a parameter that is not initialized yet
                 continue
 
 
@@ -67,23 +67,23 @@ def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:
 class GraphWalk:
     """Autograd nodes reached so far and the storages that they keep for a backward.
 
-    The parameters at the graph's ends are not counted: they live without it.
+    The parameters at the graph's leaves are not counted: they do not depend on it.
 
     Attributes:
-        device: Whose storages; None for all.
-        num_nodes: Nodes without the parameters' own.
+        device: The device whose storages are counted; None for all devices.
+        num_nodes: Number of nodes, without the parameters' own.
         storages: Bytes of the saved tensors by storage key.
     """
 
     device: torch.device | None = None
     num_nodes: int = 0
     storages: dict[int, int] = field(default_factory=dict)
-    _seen: dict[int, Node] = field(default_factory=dict)  # the Python objects of nodes live only as long as held
+    _seen: dict[int, Node] = field(default_factory=dict)  # the Python objects of nodes live only while referenced
     _parameters: set[int] = field(default_factory=set)
     _fields: dict[type, list[str]] = field(default_factory=dict)
 
     def add(self, nodes: Iterable[Node]) -> None:
-        """Walk the graphs under some nodes; what was met before is not counted again."""
+        """Walk the graphs under some nodes; nodes and storages seen before are not counted again."""
         stack = list(nodes)
         while stack:
             node = stack.pop()
@@ -102,7 +102,7 @@ class GraphWalk:
             self.storages.pop(key, None)
 
     def _saved(self, node: Node) -> Iterator[Tensor]:
-        """Tensors that a node keeps as they are stored: unpacking would run hooks, copy or compute again."""
+        """Yield the saved tensors of a node as stored: unpacking would run hooks, copy or recompute."""
         kind = type(node)
         if kind not in self._fields:
             self._fields[kind] = fields_of(kind)
@@ -117,23 +117,23 @@ class GraphWalk:
 
 
 def spanning(tensors: Iterable[Tensor], start: int, middle: int) -> list[Tensor]:
-    """Find the tensors whose graph was made before `middle` and after it.
+    """Find the tensors whose graph was created partly before and partly after `middle`.
 
     Args:
         tensors: Tensors that have a graph.
-        start: Sequence number at which the interval before the last began; older nodes are not looked at.
+        start: Sequence number at which the interval before the last began; older nodes are ignored.
         middle: Sequence number at which the last interval began.
 
     Returns:
         One tensor for each such graph, without those computed from another of them.
     """
     nodes = [(node, tensor) for tensor in tensors if (node := graph_of(tensor)) is not None]
-    # An older node never leads to a younger one, so what is computed from another root comes after it.
+    # An older node never leads to a younger one, so a root computed from another root comes after it.
     nodes = sorted(
         ((n, t) for n, t in nodes if sequence_number(n) >= middle), key=lambda pair: sequence_number(pair[0])
     )
     found: dict[int, Tensor] = {}
-    known: dict[int, Node] = {}  # nodes that lead to nothing old
+    known: dict[int, Node] = {}  # nodes that lead to no old node
     for root, tensor in nodes:
         seen: dict[int, Node] = {}
         stack, spans = [root], False
@@ -155,7 +155,7 @@ def spanning(tensors: Iterable[Tensor], start: int, middle: int) -> list[Tensor]
 
 
 def nodes_before(root: Node, middle: int) -> list[Node]:
-    """Find where the graph under a node gets older than `middle`."""
+    """Find the nodes at which the graph under a node becomes older than `middle`."""
     seen: dict[int, Node] = {}
     stack, older = [root], []
     while stack:

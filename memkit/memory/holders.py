@@ -1,4 +1,4 @@
-"""Who refers to an object: the chain of references up to a variable, in a user's words. Used by the leak watch."""
+"""Holders of an object: the chain of references up to a variable, in the user's terms. Used by the leak watch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch import nn
 from memkit._torch.modules import CHILDREN
 from memkit.memory.sources import NamePlace
 
-_WIDEST, _DEEPEST = 48, 14  # bounds of a search: objects in a level, levels
+_WIDEST, _DEEPEST = 48, 14  # search bounds: objects per level, levels
 _LOCALS_ARE_FAST = 0x1  # code flag: a function's locals, not a module's dict
 _SHOWS_LOCALS = {"locals", "vars", "dir", "eval", "exec"}
 _UNSHARED = 3  # references to a frame's dict of locals: the frame's, the variable's, the argument's
@@ -42,12 +42,12 @@ _INTERNAL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 def is_a(value: object, kind: type) -> bool:
-    """`isinstance` that asks the object itself nothing: a proxy's `__class__` may run code, or fail."""
+    """`isinstance` without consulting the object: a proxy's ``__class__`` may run code, or fail."""
     return kind in type.__getattribute__(type(value), "__mro__")
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Attributes of an object itself, its slots included, without calling its own `__getattr__`."""
+    """Return the attributes of an object, including slots, without calling its ``__getattr__``."""
     try:
         own = (
             type.__getattribute__(value, "__dict__")
@@ -76,18 +76,18 @@ class NamedReference:
     owner: str = ""
 
     def text(self, suffix: str = "") -> str:
-        """In words; `suffix` are subscripts that belong to it."""
+        """Return a description; `suffix` holds the subscripts that belong to the name."""
         return f"{self.kind} `{self.place.name}{suffix}` {self.owner}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Referrer:
-    """Who holds an object.
+    """Holder of an object.
 
     Attributes:
-        text: The nearest name, and what that belongs to.
-        referrers: Short texts of the whole chain, from the object up.
-        place: Where the source uses the nearest name; None where no name leads to the object.
+        text: The nearest name, and the scope that it belongs to.
+        referrers: Short descriptions of the whole chain, from the object up.
+        place: Place in the source that uses the nearest name; None if no name leads to the object.
     """
 
     text: str
@@ -96,26 +96,27 @@ class Referrer:
 
 
 class References:
-    """The references between the objects of one moment.
+    """References between objects at one moment.
 
     Args:
-        objects: All that the garbage collector knows. Only they count as referrers: what the search makes does not.
+        objects: All objects tracked by the garbage collector. Only these count as referrers, not those that the search
+            creates.
         layers: The modules among them.
 
     Attributes:
-        files: Files of the user's code that runs now, innermost first.
+        files: Files of the user code that is running now, innermost first.
     """
 
     def __init__(self, objects: list[object], layers: list[Any]) -> None:
         self._objects = objects
         self._known = set(map(id, objects))
-        self._globals: dict[int, dict[str, Any]] = {}  # by id() of a variable's value, where it is
+        self._globals: dict[int, dict[str, Any]] = {}  # by id() of a variable's value: its namespace
         self._locals: dict[int, NamedReference] = {}
         self._arrays: dict[int, Any] = {}
         self._untracked: list[dict[Any, Any]] = []
         self.files: list[str] = []
         namespaces: dict[int, dict[str, Any]] = {}
-        for top in sys._current_frames().values():  # noqa: SLF001 - the only way to other threads' frames
+        for top in sys._current_frames().values():  # noqa: SLF001 - the only access to other threads' frames
             frame: FrameType | None = top
             while frame is not None:
                 if not frame.f_code.co_filename.startswith(_INTERNAL):
@@ -128,7 +129,7 @@ class References:
                 namespace = ModuleType.__getattribute__(module, "__dict__")
                 namespaces.setdefault(id(namespace), namespace)
         self._namespaces = set(namespaces)
-        for namespace in reversed(namespaces.values()):  # the code that runs comes first, and wins
+        for namespace in reversed(namespaces.values()):  # running code comes first, and wins
             self._globals.update(zip(map(id, list(namespace.values())), itertools.repeat(namespace)))
         self._layers = {
             id(child): (layer, key)
@@ -142,13 +143,13 @@ class References:
             self.files.append(code.co_filename)
         if code.co_flags & _LOCALS_ARE_FAST:
             for key, value in locals_of(frame):
-                # Outer frames come later and win: they keep an object that they pass on.
+                # Outer frames come later and win: they keep the objects that they pass on.
                 self._locals[id(value)] = _local(key, code)
                 if is_object_array(value):
                     self._arrays[id(value)] = value
 
     def name_of(self, value: object) -> NamedReference | None:
-        """The variable that is this object."""
+        """Return the variable that refers to this object."""
         namespace = self._globals.get(id(value))
         if namespace is None:
             return self._locals.get(id(value))
@@ -162,7 +163,7 @@ class References:
     # ---- one step up
 
     def referrers(self, values: list[Any]) -> list[tuple[Any, Any]]:
-        """Who refers to some objects, as pairs (referrer, object); namespaces of modules are left out."""
+        """Return the referrers of some objects, as pairs (referrer, object), without namespaces of modules."""
         ids = set(map(id, values))
         pairs = [
             (parent, child)
@@ -176,15 +177,15 @@ class References:
         return pairs
 
     def _is_late_namespace(self, value: object) -> bool:
-        """Whether it is an object's dict that came after the collector was asked: Python makes it when one looks."""
+        """Whether a value is an object's dict created after the objects were listed: Python creates it on access."""
         return type(value) is dict and any(
             id(owner) in self._known and namespace_of(owner) is value for owner in gc.get_referrers(value)
         )
 
     def find_arrays(self) -> None:
-        """Look for arrays of objects, which the garbage collector does not know, in all that it knows."""
+        """Find arrays of objects, which the garbage collector does not track, in the objects that it tracks."""
         values = list(itertools.chain.from_iterable(map(gc.get_referents, self._objects)))
-        # A dict whose values the collector does not know, such as arrays, is not known either.
+        # A dict whose values are untracked, such as arrays, is untracked too.
         dicts = {id(each): each for each in values if type(each) is dict and not gc.is_tracked(each)}
         self._untracked = [each for each in dicts.values() if any(map(is_object_array, each.values()))]
         values += [value for each in self._untracked for value in each.values()]
@@ -193,7 +194,7 @@ class References:
     # ---- the way up
 
     def holder_of(self, value: object) -> Referrer:
-        """Name the holder of an object."""
+        """Return the holder of an object."""
         nodes = _without_carriers(self._way_up(value))
         texts: list[str] = []
         first: str | None = None
@@ -225,7 +226,7 @@ class References:
         return Referrer(first if context in ("", first) else f"{first} ({context})", (*texts, end_text), place)
 
     def _way_up(self, value: object) -> list[Any]:
-        """The shortest chain of referrers to a variable or a layer; the longest one where there is none."""
+        """Return the shortest chain of referrers to a variable or a layer, or else the longest chain."""
         below: dict[int, tuple[Any, Any]] = {id(value): (value, None)}
         level, end = [value], value
         for _ in range(_DEEPEST):
@@ -244,7 +245,7 @@ class References:
         return way[::-1]
 
     def _end(self, value: Any) -> str:
-        """What stands at the upper end of a chain: a variable, or a layer by its path."""
+        """Describe the upper end of a chain: a variable, or a layer by its path."""
         keys: list[str] = []
         while is_a(value, nn.Module) and id(value) in self._layers and len(keys) < _DEEPEST:
             value, key = self._layers[id(value)]
@@ -259,7 +260,7 @@ class References:
 
 
 def reference(child: object, parent: Any) -> NamedReference | str:
-    """How one object refers to another: a name, or a short text; one that starts with ``[`` is a subscript."""
+    """Return how one object refers to another: a name or a short text; a text starting with ``[`` is a subscript."""
     kind = type(parent).__name__
     if type(parent) is functools.partial:
         return "a partial"
@@ -272,7 +273,7 @@ def reference(child: object, parent: Any) -> NamedReference | str:
 
 
 def _names_in(parent: Any) -> Iterator[tuple[NamedReference, Any]]:
-    """Yield what an object refers to by a name."""
+    """Yield the named references of an object."""
     if type(parent) is FunctionType:
         yield from _names_in_function(parent)
     elif type(parent) is _CACHE:
@@ -333,7 +334,7 @@ def _dicts_of_threads(value: threading.local) -> list[dict[Any, Any]]:
 
 
 def _without_carriers(way: list[Any]) -> list[Any]:
-    """Leave out what only carries a name: an object's dict, a function's cells and tuples."""
+    """Drop objects that only carry a name: an object's dict, a function's cells and tuples."""
     nodes = way[:1]
     for parent in way[1:]:
         carriers = _carriers(parent)
@@ -355,7 +356,7 @@ def _carriers(parent: Any) -> set[int]:
 
 
 def namespace_of(value: Any) -> Any:
-    """The dict of an object's attributes, if it has one."""
+    """Return the dict of an object's attributes, if it has one."""
     try:
         return object.__getattribute__(value, "__dict__")
     except Exception:  # noqa: BLE001 - a class may compute it
@@ -363,10 +364,10 @@ def namespace_of(value: Any) -> Any:
 
 
 def locals_of(frame: FrameType) -> list[tuple[str, Any]]:
-    """Local variables of a function's frame, without leaving a reference to their values behind.
+    """Return the local variables of a function's frame, without leaving a reference to their values behind.
 
-    Before Python 3.13, `f_locals` fills a dict that stays with the frame, and that `locals()` shows to the function's
-    own code. It is emptied here; a frame whose code asks for that dict, or that a debugger traces, is not read.
+    Before Python 3.13, `f_locals` fills a dict that stays with the frame and that `locals()` returns to the function's
+    own code. It is cleared here; a frame whose code uses that dict, or that is traced by a debugger, is not read.
     """
     if sys.version_info >= (3, 13):
         return list(frame.f_locals.items())
@@ -380,7 +381,7 @@ def locals_of(frame: FrameType) -> list[tuple[str, Any]]:
 
 
 def is_object_array(value: object) -> bool:
-    """Whether it is a NumPy array of Python objects, whose references the garbage collector does not see."""
+    """Whether a value is a NumPy array of Python objects, whose references the garbage collector does not see."""
     return type(value) is np.ndarray and bool(value.dtype.hasobject)
 
 

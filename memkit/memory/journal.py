@@ -1,4 +1,4 @@
-"""A run's events: the last ones in memory, all of them in a file where one is given."""
+"""Event journal of a run: the last events in memory, and all of them in a file if one is given."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from memkit._machine import devices
 
 
 class EventJournal:
-    """The events of a `MemoryManager`. Iterating gives those in memory, oldest first.
+    """The events of a `MemoryManager`. Iteration yields those in memory, oldest first.
 
     Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``.
 
     Args:
-        header: What to say about the run.
+        header: Header that describes the run.
         path: The run's log file, which every event is appended to; with several ranks, each has its own (see
-            `memkit._events.writer.rank_path`). None keeps them in memory only. It belongs to the process that opened
-            it: one that is forked from there, such as a DataLoader worker, has its own events in its own memory, and
-            warns once.
-        max_events: How many to keep in memory; older ones are dropped there.
+            `memkit._events.writer.rank_path`). None keeps them in memory only. The file belongs to the process that
+            opened it: a forked process, such as a DataLoader worker, keeps its own events in memory, and warns once.
+        max_events: Maximum number of events in memory; older ones are dropped from it.
 
     Attributes:
-        num_dropped: Events that are not in memory any more.
+        num_dropped: Number of events dropped from memory.
 
     Raises:
         ConfigError: ``max_events`` is negative.
         OSError: The log file cannot be opened; its directory must exist.
-        StateError: Another manager writes this log, in this process or another one.
-        FileFormatError: The log file holds something that is no event log; it is left alone.
+        StateError: Another manager, in this process or another one, is writing to this log.
+        FileFormatError: The file is not an event log; it is left unchanged.
 
     Example:
         >>> import memkit as mk
@@ -64,7 +63,7 @@ class EventJournal:
         return len(self._events)
 
     def add(self, events: Sequence[str]) -> None:
-        """Take events, each as its `memkit._events.writer.event_text`, and write them."""
+        """Add events, each as its `memkit._events.writer.event_text`, and write them."""
         held = len(self._events)
         self._events.extend(events)
         self.num_dropped += held + len(events) - len(self._events)
@@ -82,40 +81,40 @@ class EventJournal:
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the events in memory to a log file, which `memkit.report.read_memory_events` reads; atomically.
+        """Write the events in memory atomically to a log file that `memkit.report.read_memory_events` reads.
 
         Args:
-            path: The file; one that exists is replaced. Its directory must exist.
+            path: The file; an existing one is replaced. Its directory must exist.
 
         Raises:
-            OSError: The file cannot be written; what was there before still is.
+            OSError: The file cannot be written; an existing file is unchanged.
         """
         first = [Event("events_dropped", note={"num_dropped": self.num_dropped})] if self.num_dropped else []
         save_events(path, self._header, [*first, *self])
 
     def save_legacy(self, path: str | os.PathLike[str]) -> int:
-        """Write the older form, a JSON array of names and peaks; atomically.
+        """Write the older format, a JSON array of names and peaks, atomically.
 
         Args:
-            path: The file; one that exists is replaced. Its directory must exist.
+            path: The file; an existing one is replaced. Its directory must exist.
 
         Returns:
-            How many events were left out: the form cannot hold one whose peak is not recorded.
+            Number of events left out: the format cannot hold an event whose peak is not recorded.
 
         Raises:
-            OSError: The file cannot be written; what was there before still is.
+            OSError: The file cannot be written; an existing file is unchanged.
         """
         return save_legacy(path, self)
 
     def close(self) -> None:
-        """Close the log file; events that come later are kept in memory only."""
+        """Close the log file; later events are kept in memory only."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def header_of(device: torch.device, total_bytes: int | None) -> LogHeader:
-    """Make the header of a run: which process, on which device, and who counts what."""
+    """Create the header of a run: the process, the device, and the source of each counter."""
     names = ["allocated_bytes", "peak_bytes"]
     if device.type == "cpu":
         counted = Origin("dispatch", "measured")

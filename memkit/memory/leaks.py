@@ -1,4 +1,4 @@
-"""The leak watch: what grew since the last step, and who holds it."""
+"""Leak watch: finds objects that keep growing from step to step, and what holds them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from memkit.memory.holders import References, Referrer, attributes
 from memkit.memory.sources import Growth, find_call, find_growth
 from memkit.memory.suspects import CONTAINERS, GrowthKind, Suspect, growing_containers, growing_graph, hook_dicts
 
-_PATIENCE = 2  # intervals in a row in which a holder must grow
-_PATIENCE_IF_EMPTIED = 30  # the same for what its source empties now and then
+_PATIENCE = 2  # consecutive intervals in which a holder must grow
+_PATIENCE_IF_EMPTIED = 30  # the same for a holder that its source empties now and then
 _SMALLEST_GROWTH_BYTES = KIB  # per interval, without a graph: logged scalars stay below it
 _MOST_TARGETS, _MOST_GRAPHS = 32, 8  # bounds of the search
 _FIXES: dict[GrowthKind, str] = {
@@ -36,22 +36,22 @@ _FIXES: dict[GrowthKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Something that grows from check to check. `str()` of it is a text for people.
+    """A holder that grows from check to check. ``str()`` gives a human-readable description.
 
     Attributes:
-        kind: What is kept: ``"tensors"``, ``"graph"`` (one tensor whose autograd graph gets longer),
+        kind: Kind of objects kept alive: ``"tensors"``, ``"graph"`` (one tensor whose autograd graph gets longer),
             ``"tensors and graph"`` or ``"hooks"`` (of a layer).
-        holder: Who keeps it, by a name in your code: ``global `losses` in train.py``.
-        line: ``"file:line"`` of the statement that makes it grow; where that is not found, of the function or class
-            that holds it; None where neither is known.
-        num_tensors: Tensors in it now.
-        nbytes: Bytes that it keeps alive now, each storage once: its tensors and what their graphs saved.
-        growth_bytes: Part of these that came since the last check.
-        num_graph_nodes: Autograd nodes that it keeps alive now.
-        growth_graph_nodes: Part of these that came since the last check.
-        num_hooks: Hooks in it now, for kind ``"hooks"``.
-        referrers: The chain of references, from what grows up to the variable.
-        fix: What to do.
+        holder: The variable that keeps them alive, by its name in your code: ``global `losses` in train.py``.
+        line: ``"file:line"`` of the statement that makes it grow; if that is not found, of the function or class
+            that holds it; None if neither is known.
+        num_tensors: Number of tensors in it now.
+        nbytes: Bytes that it keeps alive now, each storage counted once: its tensors and those saved in their graphs.
+        growth_bytes: The part of ``nbytes`` added since the last check.
+        num_graph_nodes: Number of autograd nodes that it keeps alive now.
+        growth_graph_nodes: The part of ``num_graph_nodes`` added since the last check.
+        num_hooks: Number of hooks in it now, for kind ``"hooks"``.
+        referrers: The chain of references from the growing object up to the variable.
+        fix: Suggested fix.
     """
 
     kind: GrowthKind
@@ -84,14 +84,14 @@ class Leak:
 
 
 class Leaks(list[Leak]):
-    """What a check found, the most bytes first; empty where it found nothing. Printed, it says how much that means.
+    """Leaks found by a check, most bytes first. Printing it also says how conclusive the check is.
 
     Args:
-        leaks: What grows.
-        num_checks: Checks so far, this one included.
+        leaks: The leaks found.
+        num_checks: Number of checks so far, including this one.
 
     Attributes:
-        num_checks: Checks so far, this one included.
+        num_checks: Number of checks so far, including this one.
 
     Example:
         >>> import memkit as mk
@@ -106,12 +106,12 @@ class Leaks(list[Leak]):
 
     @property
     def is_baseline(self) -> bool:
-        """Whether nothing was compared: it was the first check."""
+        """Whether this was the first check, which compares nothing."""
         return self.num_checks == 1
 
     @property
     def is_certain(self) -> bool:
-        """Whether no leaks means that nothing grew in both of the last intervals: that takes three checks."""
+        """Whether an empty list means that nothing grew in both of the last two intervals; this takes three checks."""
         return self.num_checks > _PATIENCE
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class Leaks(list[Leak]):
 
 @dataclass(slots=True)
 class _Record:
-    """What is known of a holder from earlier checks."""
+    """State of a holder from earlier checks."""
 
     growth: Growth
     peak: int = 0
@@ -141,14 +141,14 @@ class _Record:
 
 
 class LeakWatch:
-    """Say after each step what keeps growing, and who holds it.
+    """Report after each step what keeps growing, and what holds it.
 
     A holder is reported when it gained tensors, or its graph gained nodes, in each of the last two intervals between
-    checks and is larger than ever before. What its source empties now and then must grow 30 times in a row. With two
-    checks in all, only a container that was there at the first one and gained two elements or more is reported.
-    What is bounded (`deque(maxlen=...)`, `lru_cache(maxsize=...)`), replaced or made once is not.
+    checks and is larger than ever before. A holder that its source empties now and then must grow 30 times in a row.
+    After only two checks, only a container that existed at the first one and gained at least two elements is reported.
+    Holders that are bounded (`deque(maxlen=...)`, `lru_cache(maxsize=...)`), replaced or created once are not reported.
 
-    Nothing is installed and nothing runs between two checks. The watch keeps weak references only.
+    Nothing is installed and nothing runs between two checks. The watch keeps only weak references.
 
     Memory:
         About 200 bytes for each live tensor; between the first two checks about 100 for each list, dict and set.
@@ -174,12 +174,12 @@ class LeakWatch:
         self._records: dict[str, _Record] = {}
 
     def check(self) -> Leaks:
-        """Compare with the checks before. The first call is the baseline, which its result says.
+        """Compare with earlier checks. The first call takes the baseline, and its result says so.
 
-        Collects reference cycles first, so that only what is really held counts.
+        Collects reference cycles first, so that only objects that are really held count.
 
         Returns:
-            What grows, the most bytes first.
+            The leaks, most bytes first.
         """
         gc.collect()
         objects = gc.get_objects()
@@ -200,7 +200,7 @@ class LeakWatch:
         return Leaks(leaks, self._num_checks)
 
     def _stamp(self, tensors: list[Tensor]) -> None:
-        """Note at which check each live tensor was first seen."""
+        """Record the check at which each live tensor was first seen."""
         births = {}
         for tensor in tensors:
             known = self._births.get(id(tensor))
@@ -210,14 +210,14 @@ class LeakWatch:
         self._births = births
 
     def _age(self, tensor: Tensor) -> int | None:
-        """Checks since a tensor was first seen."""
+        """Return the number of checks since a tensor was first seen."""
         known = self._births.get(id(tensor))
         return None if known is None else self._num_checks - known[1]
 
     def _targets(self, tensors: list[Tensor], optimizers: list[Any]) -> list[Tensor]:
-        """Tensors of the interval before the last that are still here; at the second check, those of the only one.
+        """Return live tensors from the interval before the last; at the second check, from the only interval.
 
-        Gradients and the state of optimizers are left out: they have one place each.
+        Gradients and optimizer state are left out: each has exactly one place.
         """
         if self._num_checks == 0:
             return []
@@ -234,7 +234,7 @@ class LeakWatch:
         """Whether a container gained elements with tensors in each of the last two intervals."""
         new = {number for number, age in ages if age == 0}
         if self._num_checks == 1:
-            # Only what was there at the first check and is longer now: not what each step builds anew.
+            # Only containers that existed at the first check and have grown: not those that each step rebuilds.
             before = self._lengths.get(id(container))
             return len(new) > 1 and before is not None and len(container) >= before + 2
         old = {number for number, age in ages if age == 1}
@@ -245,12 +245,12 @@ class LeakWatch:
             return []
         start, middle = self._marks
         roots = spanning(tensors, start, middle)
-        # A gradient has a graph of its own after backward(create_graph=True); all of them are one leak.
+        # A gradient has its own graph after backward(create_graph=True); all such graphs count as one leak.
         roots = roots or spanning([g for each in tensors if (g := grad_of(each)) is not None], start, middle)[:1]
         return [growing_graph(root, middle) for root in roots[:_MOST_GRAPHS]]
 
     def _grown_hooks(self, modules: list[Any]) -> list[Suspect]:
-        """Hooks of layers that became more in each of the last two intervals."""
+        """Return the hook dictionaries of layers that grew in each of the last two intervals."""
         before, self._num_hooks = self._num_hooks, {}
         grown_before, self._hooked = self._hooked, set()
         suspects = []
@@ -262,7 +262,7 @@ class LeakWatch:
                     suspects.append(Suspect(hooks, "hooks", size=len(hooks)))
         return suspects
 
-    # ---- who holds it, and whether it is a leak
+    # ---- finding the holder and deciding whether it is a leak
 
     def _judge(self, suspects: Iterable[Suspect], references: References, tensors: list[Tensor]) -> list[Leak]:
         leaks: dict[str, Leak] = {}
@@ -281,14 +281,14 @@ class LeakWatch:
         return sorted(leaks.values(), key=lambda leak: leak.nbytes, reverse=True)
 
     def _is_leak(self, record: _Record, suspect: Suspect) -> bool:
-        """Count in how many intervals in a row a holder grew beyond what it ever was."""
+        """Count the consecutive intervals in which a holder set a new maximum size."""
         growth = record.growth
         if self._num_checks == 1 and growth.is_restarted:
-            return False  # a step may have made it anew where the old one was
+            return False  # a step may have rebuilt it at the address of the old one
         if suspect.size > record.peak:
             so_far = record.streak if record.check == self._num_checks - 1 else 0
-            # It gained tensors in two intervals; that it also lost none is seen at the next check, unless the source
-            # says so.
+            # It gained tensors in two intervals; unless the source shows that it also lost none, the next check must
+            # confirm that.
             certain = growth.is_certain or suspect.kind == "hooks"
             record.streak = max(so_far, 1 if certain else 0) + 1
             record.peak = suspect.size
@@ -299,7 +299,7 @@ class LeakWatch:
 
 
 def _all_of(base: type, objects: list[object]) -> list[Any]:
-    """Instances of a class, by their true types: a proxy's `__class__` is not asked."""
+    """Return the instances of a class by their true types, without consulting a proxy's ``__class__``."""
     kinds = {kind for kind in set(map(type, objects)) if base in type.__getattribute__(kind, "__mro__")}
     return [each for each in objects if type(each) in kinds]
 

@@ -1,8 +1,8 @@
-"""What a run's phases and steps took, and their events: the part of the manager that is on all the time.
+"""Totals and events of a run's phases and steps: the part of the manager that is always on.
 
-Between two blocks of a training step nothing of this is in the processor's caches: code that takes 5 microseconds in a
-loop of its own takes 40 there. So a block only notes the counters at its ends. What is made of them, the totals and the
-events, waits until somebody looks, or a tenth of a second.
+Between two blocks of a training step, none of this code is in the CPU caches: code that takes 5 microseconds in a tight
+loop takes 40 there. So a block only records the counters at its ends. Computing the totals and the events waits until
+they are read, or for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ _NO_COUNTERS = DeviceMemory()
 
 
 class Interval:
-    """A stretch of a run: a phase or a step. It notes the counters at its ends; `Ledger.settle` makes sense of them.
+    """A stretch of a run: a phase or a step. It records the counters at its ends; `Ledger.settle` evaluates them.
 
     Args:
-        ledger: Who keeps it.
-        name: What it is.
+        ledger: The ledger that it belongs to.
+        name: Its name.
 
     Attributes:
         first: The device's counters at the beginning.
-        last: The same at the end.
+        last: The device's counters at the end.
         path: Path of the phases that it belongs to.
         step: Its number, if it is a step.
         error: Type of the error that left it.
-        trackers: The open ones of the thread in which it began.
-        tracker: Who watched when it began, with the moment as ``mark``.
-        live_bytes: What the tracker counted at the end, if there was one.
-        peak: Its peak, where that is known by other means than by the counter at both ends.
-        host_peak: The same for the process.
+        trackers: The open trackers of the thread in which it began.
+        tracker: The innermost tracker when it began, with that moment as ``mark``.
+        live_bytes: Live bytes counted by the tracker at the end, if there was one.
+        peak: Its peak, if known other than from the counter at both ends.
+        host_peak: The same for the process's resident bytes.
     """
 
     trackers: list[Tracker]
@@ -66,7 +66,7 @@ class Interval:
         self.name = name
 
     def begin(self) -> None:
-        """Note the counters at the beginning."""
+        """Record the counters at the beginning."""
         ledger = self._ledger
         if ledger.read_device is not None:
             self.first = ledger.read_device()
@@ -76,7 +76,7 @@ class Interval:
         self.start_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """Note the counters at the end, and hand the block in."""
+        """Record the counters at the end, and queue the block for `Ledger.settle`."""
         ledger = self._ledger
         self.end_ns = end_ns = time.monotonic_ns()
         if ledger.read_device is not None:
@@ -88,15 +88,15 @@ class Interval:
             tracker = self.trackers[-1]
             self.live_bytes = tracker.live_bytes
             if self.tracker is tracker and self.last.peak_bytes is None:
-                watched = tracker.peak_since(self.mark)  # no counter, but somebody counted
+                watched = tracker.peak_since(self.mark)  # no counter, but a tracker counted
                 self.peak = IntervalPeak(watched, watched)
         ledger.ended.append(self)
-        if end_ns - ledger.settled_ns >= _INTERVAL_NS or self.error is not None:  # after an error all may be over
+        if end_ns - ledger.settled_ns >= _INTERVAL_NS or self.error is not None:  # after an error, the process may end
             ledger.settle()
 
 
 class Phase(Interval):
-    """The block that `MemoryManager.phase` measures, once; inside the innermost open one of its thread."""
+    """A block measured by `MemoryManager.phase`; single use, nested in the innermost open phase of its thread."""
 
     def __enter__(self) -> None:
         ledger = self._ledger
@@ -108,11 +108,11 @@ class Phase(Interval):
                 expected="a new one for each block",
                 fix="write `with memory.phase(...)`: each call makes a new one.",
             )
-        here.failure = None  # another error may come with the same id
+        here.failure = None  # another error may have the same id
         self.neighbours = neighbours = here.phases
         self.path = path = f"{neighbours[-1].path}/{self.name}" if neighbours else self.name
         if path not in ledger.phases:
-            ledger.phases[path] = PhaseTotals()  # a block's own line comes before those inside it
+            ledger.phases[path] = PhaseTotals()  # an outer block's row comes before those of inner blocks
         self.trackers = here.trackers
         if self.trackers:
             self.tracker = tracker = self.trackers[-1]
@@ -126,22 +126,22 @@ class Phase(Interval):
         if error is not None:
             self._ledger.here.note_error(error)
             self.error = type(error).__name__
-        self.neighbours.remove(self)  # mostly the last; not where generators are closed in another order, or elsewhere
+        self.neighbours.remove(self)  # usually the last, unless generators close in another order or thread
         try:
             self.end()
-        except MemoryError:  # there is no room to read counters: the block's own error is the one to pass
+        except MemoryError:  # not enough memory to read the counters: the block's own error takes precedence
             if error is None:
                 raise
 
 
 class OpenBlocks(threading.local):
-    """Phases and trackers that are open in a thread, and where its last error came from.
+    """Open phases and trackers of a thread, and the origin of its last error.
 
     Attributes:
         phases: Open phases, the innermost last.
         trackers: Open trackers, the innermost last.
-        failure: An error's id, with the path and the tracker where it was seen first. The error itself is not kept, nor
-            what it keeps.
+        failure: An error's id, with the path and the tracker where it was first seen. The error itself is not kept
+            alive.
     """
 
     def __init__(self) -> None:
@@ -151,27 +151,27 @@ class OpenBlocks(threading.local):
 
     @property
     def path(self) -> str | None:
-        """Path of the innermost phase, such as ``"step/forward"``; None outside of all."""
+        """Path of the innermost phase, such as ``"step/forward"``; None outside all phases."""
         return self.phases[-1].path if self.phases else None
 
     @property
     def tracker(self) -> Tracker | None:
-        """The innermost tracker; None outside of all."""
+        """The innermost tracker; None outside all trackers."""
         return self.trackers[-1] if self.trackers else None
 
     def note_error(self, error: BaseException) -> None:
-        """Remember where an error is, the first time that it is seen."""
+        """Record the place of an error the first time it is seen."""
         if not self._has_seen(error):
             self.failure = (id(error), self.path, self.tracker)
 
     def origin_of(self, error: BaseException) -> tuple[str | None, Tracker | None]:
-        """Return path and tracker of where an error was seen first, and forget it; else those of here."""
+        """Return path and tracker where an error was first seen, and forget it; otherwise the current ones."""
         is_known = self._has_seen(error)
         failure, self.failure = self.failure, None
         return failure[1:] if failure is not None and is_known else (self.path, self.tracker)
 
     def _has_seen(self, error: BaseException) -> bool:
-        """Whether this error, or the one that it was raised from, came through a phase before."""
+        """Whether this error, or its cause, has already passed through a phase."""
         links: list[BaseException] = [error]
         while links[-1].__cause__ is not None and links[-1].__cause__ not in links:
             links.append(links[-1].__cause__)
@@ -179,25 +179,25 @@ class OpenBlocks(threading.local):
 
 
 class Ledger:
-    """Books phases, steps and marks.
+    """Records phases, steps and marks.
 
     Args:
         device: The device.
-        journal: Where the events go.
-        reset_peaks: Whether each block restarts the counters of largest values.
+        journal: Journal that receives the events.
+        reset_peaks: Whether each block resets the peak counters.
 
     Attributes:
-        here: Where each thread is.
+        here: Open phases and trackers of each thread.
         ended: Blocks that wait for `settle`.
-        settled_ns: When that was last, by the monotonic clock.
+        settled_ns: Time of the last `settle`, by the monotonic clock.
         phases: Totals of all phases, by path such as ``"step/forward"``, in order of first appearance.
-        reset_peaks: Whether each block restarts the counters of largest values.
-        peak_bytes: Largest allocated bytes of the device in the run; None where it keeps no count.
-        reserved_peak_bytes: Largest reserved bytes; None where it keeps no count.
+        reset_peaks: Whether each block resets the peak counters.
+        peak_bytes: Largest allocated bytes of the device in the run; None if it has no counter.
+        reserved_peak_bytes: Largest reserved bytes; None if it has no counter.
         host_peak_bytes: Largest resident bytes of this process in the run.
         watched_bytes: Largest bytes of tensors that a `MemoryManager.track` has seen; None before the first one ends.
-        read_device: Reads the device's counters; None where it has none.
-        read_host: Reads the largest resident bytes since their count was restarted.
+        read_device: Reads the device's counters; None if it has none.
+        read_host: Reads the peak of resident bytes since the counter was restarted.
     """
 
     def __init__(self, device: torch.device, journal: EventJournal, *, reset_peaks: bool) -> None:
@@ -223,13 +223,13 @@ class Ledger:
         self._step = self._begin_step()
 
     def phase(self, name: str) -> Phase:
-        """Make a phase."""
+        """Create a phase."""
         if type(name) is not str or not name:
             raise InputError(f"phase({name!r})", got=repr(name), expected="a name", fix="pass text such as 'forward'.")
         return Phase(self, name)
 
     def step(self) -> int:
-        """End a step, begin the next one, and return how many there were."""
+        """End a step, begin the next one, and return the number of steps so far."""
         here = self.here
         self._step.path, self._step.trackers = here.path, here.trackers
         self._step.end()
@@ -247,23 +247,23 @@ class Ledger:
         return step
 
     def note_watched(self, peak_bytes: int) -> None:
-        """Keep the largest bytes of a tracker that has ended."""
+        """Record the peak of a tracker that has ended."""
         self.watched_bytes = larger(self.watched_bytes, peak_bytes)
 
     def begin_peaks(self, block: Interval) -> None:
-        """Restart the counters of largest values for a block."""
+        """Reset the peak counters for a block."""
         self._peaks.begin(block, block.first.peak_bytes)
         if self._host_peaks is not None:
             self._host_peaks.begin(block, block.host_first)
 
     def end_peaks(self, block: Interval) -> None:
-        """Note what they say at the block's end."""
+        """Record the peak counters at the end of a block."""
         block.peak = self._peaks.end(block, block.last.peak_bytes)
         if self._host_peaks is not None:
             block.host_peak = self._host_peaks.end(block, block.host_last)
 
     def settle(self) -> None:
-        """Make totals and events of what has ended, and write them."""
+        """Compute totals and events of the blocks that have ended, and write the events."""
         self.settled_ns = time.monotonic_ns()
         self._wall_minus_monotonic_s = time.time() - self.settled_ns / 1e9
         texts = []
@@ -282,7 +282,7 @@ class Ledger:
                 values["note"] = {"error": block.error}
             if peak.known is not None:
                 values["peak_bytes"] = peak.known
-            resident_bytes = None if self.ended else devices.resident_bytes()  # the last one ended just now
+            resident_bytes = None if self.ended else devices.resident_bytes()  # the last block ended just now
             texts.append(self._text(values, block.end_ns, block.last, block.live_bytes, resident_bytes))
         if texts:
             self._journal.add(texts)
@@ -291,12 +291,12 @@ class Ledger:
         while True:
             try:
                 block = self.ended.popleft()
-            except IndexError:  # asked for, since another thread may take the last one
+            except IndexError:  # not checked beforehand, since another thread may take the last one
                 return
             yield block
 
     def read(self) -> DeviceMemory:
-        """Bring the run's largest values up to now, and return the device's counters."""
+        """Update the run's peaks, and return the device's counters."""
         self.settle()
         counters = _NO_COUNTERS if self.read_device is None else self.read_device()
         self._keep(counters, self.read_host())
@@ -305,14 +305,14 @@ class Ledger:
     def mark(
         self, name: str, path: str | None, *, component: str | None = None, note: dict[str, Any] | None = None
     ) -> None:
-        """Note an event with the counters as they are, and write it.
+        """Record an event with the current counters, and write it.
 
         Raises:
-            InputError: The name is empty, or the note holds no plain JSON (also as InputTypeError).
+            InputError: The name is empty, or the note is not plain JSON (also as InputTypeError).
         """
         counters, tracker = self.read(), self.here.tracker
         values: dict[str, Any] = {"event": name, "phase": path, "component": component, "note": note}
-        Event(**values)  # refuses here what is no event
+        Event(**values)  # rejects an invalid event here
         live_bytes = None if tracker is None else tracker.live_bytes
         resident_bytes = devices.resident_bytes()
         self._journal.add([self._text(values, time.monotonic_ns(), counters, live_bytes, resident_bytes)])
@@ -340,7 +340,7 @@ class Ledger:
         return event_text(values)
 
     def _keep(self, counters: DeviceMemory, host_peak: int) -> None:
-        """Take what was read into the run's largest values: they stay true, whoever restarts a counter afterwards."""
+        """Merge a reading into the run's peaks, which stay correct even if other code resets a counter later."""
         if counters.peak_bytes is not None:
             self.peak_bytes = larger(self.peak_bytes, counters.peak_bytes)
             self.reserved_peak_bytes = larger(self.reserved_peak_bytes, counters.reserved_peak_bytes)

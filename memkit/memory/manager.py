@@ -1,4 +1,4 @@
-"""`MemoryManager`: what a device and the host hold, per phase and step, cheap enough to leave on."""
+"""`MemoryManager`: device and host memory per phase and step, cheap enough to leave on."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ from memkit.memory.track import Tracker
 
 _LOGGER = logging.getLogger("memkit")
 _RELEASE_INTERVAL_S = 10.0
-_RESERVE_BYTES = 2**20  # kept aside while a post-mortem may have to be written, and given back first
+_RESERVE_BYTES = 2**20  # held in reserve for writing a post-mortem, and freed first
 
 
 class MemoryManager(Uncopied, Closing):
-    """Says what a device and the host hold: now, per phase, per step; finds what leaks; writes the log.
+    """Report device and host memory (now, per phase, per step), find leaks and write the event log.
 
-    It reads counters that exist anyway, and starts no thread. Each thread has phases of its own. A process that is
-    forked from here, such as a DataLoader worker, writes nothing into the log.
+    It reads counters that exist anyway, and starts no thread. Each thread has its own phases. A forked process, such
+    as a DataLoader worker, writes nothing to the log.
 
     Memory cost: about 0.2 kB of host memory for each event, up to ``max_events``. Time cost: 20 to 50 microseconds for
-    a phase or a step inside a training on the CPU (``docs/memory-manager.md``); none for what is not called.
+    a phase or a step during training on the CPU (``docs/memory-manager.md``); nothing unless called.
 
     Args:
-        device: ``"auto"`` (the accelerator, or else the CPU), a name, or a device.
-        budget: What may be used of it: bytes, text such as ``"22GiB"``, or a fraction as a float in (0, 1].
-        reset_peaks: False leaves torch's peak counter alone, so that ``max_memory_allocated()`` stays true for
-            everybody; a phase's own peak is then known where it sets a new record. True makes every phase's peak exact,
-            by resetting the counters (on the CPU under Linux, the kernel's count for the process) at each phase.
-        log: A file to which every event is appended, readable after a kill: marks at once, the ends of phases and steps
-            together where several come within a tenth of a second. With several ranks each writes its own:
+        device: ``"auto"`` (the accelerator if there is one, otherwise the CPU), a name, or a device.
+        budget: Limit on the memory to use: bytes, text such as ``"22GiB"``, or a fraction as a float in (0, 1].
+        reset_peaks: False leaves torch's peak counter alone, so that ``max_memory_allocated()`` stays correct for all
+            other code; a phase's own peak is then known only if it sets a new record. True makes every phase's peak
+            exact, by resetting the counters (on the CPU under Linux, the kernel's count for the process) at each phase.
+        log: A file to which every event is appended, readable even after the process is killed: marks are written
+            immediately, ends of phases and steps are batched if several come within a tenth of a second. With several
+            ranks, each writes its own file:
             ``"memory_events.jsonl"`` becomes ``"memory_events.rank3.jsonl"``.
-        line_every: Every so many steps, log a line at level INFO to the logger ``"memkit"``; None never does.
-        max_events: How many events to keep in memory.
+        line_every: Log a line at level INFO to the logger ``"memkit"`` every this many steps; None disables it.
+        max_events: Maximum number of events to keep in memory.
 
     Attributes:
         device: The device.
-        budget_bytes: The budget; None without one.
-        num_steps: How often `step` was called.
+        budget_bytes: The budget in bytes; None if no budget was given.
+        num_steps: Number of calls to `step`.
 
     Raises:
-        ConfigError: This machine has no such device, or it holds nothing (``"meta"``); another argument is no such
-            thing.
-        InputError: The budget is text that is no size, or negative.
+        ConfigError: This machine has no such device, the device holds no memory (``"meta"``), or another argument is
+            invalid.
+        InputError: The budget is negative, or text that is not a size.
         OSError: The log file cannot be opened; its directory must exist.
-        StateError: Another manager writes this log, in this process or another one.
+        StateError: Another manager, in this process or another one, is writing to this log.
 
     Example:
         >>> import memkit as mk
@@ -116,7 +117,7 @@ class MemoryManager(Uncopied, Closing):
     # ------------------------------------------------------------------------------------------------- now
 
     def snapshot(self) -> MemorySnapshot:
-        """Read everything, the driver too. What a backend does not count is None."""
+        """Read all counters, including the driver's. A counter that the backend does not have is None."""
         device, host = devices.device_memory(self.device), devices.host_memory()
         on_cpu, tracker, allocated = (
             self.device.type == "cpu",
@@ -140,10 +141,10 @@ class MemoryManager(Uncopied, Closing):
         )
 
     def available_bytes(self) -> int:
-        """Return what tensors can still take: free on the device or cached by torch, within the budget.
+        """Return the bytes still available to tensors: free on the device or cached by torch, within the budget.
 
-        On the CPU: until the tightest of machine, container and resource limits. There the budget is for the whole
-        process, by its resident bytes; on an accelerator it is for this process's tensors.
+        On the CPU, the tightest of machine, container and resource limits applies, and the budget covers the whole
+        process, by its resident bytes; on an accelerator the budget covers this process's tensors.
         """
         if self.device.type == "cpu":
             host = devices.host_memory()
@@ -152,22 +153,22 @@ class MemoryManager(Uncopied, Closing):
             device = devices.device_memory(self.device)
             used, reserved = device.allocated_bytes or 0, device.reserved_bytes or 0
             free = device.free_bytes
-            if free is None:  # MPS: against what the driver recommends
+            if free is None:  # MPS: relative to the driver's recommended maximum
                 free = max(0, (device.total_bytes or 0) - reserved)
             available = free + reserved - used
         return available if self.budget_bytes is None else max(0, min(available, self.budget_bytes - used))
 
     def line(self) -> str:
-        """Return one line for people: what the device and the host hold now."""
+        """Return a human-readable line: device and host memory now."""
         return summarize_line(self.snapshot(), str(self.device), self._ledger.watched_bytes)
 
     def summary(self) -> str:
-        """Return a text for people: that line, a table of all phases, and advice."""
+        """Return a human-readable report: the line from `line`, a table of all phases, and advice."""
         watched_bytes = self._ledger.watched_bytes
         return summarize(self.snapshot(), str(self.device), self.phases, self.advice(), watched_bytes)
 
     def advice(self) -> list[Tip]:
-        """Return what to change in the environment, with the figures that say so. Nothing is changed."""
+        """Return suggested changes to the environment, with the figures behind them. Nothing is changed."""
         counters = replace(
             self._ledger.read(),
             peak_bytes=self._ledger.peak_bytes,
@@ -180,42 +181,42 @@ class MemoryManager(Uncopied, Closing):
 
     @property
     def phases(self) -> dict[str, PhaseTotals]:
-        """What the phases took so far, by path such as ``"step/forward"``."""
+        """Totals of each phase so far, by path such as ``"step/forward"``."""
         self._ledger.settle()
         return self._ledger.phases
 
     @property
     def events(self) -> EventJournal:
-        """The events up to now; ``events.save(path)`` writes them."""
+        """The events so far; ``events.save(path)`` writes them to a file."""
         self._ledger.settle()
         return self._journal
 
     def phase(self, name: str) -> Phase:
-        """A context that measures its block: time, peak, and an event at its end. Phases nest.
+        """Return a context that measures its block (time and peak) and records an event at its end. Phases nest.
 
         Args:
-            name: What the block does, such as ``"forward"``.
+            name: Name of the phase, such as ``"forward"``.
 
         Raises:
-            InputError: The name is empty, or no text.
+            InputError: The name is empty, or not text.
         """
         return self._ledger.phase(name)
 
     def mark(self, name: str, *, component: str | None = None, note: dict[str, Any] | None = None) -> None:
-        """Note an event with the counters as they are: ``memory.mark("vae_loaded")``.
+        """Record an event with the current counters: ``memory.mark("vae_loaded")``.
 
         Args:
             name: The event's name.
-            component: The part of the model that it is about.
+            component: The part of the model that the event is about.
             note: Anything else, as plain JSON values.
 
         Raises:
-            InputError: The name is empty, or the note holds no plain JSON (also as InputTypeError).
+            InputError: The name is empty, or the note is not plain JSON (also as InputTypeError).
         """
         self._ledger.mark(name, self._ledger.here.path, component=component, note=note)
 
     def step(self) -> None:
-        """Note the end of an optimiser step; every ``line_every`` steps, log a line."""
+        """Record the end of an optimizer step; every ``line_every`` steps, log a line."""
         self.num_steps = self._ledger.step()
         is_due = self._line_every is not None and self.num_steps % self._line_every == 0
         if is_due and _LOGGER.isEnabledFor(logging.INFO):
@@ -225,10 +226,10 @@ class MemoryManager(Uncopied, Closing):
 
     @contextlib.contextmanager
     def track(self, *, workspace: bool = False) -> Iterator[Tracker]:
-        """Watch a block exactly: live bytes by category, module, operator and line (``docs/track.md``).
+        """Track a block exactly: live bytes by category, module, operator and line (``docs/track.md``).
 
         Args:
-            workspace: Count also what operators take and give back inside.
+            workspace: Also count memory that operators allocate and free internally.
         """
         here = self._ledger.here
         here.failure = None  # another error may come with the same id
@@ -244,25 +245,25 @@ class MemoryManager(Uncopied, Closing):
                 self._ledger.note_watched(tracker.peak_since(0))
 
     def leaks(self) -> Leaks:
-        """Return what grew since the last call, and who holds it; call it once a step, or every few steps.
+        """Return what has grown since the last call and what holds it; call it every step, or every few steps.
 
-        The first call takes the baseline and compares nothing, most leaks take three (``docs/leaks.md``): what comes
-        back is a list that says so when it is printed, and by ``is_baseline`` and ``is_certain``.
+        The first call takes the baseline and compares nothing; most leaks need three calls (``docs/leaks.md``). The
+        returned list says so when printed, and through ``is_baseline`` and ``is_certain``.
         """
         return self._leak_watch.check()
 
     def release(self, *, min_interval_s: float = _RELEASE_INTERVAL_S) -> int:
-        """Give back what nobody uses: reference cycles, torch's cached blocks, the C library's free heap.
+        """Free unused memory: reference cycles, torch's cached blocks, the C library's free heap.
 
-        It also clears the local variables of the last error that reached the top, which a notebook keeps for its
-        debugger, with all their tensors. Worth it between phases of different sizes and after an out-of-memory; in
+        It also clears the local variables of the last uncaught error, which a notebook keeps for its debugger, along
+        with all their tensors. This pays off between phases of different sizes and after an out-of-memory error; at
         every step it only costs time, so calls that come too soon do nothing.
 
         Args:
-            min_interval_s: Seconds since the last release before which nothing is done.
+            min_interval_s: Minimum time since the last release, in seconds; an earlier call does nothing.
 
         Returns:
-            Bytes given back to the device, or on the CPU to the system; 0 also where it was too soon.
+            Bytes returned to the device, or on the CPU to the system; 0 if the call came too soon.
         """
         now = time.monotonic()
         if now - self._released_at < min_interval_s:
@@ -278,14 +279,14 @@ class MemoryManager(Uncopied, Closing):
 
     @contextlib.contextmanager
     def post_mortem(self, directory: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a file about an out-of-memory that leaves the block, then let it through.
+        """Write a file about an out-of-memory error that leaves the block, then re-raise the error.
 
-        Whatever goes wrong while it is written is a warning: the error that passes is always the block's own.
+        A failure while writing is only a warning: the error that propagates is always the block's own.
 
         Args:
-            directory: Where; made if it is not there. One file for each rank, ``out-of-memory.json``, with the phase,
-                what lived by category, the largest storages and who holds them, the last events, and on CUDA the
-                allocator's snapshot. It replaces that of an earlier error.
+            directory: Output directory, created if missing. Each rank writes one file, ``out-of-memory.json``, with
+                the phase, live bytes by category, the largest storages and what holds them, the last events, and on
+                CUDA the allocator's snapshot. It replaces the file of an earlier error.
         """
         reserve = [bytearray(_RESERVE_BYTES)]
 
@@ -298,7 +299,7 @@ class MemoryManager(Uncopied, Closing):
             yield
 
     def close(self) -> None:
-        """Close the log file, and let go of the claim on the card. Events that come later stay in memory."""
+        """Close the log file and release the claim on the GPU. Later events are kept in memory only."""
         _finish(self._ledger, self._journal)
         if self._claim is not None:
             self._claim.close()
@@ -328,8 +329,8 @@ class MemoryManager(Uncopied, Closing):
                 tracker=tracker,
             )
             _LOGGER.error("out of memory: see %s", path)
-        except Exception as problem:  # noqa: BLE001 - nothing may hide the error that is on its way
-            with contextlib.suppress(MemkitWarning):  # where warnings are errors
+        except Exception as problem:  # noqa: BLE001 - nothing may hide the error being raised
+            with contextlib.suppress(MemkitWarning):  # if warnings are errors
                 warnings.warn(f"The post-mortem could not be written: {problem!r}", MemkitWarning, stacklevel=5)
 
     def _warn_of_sharing(self) -> None:
@@ -339,13 +340,13 @@ class MemoryManager(Uncopied, Closing):
 
 
 def _finish(ledger: Ledger, journal: EventJournal) -> None:
-    """Write what waits, and close the log file."""
+    """Write pending events and close the log file."""
     ledger.settle()
     journal.close()
 
 
 def _clear_last_error() -> None:
-    """Clear the locals of the last error that reached the top, and of those that it came from."""
+    """Clear the locals of the last uncaught error and of the errors that caused it."""
     error = getattr(sys, "last_value", None)
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -1,4 +1,4 @@
-"""Peaks and times of blocks that nest."""
+"""Peaks and times of nested blocks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 
 class IntervalPeak(NamedTuple):
-    """The largest bytes of a block, as far as they are known.
+    """Peak bytes of a block, as far as known.
 
     Attributes:
-        known: The peak itself; None where it is not known.
-        at_most: What it did not exceed; None where even that is not known.
+        known: The peak itself; None if unknown.
+        at_most: Upper bound of the peak; None if even that is unknown.
     """
 
     known: int | None
@@ -23,23 +23,24 @@ _UNKNOWN = IntervalPeak(None, None)
 
 
 def peak_by_record(first: int | None, last: int | None) -> IntervalPeak:
-    """Tell a block's peak from a counter of the largest bytes that nobody restarts: what it said at the block's ends.
+    """Infer a block's peak from the values at its ends of a peak counter that is never reset.
 
-    A block that set a new record reached it; any other is known to be at most the record. Where somebody did restart
-    the counter inside the block, what it counted before is gone; that shows only where it ends lower than it began.
+    A block that set a new record reached that value; any other block is bounded by the record. If other code did reset
+    the counter inside the block, the earlier count is lost; this is detectable only if the counter ends lower than it
+    began.
     """
-    if first is None or last is None or last < first:  # no counter, or it was restarted
+    if first is None or last is None or last < first:  # no counter, or it was reset
         return _UNKNOWN
     return IntervalPeak(last if last > first else None, last)
 
 
 class RestartedPeaks:
-    """Peaks of blocks that overlap in any way, all exact: the counter is restarted at the beginning of each block.
+    """Exact peaks of blocks that overlap in any way: the counter is reset at the beginning of each block.
 
-    Nobody else can use the counter then.
+    No other code can use the counter meanwhile.
 
     Args:
-        restart: Lets the counter of the largest bytes start again from what is held now, and returns that.
+        restart: Resets the peak counter to the bytes held now, and returns them.
     """
 
     def __init__(self, restart: Callable[[], int | None]) -> None:
@@ -47,12 +48,12 @@ class RestartedPeaks:
         self._open: dict[object, int | None] = {}  # the largest bytes of each block so far
 
     def begin(self, block: object, peak: int | None) -> None:
-        """Begin a block; the counter says so much now."""
+        """Begin a block; ``peak`` is the counter's value now."""
         self._fold(peak)
         self._open[block] = self._restart()
 
     def end(self, block: object, peak: int | None) -> IntervalPeak:
-        """End a block; the counter says so much now."""
+        """End a block; ``peak`` is the counter's value now."""
         self._fold(peak)
         largest = self._open.pop(block)
         return IntervalPeak(largest, largest)
@@ -64,17 +65,17 @@ class RestartedPeaks:
 
 @dataclass(slots=True)
 class PhaseTotals:
-    """All blocks of one path together.
+    """Totals of all blocks of one path.
 
     Attributes:
-        num_calls: How many there were.
-        duration_ns: Their time by the host's clock, together. An accelerator may still work when the host is done.
-        longest_ns: The longest one.
-        peak_bytes: Largest peak of allocated bytes that is known; None where no block's is.
-        peak_at_most_bytes: What no block exceeded, and equal to ``peak_bytes`` where that is the largest of all; None
-            where some block's peak is not bounded either.
-        host_peak_bytes: The same for resident bytes of the process.
-        host_peak_at_most_bytes: The same.
+        num_calls: Number of blocks.
+        duration_ns: Their total time by the host's clock. An accelerator may still be working when the host is done.
+        longest_ns: Time of the longest block.
+        peak_bytes: Largest known peak of allocated bytes; None if no block's peak is known.
+        peak_at_most_bytes: Upper bound for all blocks, equal to ``peak_bytes`` if that is the largest of all; None if
+            some block's peak is not even bounded.
+        host_peak_bytes: The same as ``peak_bytes``, for resident bytes of the process.
+        host_peak_at_most_bytes: The same as ``peak_at_most_bytes``, for resident bytes of the process.
     """
 
     num_calls: int = 0
@@ -104,5 +105,5 @@ def _larger_if_both(a: int | None, b: int | None) -> int | None:
 
 
 def larger(a: int | None, b: int | None) -> int | None:
-    """Return the larger of two numbers, of which None is unknown."""
+    """Return the larger of two numbers; None means unknown."""
     return b if a is None else a if b is None else max(a, b)

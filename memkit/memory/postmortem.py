@@ -1,4 +1,4 @@
-"""The file that an out-of-memory leaves behind: what lived, who held it, and what happened before."""
+"""Out-of-memory post-mortem file: live tensors, their holders, and the events before the error."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def write_post_mortem(
     events: Iterable[Event],
     tracker: Tracker | None,
 ) -> Path:
-    """Write ``out-of-memory.json`` (with ranks, ``out-of-memory.rank3.json``), while the error's frames still live.
+    """Write ``out-of-memory.json`` (with ranks, ``out-of-memory.rank3.json``) while the error's frames are alive.
 
-    A part that cannot be had, mostly because it takes more memory than is left, is None; ``problems`` says why.
+    A part that cannot be produced, mostly because it needs more memory than is left, is None; ``problems`` says why.
 
     Args:
-        directory: Where; made if it is not there. A file of an earlier error is replaced: the last one counts.
+        directory: Output directory, created if missing. The file of an earlier error is replaced: the last one counts.
         error: The out-of-memory error.
-        device: The device that was watched.
-        phase: Where it came.
-        snapshot: What device and host hold now.
+        device: The device being watched.
+        phase: The phase in which the error was raised; None outside all phases.
+        snapshot: Device and host memory now.
         events: The run's events; the last ones are written.
-        tracker: Who watches the block that failed, if anybody does: then the categories are exact.
+        tracker: The tracker of the block that failed, if any; with it, the categories are exact.
 
     Returns:
-        The file's path.
+        Path of the file.
 
     Raises:
-        OSError: It cannot be written.
-        MemoryError: Not even the least of it has room.
+        OSError: The file cannot be written.
+        MemoryError: There is not enough memory even for the minimal file.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ def write_post_mortem(
 def _attempt(fn: Callable[[], _Result], problems: list[str]) -> _Result | None:
     try:
         return fn()
-    except Exception as problem:  # noqa: BLE001 - mostly too little memory; the other parts are worth writing
+    except Exception as problem:  # noqa: BLE001 - usually too little memory; the other parts are still worth writing
         problems.append(describe_error(problem))
         return None
 
@@ -101,7 +101,7 @@ def _attempt(fn: Callable[[], _Result], problems: list[str]) -> _Result | None:
 def _describe(
     error: BaseException, where: str, phase: str | None, snapshot: MemorySnapshot, census: Census | None
 ) -> list[str]:
-    """The first things that a person wants to know, a line each."""
+    """Return the most important facts for a human reader, one per line."""
     place = f"in phase {phase}" if phase else "outside of all phases"
     lines = [describe_error(error), place, summarize_host(snapshot)]
     if census is None:
@@ -120,7 +120,7 @@ def _describe(
 
 
 def _tracked(tracker: Tracker) -> dict[str, Any]:
-    """What was live at the failure, as it was watched."""
+    """Return the bytes that were live at the failure, as tracked."""
     return {
         "live_bytes": tracker.live_bytes,
         "by_category_bytes": tracker.live_by("category"),

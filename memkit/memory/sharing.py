@@ -1,4 +1,4 @@
-"""Who else computes on this card: processes that say so to each other through locked files."""
+"""Detection of other memkit processes on the same GPU, through locked files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if sys.platform != "win32":
 
 
 class DeviceClaim:
-    """Says to other memkit processes of this user that this one uses a card, until `close` or the end of the process.
+    """Announces to this user's other memkit processes that this one uses a GPU, until `close` or process exit.
 
-    The file is held under a lock, which the system lets go when the process ends in whatever way: a file that can be
-    locked belongs to nobody, and is removed. Where that cannot work nobody is found: without such locks (Windows),
-    without a directory to write to, and where the directory is somebody else's, who could have put links there.
+    The file is held under a lock, which the system releases however the process ends: a file that can be locked has no
+    owner, and is removed. No other process is found if this cannot work: without such locks (Windows), without a
+    writable directory, and if the directory belongs to another user, who could have placed links there.
 
     Args:
-        identity: What tells the card from all others.
-        directory: Where the files are; None takes memkit's in the system's directory for temporary files. Containers
-            that do not share it do not see each other.
+        identity: Unique ID of the GPU.
+        directory: Directory of the files; None uses memkit's own in the system's temporary directory. Containers that
+            do not share it do not see each other.
     """
 
     def __init__(self, identity: str, *, directory: Path | None = None) -> None:
@@ -34,14 +34,14 @@ class DeviceClaim:
         self._file: IO[str] | None = None
         if sys.platform != "win32":
             directory = directory or Path(tempfile.gettempdir(), f"memkit-{os.getuid()}")
-            with contextlib.suppress(OSError):  # a machine where nothing can be written is no reason to stop a training
+            with contextlib.suppress(OSError):  # training must not stop just because nothing can be written
                 directory.mkdir(mode=0o700, exist_ok=True)
                 if _is_private(directory):
                     self._directory = directory
                     self._file = self._lock_own(directory)
 
     def others(self) -> tuple[int, ...]:
-        """Return the numbers of the other processes that hold a claim on the card, ascending."""
+        """Return the PIDs of the other processes that hold a claim on the GPU, ascending."""
         if self._directory is None:
             return ()
         own = str(os.getpid())
@@ -49,7 +49,7 @@ class DeviceClaim:
         return tuple(sorted({int(path.name.split(".")[1]) for path in paths if _is_held(path)}))
 
     def close(self) -> None:
-        """Let go."""
+        """Release the claim."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 Path(self._file.name).unlink()
@@ -58,24 +58,24 @@ class DeviceClaim:
 
     def _lock_own(self, directory: Path) -> IO[str] | None:
         while sys.platform != "win32":
-            # A name that nobody knows before: several claims of one process do not meet, and no link can wait there.
+            # An unpredictable name: claims of one process do not collide, and no link can be planted there.
             path = directory / f"{self._card}.{os.getpid()}.{secrets.token_hex(4)}.lock"
             file = path.open("x")
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_nlink:
                 return file
-            file.close()  # somebody took it for a dead one before it was locked, and removed it: once more
+            file.close()  # removed as stale by another process before it was locked: retry
         return None
 
 
 def _is_private(directory: Path) -> bool:
-    """Say whether a directory is this user's own, and nobody else can write in it."""
+    """Return whether a directory belongs to this user, and no other user can write to it."""
     status = directory.lstat()
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _is_held(path: Path) -> bool:
-    """Say whether a process holds a claim; remove the claim of one that is gone."""
+    """Return whether a live process holds a claim; remove the claim of a dead one."""
     if sys.platform != "win32":
         try:
             with path.open("r+") as file:

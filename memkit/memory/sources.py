@@ -1,4 +1,4 @@
-"""The statement that makes a name's value grow, looked up in the source. Used by the leak watch."""
+"""Source search for the statement that makes a name's value grow. Used by the leak watch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 @dataclass(frozen=True, slots=True)
 class NamePlace:
-    """Where a name lives in the source.
+    """Place of a name in the source.
 
     Attributes:
-        name: The name as the source has it: of a variable, or of an attribute.
-        file: The file whose code uses it; None where unknown.
+        name: The name as written in the source: of a variable, or of an attribute.
+        file: The file whose code uses it; None if unknown.
         scope: First line of the function, or name of the class, that it belongs to; None for a global.
-        is_local: Whether only that file can mean it.
+        is_local: Whether only that file can refer to it.
     """
 
     name: str
@@ -31,14 +31,14 @@ class NamePlace:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What the source says about a name.
+    """Findings in the source about a name.
 
     Attributes:
-        line: ``"file:line"`` of the statement that makes its value grow, else of its function or class; None where
+        line: ``"file:line"`` of the statement that makes its value grow, otherwise of its function or class; None if
             neither is known.
         is_certain: Whether such a statement was found.
-        is_emptied: Whether the source also takes something out of it, or starts it anew, as it goes on.
-        is_restarted: Whether a loop further out starts it anew: at each epoch, or at each step.
+        is_emptied: Whether the source also removes elements from it, or recreates it, along the way.
+        is_restarted: Whether an outer loop recreates it: at each epoch, or at each step.
     """
 
     line: str | None
@@ -52,7 +52,7 @@ def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
 
     Args:
         place: The name and its own file.
-        other_files: Where to look next: files of the code that runs, which may change another's attribute.
+        other_files: Files to search next: files of the running code, which may change another file's attribute.
     """
     searches = [(place.file, True)] if place.scope is not None else []
     searches += [(file, False) for file in (place.file, *(() if place.is_local else other_files))]
@@ -63,7 +63,7 @@ def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
         search.visit(_parse(file))
         if search.grows:
             _, number, blocks = min(search.grows, key=lambda found: found[0])
-            # One call of a function runs its lines once; other names than its own live on to the next call.
+            # One call of a function runs its lines once; only its local names do not survive to the next call.
             once = isinstance(blocks[-1], (ast.Module, *(_FUNCTIONS if place.is_local else ())))
             return Growth(
                 f"{file}:{number}",
@@ -78,7 +78,7 @@ def find_growth(place: NamePlace, other_files: Iterable[str]) -> Growth:
 
 
 def find_call(method: str, files: Iterable[str]) -> str | None:
-    """``"file:line"`` of the first call of a method with this name."""
+    """Return ``"file:line"`` of the first call of a method with this name."""
     for file in files:
         for node in ast.walk(_parse(file)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
@@ -103,7 +103,7 @@ def _is_loop(node: ast.AST) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes that an expression like ``self.store["x"].setdefault(k, [])`` goes through."""
+    """Return the names and attributes in an expression such as ``self.store["x"].setdefault(k, [])``."""
     names = set()
     while True:
         match node:
@@ -125,7 +125,7 @@ class _Search(ast.NodeVisitor):
         self._place = place
         self._blocks: tuple[ast.AST, ...] = ()
         self._inside = not in_scope
-        self.grows: list[tuple[bool, int, tuple[ast.AST, ...]]] = []  # the first entry: a weak sign, which others outdo
+        self.grows: list[tuple[bool, int, tuple[ast.AST, ...]]] = []  # first entry: whether the sign is weak
         self.restarts: list[ast.AST] = []
         self.empties = False
 
@@ -177,7 +177,7 @@ class _Search(ast.NodeVisitor):
                 self.empties = True
             elif not isinstance(target.slice, ast.Constant):  # a constant key is replaced each time
                 self._grow(node)
-                # slots[step % 4] = x comes back to the same slots
+                # slots[step % 4] = x reuses the same slots
                 self.empties = self.empties or any(isinstance(each, ast.Mod) for each in ast.walk(target.slice))
         elif not any(self._means(each) for each in ast.walk(value) if isinstance(each, (ast.Name, ast.Attribute))):
             self.restarts.append(self._blocks[-1])
@@ -190,7 +190,7 @@ class _Search(ast.NodeVisitor):
         self.grows.append((weak or isinstance(self._blocks[-1], ast.Module), node.lineno, self._blocks))
 
     def _sets(self, target: ast.expr) -> bool:
-        """Whether an assignment changes the name's value, not that of its attribute."""
+        """Whether an assignment changes the value of the name, not of one of its attributes."""
         match target:
             case ast.Name(id=name) | ast.Attribute(attr=name):
                 return self._inside and name == self._place.name

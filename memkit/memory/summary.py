@@ -1,4 +1,4 @@
-"""A manager's figures as text for people."""
+"""Human-readable reports of a manager's figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEGEND = {
 
 
 def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | None = None) -> str:
-    """One line: what the device and the host hold now; of a device without counters what trackers have seen."""
+    """Return one line: device and host memory now; for a device without counters, the bytes that trackers saw."""
     device = [
         f"{name} {format_bytes(value)}"
         for name, value in (
@@ -35,7 +35,7 @@ def summarize_line(snapshot: MemorySnapshot, where: str, watched_bytes: int | No
 
 
 def summarize_host(snapshot: MemorySnapshot) -> str:
-    """A part of that line: what the host holds."""
+    """Return the part of that line about host memory."""
     return (
         f"host: process {format_bytes(snapshot.host_rss_bytes)} (peak {format_bytes(snapshot.host_peak_bytes)}), "
         f"available {format_bytes(snapshot.host_available_bytes)} (limited by {snapshot.host_limited_by})"
@@ -49,7 +49,7 @@ def summarize(
     notes: Iterable[object],
     watched_bytes: int | None = None,
 ) -> str:
-    """The line, a table of the phases, and notes."""
+    """Return the line, a table of the phases, and notes."""
     lines = [summarize_line(snapshot, where, watched_bytes)]
     rows = [_row(path, totals) for path, totals in phases.items() if totals.num_calls]
     if rows:

@@ -1,4 +1,4 @@
-"""What grows: containers that gained tensors, tensors whose graph got longer, hooks. Used by the leak watch."""
+"""Leak suspects: containers that gained tensors, tensors whose graph got longer, hooks. Used by the leak watch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ Grew = Callable[[Any, list[tuple[int, int]]], bool]
 Age = Callable[[Tensor], int | None]
 CONTAINERS = (list, tuple, dict, set, deque)
 _CACHE = type(functools.lru_cache(maxsize=1)(id))
-_WIDEST, _DEEPEST = 64, 8  # bounds of the search upwards: objects in a level, levels
-_MOST_CONTENTS = 20_000  # objects looked at inside one container
+_WIDEST, _DEEPEST = 64, 8  # bounds of the upward search: objects per level, levels
+_MOST_CONTENTS = 20_000  # objects inspected inside one container
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """Something that may grow, and what it keeps.
+    """An object that may be growing, and the memory that it keeps alive.
 
     Attributes:
         value: A container, or a tensor with a graph.
-        kind: What it keeps.
-        size: What must rise from check to check: tensors, graph nodes or hooks.
-        num_tensors: Tensors in it.
-        nbytes: Bytes of its tensors and of what their graphs saved, each storage once.
-        growth_bytes: Part of these that came since the last check.
-        num_graph_nodes: Autograd nodes under its tensors.
-        growth_graph_nodes: Part of these that came since the last check.
+        kind: Kind of objects that it keeps alive.
+        size: The count that must rise from check to check: of tensors, graph nodes or hooks.
+        num_tensors: Number of tensors in it.
+        nbytes: Bytes of its tensors and of those saved in their graphs, each storage counted once.
+        growth_bytes: The part of ``nbytes`` added since the last check.
+        num_graph_nodes: Number of autograd nodes under its tensors.
+        growth_graph_nodes: The part of ``num_graph_nodes`` added since the last check.
     """
 
     value: Any
@@ -51,13 +51,13 @@ class Suspect:
 
 
 def growing_containers(targets: list[Tensor], references: References, age_of: Age, grew: Grew) -> list[Suspect]:
-    """Find the nearest containers above some tensors that gained tensors in the last interval too.
+    """Find the nearest containers above some tensors that also gained tensors in the last interval.
 
     Args:
         targets: Tensors to start from.
         references: The references of this moment.
-        age_of: Checks since a tensor was first seen.
-        grew: Whether a container, whose elements have these ages, counts as growing.
+        age_of: Returns the number of checks since a tensor was first seen.
+        grew: Returns whether a container whose elements have these ages counts as growing.
     """
     found: list[Suspect] = []
     level: list[Any] = targets
@@ -126,7 +126,7 @@ def _is_bounded(value: Any) -> bool:
 
 
 def _is_namespace(value: Any, references: References) -> bool:
-    """Whether a dict holds the attributes of an object or a class: different names, which do not make a collection."""
+    """Whether a dict holds the attributes of an object or a class: separate names rather than a collection."""
     if type(value) is not dict:
         return False
     owners = [owner for owner, _ in references.referrers([value])]
@@ -134,7 +134,7 @@ def _is_namespace(value: Any, references: References) -> bool:
 
 
 def _contents(container: Any, age_of: Age) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Tensors in a container, at any depth, and their ages as pairs (number of the element, age)."""
+    """Return the tensors in a container, at any depth, and their ages as pairs (index of the element, age)."""
     tensors: list[Tensor] = []
     ages: list[tuple[int, int]] = []
     seen = {id(container)}

@@ -1,4 +1,4 @@
-"""`Tracker`: live bytes of a block of code, taken apart by category, module, operator, line and phase."""
+"""`Tracker`: live bytes of a block of code, broken down by category, module, operator, line and phase."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memkit._machine.devices import resolve_device
 from memkit._recorder.recorder import Recorder
 from memkit._recorder.recording import IntArray, Label, Moment, Recording, StepPhase, StorageRecord
 
-_ROWS = 8  # rows that a summary gives to each table
+_ROWS = 8  # per table of a summary
 
 
 class PeakPlace(NamedTuple):
-    """Where the peak was reached; empty text where nothing is known, as for what was there before the block.
+    """Place where the peak was reached; unknown fields are empty, as for storages that existed before the block.
 
     Attributes:
-        operator: The operator that made, or needed, the last bytes.
-        module: Dotted name of its module.
-        source: Its line of your code, as ``"file:line in function"``.
-        phase: Its part of the step.
+        operator: The operator that allocated, or needed, the last bytes.
+        module: Dotted name of the operator's module.
+        source: The line of your code that called it, as ``"file:line in function"``.
+        phase: The part of the step it ran in.
     """
 
     operator: str
@@ -38,27 +38,28 @@ class PeakPlace(NamedTuple):
 
 
 class Tracker(Uncopied):
-    """Watch a block of code: its peak of live bytes, and what that peak is made of.
+    """Track a block of code: its peak of live bytes and the breakdown of that peak.
 
-    It sees every tensor that an operator of this thread makes or touches, with the threads that run autograd's
-    backward. It changes no result and keeps no tensor alive. Trackers nest. One tracker watches one block; an exception
-    passes through, and what was live at that moment can be read afterwards.
+    It sees every tensor that an operator creates or touches in this thread and in the threads that run autograd's
+    backward. It changes no result and keeps no tensor alive. Trackers nest. One tracker tracks one block; exceptions
+    propagate, and the live bytes at that moment can be read afterwards.
 
-    Memory cost: about 0.3 kB of host memory for each storage that the block makes; with ``workspace``, 0.7 kB for each
-    operator, and the profiler's events until the block is over.
+    Memory cost: about 0.3 kB of host memory for each storage that the block creates; with ``workspace``, 0.7 kB for
+    each operator, and the profiler's events until the block ends.
 
     Args:
-        device: Whose bytes: a device, ``"auto"`` for the accelerator or else the CPU, None for all together.
-        workspace: Count also what operators take and give back inside, from the allocator's own events (CPU, CUDA,
-            ROCm). It shows as category ``"workspace"``, under the operator that took it.
+        device: The device to count bytes on: a device, ``"auto"`` for the accelerator (otherwise the CPU), or None for
+            all devices together.
+        workspace: Also count memory that operators allocate and free internally, from the allocator's own events (CPU,
+            CUDA, ROCm). It appears as category ``"workspace"``, under the operator that allocated it.
 
     Raises:
         ConfigError: This machine has no such device.
         StateError: On entry: the tracker was used before, or ``workspace`` was asked for while a profiler runs.
-            On reading: there is nothing to read yet.
+            On reading: the tracker has not been entered yet.
 
     Source:
-        `docs/track.md`; held against torch.profiler on 34 models, ``benchmarks/results/track_vs_profiler.json``.
+        `docs/track.md`; checked against torch.profiler on 34 models, ``benchmarks/results/track_vs_profiler.json``.
 
     Example:
         >>> import torch
@@ -77,7 +78,7 @@ class Tracker(Uncopied):
         self._workspace = workspace
         self._recorder: Recorder | None = None
         self._is_over = False
-        self._recording: Recording | None = None  # once it is asked for and cannot change any more
+        self._recording: Recording | None = None  # cached once the block has ended
 
     def __enter__(self) -> Self:
         if self._recorder is not None:
@@ -101,7 +102,7 @@ class Tracker(Uncopied):
             return Recorder()
         from memkit._recorder.workspace import (
             WorkspaceMarks,
-        )  # needs a part of torch that may go: only on demand
+        )  # needs a part of torch that may be removed: import only on demand
 
         return Recorder(marks=WorkspaceMarks())
 
@@ -118,7 +119,7 @@ class Tracker(Uncopied):
 
     @property
     def recording(self) -> Recording:
-        """Every event and storage so far, of all devices: what the other answers are taken from."""
+        """Every event and storage so far, on all devices; all other results are computed from it."""
         recording = self._recording or self._entered.recording()
         if self._is_over:
             self._recording = recording
@@ -126,7 +127,7 @@ class Tracker(Uncopied):
 
     @property
     def _asked(self) -> tuple[Recording, str | None]:
-        """The recording and the device to ask it about; an empty one where nothing lived on that device."""
+        """The recording and the device to query; an empty recording if nothing was live on that device."""
         recording = self.recording
         if self._device is None or self._device in recording.devices:
             return recording, self._device
@@ -136,54 +137,54 @@ class Tracker(Uncopied):
 
     @property
     def live_bytes(self) -> int:
-        """Live bytes now; once the block is over, at its end."""
+        """Live bytes now; after the block, at its end."""
         return self._entered.live_bytes(self._device)
 
     def mark(self) -> int:
-        """Return this moment, for `peak_since`."""
+        """Return a marker of this moment, for `peak_since`."""
         return self._entered.num_events()
 
     def peak_since(self, mark: int) -> int:
-        """Highest live bytes since a moment inside the block, without workspace."""
+        """Return the peak of live bytes since a moment inside the block, without workspace."""
         return self._entered.peak_since(mark, self._device)
 
     @property
     def peak_bytes(self) -> int:
-        """Highest live bytes so far."""
+        """Peak of live bytes so far."""
         recording, device = self._asked
         return recording.peak_bytes(device)
 
     @property
     def peak_by_category(self) -> dict[str, int]:
-        """The peak, split by what the bytes are for; like each split largest first, adding up to ``peak_bytes``.
+        """The peak by category; like every split, largest first and adding up to ``peak_bytes``.
 
-        Names: parameter, buffer, gradient, optimizer, input, activation, temporary, workspace.
+        Categories: parameter, buffer, gradient, optimizer, input, activation, temporary, workspace.
         """
         return self._peak_by("category")
 
     @property
     def peak_by_module(self) -> dict[str, int]:
-        """The peak, split by the module whose forward or backward made the bytes; ``""`` outside of modules."""
+        """The peak by the module whose forward or backward allocated the bytes; ``""`` outside modules."""
         return self._peak_by("module")
 
     @property
     def peak_by_operator(self) -> dict[str, int]:
-        """The peak, split by the operator that made the bytes; ``""`` for what was there before."""
+        """The peak by the operator that allocated the bytes; ``""`` for storages from before the block."""
         return self._peak_by("operator")
 
     @property
     def peak_by_line(self) -> dict[str, int]:
-        """The peak, split by the line of your code that made the bytes; ``""`` for what was there before."""
+        """The peak by the line of your code that allocated the bytes; ``""`` for storages from before the block."""
         return self._peak_by("source")
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
-        """The peak, split by the part of the step in which the bytes were born: forward, backward, optimizer, other."""
+        """The peak by the part of the step that allocated the bytes: forward, backward, optimizer, other."""
         return self._peak_by("phase")
 
     @property
     def peak_where(self) -> PeakPlace | None:
-        """Where the peak was reached first; None where nothing lived."""
+        """Place where the peak was first reached; None if nothing was live."""
         recording, device = self._asked
         last = recording.peak_storage(device)
         return None if last is None else PeakPlace(last.operator, last.module, last.source, last.phase)
@@ -192,36 +193,36 @@ class Tracker(Uncopied):
     def timeline(self) -> IntArray:
         """Live bytes after each event, in order: int64, shape ``(num_events,)``.
 
-        `phases` says which part of the step an event belongs to; ``recording.event_storage`` which storage it is about,
-        and ``recording.storages()`` which operator made that.
+        `phases` gives the part of the step that an event belongs to, ``recording.event_storage`` the storage that it
+        is about, and ``recording.storages()`` the operator that created that storage.
         """
         recording, device = self._asked
         return recording.timeline(device)
 
     @property
     def phases(self) -> tuple[tuple[int, StepPhase], ...]:
-        """``(index into timeline, phase)`` wherever the part of the step changes."""
+        """``(index into timeline, phase)`` at each change of phase."""
         return self._asked[0].phases
 
     def live_by(self, label: Label) -> dict[str, int]:
-        """Split `live_bytes` as the properties split the peak: what an out-of-memory error met, or what was left over.
+        """Split `live_bytes` as the properties split the peak, for example after an out-of-memory error.
 
         Args:
             label: ``"category"``, ``"module"``, ``"operator"``, ``"source"``, ``"phase"`` or ``"device"``.
 
         Raises:
-            InputError: There is no such label.
+            InputError: The label is unknown.
         """
         recording, device = self._asked
         return recording.live_by(label, device)
 
     def top(self, count: int = 10, *, at: Moment = "peak") -> tuple[StorageRecord, ...]:
-        """The largest storages that were alive at the peak, or at the end, largest first."""
+        """Return the largest storages that were live at the peak, or at the end, largest first."""
         recording, device = self._asked
         return recording.top(count, device, at=at)
 
     def summary(self) -> str:
-        """A table for people: the peak, and its split by category, module and line."""
+        """Return a human-readable table: the peak, and its split by category, module and line."""
         splits = {"category": self.peak_by_category, "module": self.peak_by_module, "line": self.peak_by_line}
         lines = [
             f"peak {format_bytes(self.peak_bytes)} of live tensors on {self._device or 'all devices'}",
@@ -241,7 +242,7 @@ class Tracker(Uncopied):
 
 
 def _rows(split: dict[str, int], total: int) -> list[str]:
-    """The largest parts, and one row for the rest, so that the rows add up."""
+    """Return the largest parts and one row for the rest, so that the rows add up."""
     shown = list(split.items())[:_ROWS]
     rest = sum(split.values()) - sum(nbytes for _, nbytes in shown)
     rows = shown + [(f"({len(split) - _ROWS} more)", rest)] * (rest > 0)

@@ -1,4 +1,4 @@
-"""Which points: cells of a grid, and samples that keep a share of every cell."""
+"""Point selection: grid cells, and samples that keep a fraction of every cell."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         fragments as fragments,
         voxel_mean as voxel_mean,
     )
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

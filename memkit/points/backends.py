@@ -1,4 +1,4 @@
-"""Which code makes the passes over the points: NumPy, numba, torch's operators, or a Triton kernel."""
+"""Selection of the backend for passes over the points: NumPy, numba, torch operators, or Triton kernels."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ GridBackend = Literal["auto", "numpy", "numba", "torch", "triton"]
 
 
 def host_passes(backend: HostBackend, call: str) -> Passes:
-    """The passes in the host's memory.
+    """Return the passes of a host backend.
 
     Raises:
-        ConfigError: There is no such back end, or numba is not installed.
+        ConfigError: The backend is unknown, or numba is not installed.
     """
     if backend not in get_args(HostBackend):
         _refuse(backend, call, get_args(HostBackend))
     if backend == "numpy":
         return passes
     _check_installed(backend, call)
-    return cast("Passes", importlib.import_module("memkit.points.compiled"))  # only here: numba takes a second
+    return cast("Passes", importlib.import_module("memkit.points.compiled"))  # imported lazily: numba takes a second
 
 
 def resolved(backend: GridBackend, device: torch.device, call: str) -> GridBackend:
-    """The back end for a device.
+    """Return the backend for a device.
 
     Raises:
-        ConfigError: It does not run there, or is not installed.
+        ConfigError: The backend does not run on the device, or is not installed.
     """
     fitting: tuple[GridBackend, ...] = ("torch", "triton") if device.type != "cpu" else get_args(GridBackend)
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""BudgetBatchSampler: samples of different sizes into batches that fill a budget, each sample once an epoch."""
+"""BudgetBatchSampler: pack samples of different sizes into batches within a budget, each sample once per epoch."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ from memkit.points.cells import Points, host_array
 from memkit.points.philox import Stream, draw_key, random_bits
 
 _CALL = "BudgetBatchSampler(sizes)"
-_MOST_OPEN = 64  # batches that may still take samples: more fill no better, and cost time
+_MOST_OPEN = 64  # batches that may still take samples: more would not fill better, and cost time
 
 
 @final
-# What it says of seed, ranks and epochs, `ResumableBatchSampler` says too: help() shows one class alone.
+# The text on seed, ranks and epochs is repeated in `ResumableBatchSampler`: help() shows one class at a time.
 class BudgetBatchSampler(EpochOrder):
-    """Batches of as many samples as fit, for ``DataLoader(dataset, batch_sampler=...)``.
+    """Batches with as many samples as fit a budget, for ``DataLoader(dataset, batch_sampler=...)``.
 
-    The samples come in an order that is shuffled anew for each epoch, and each goes into the open batch in which it
-    leaves the least room (best fit); then the batches are shuffled. Nothing is sorted by size, so that large and small
-    samples mix. Each sample is in one batch of the epoch, and no batch exceeds any budget.
+    The samples are reshuffled every epoch, and each goes into the open batch in which it leaves the least room (best
+    fit); then the batches are shuffled. Nothing is sorted by size, so large and small samples mix. Each sample is in
+    exactly one batch of the epoch, and no batch exceeds any budget.
 
-    A sample that is larger than the budget is an error here, before training, and not a batch of its own: that batch
+    A sample larger than the budget is an error at construction, before training, not a batch of its own: that batch
     would be the one that runs out of memory.
 
-    Several ranks get batches of one packing in turns, all of them equally many: where the number of batches does not
-    go up in ranks, the batches with the most samples are halved until it does. No sample is lost or repeated.
+    Several ranks take turns on the batches of one packing, and all get the same number: if the number of batches is not
+    divisible by the number of ranks, the batches with the most samples are halved until it is. No sample is lost or
+    repeated.
 
     Args:
-        sizes: (S,) ints, the size of each sample of the dataset, in the unit of the one budget that is given; or for
-            several budgets a dict such as ``{"points": [...], "edges": [...]}``.
-        max_points: Points that a batch may hold.
-        max_edges: Edges that a batch may hold.
-        max_bytes: Bytes that a batch may hold, also as text such as ``"512MiB"``.
-        seed: In [0, 2^63). The batches of an epoch depend on sizes, budgets, seed and epoch alone.
-        num_replicas: Ranks that share the epoch. To be given where torch.distributed has several.
-        rank: Which of them this is.
+        sizes: (S,) ints, the size of each sample of the dataset, in the unit of the one budget given; or, for several
+            budgets, a dict such as ``{"points": [...], "edges": [...]}``.
+        max_points: Maximum points per batch.
+        max_edges: Maximum edges per batch.
+        max_bytes: Maximum bytes per batch, also as text such as ``"512MiB"``.
+        seed: In [0, 2^63). The batches of an epoch depend only on sizes, budgets, seed and epoch.
+        num_replicas: Number of ranks that share the epoch. Required if torch.distributed has several.
+        rank: This process's rank.
 
     Attributes:
         seed: The seed.
-        epoch: The epoch, see `set_epoch`.
+        epoch: The current epoch, see `set_epoch`.
 
     Raises:
-        ConfigError: No budget, a budget without sizes or the other way round, or a setting out of its range, or
-            no ``num_replicas`` where there are several ranks.
-        InputError: A sample exceeds a budget (the first is named), sizes are negative or not equally many; or, with
-            ranks, too few samples to give each the same number of batches.
+        ConfigError: There is no budget, a budget without sizes or vice versa, a setting out of range, or several ranks
+            without ``num_replicas``.
+        InputError: A sample exceeds a budget (the first is named), sizes are negative or differ in length; or, with
+            ranks, there are too few samples to give each the same number of batches.
         InputTypeError: Sizes are not numbers.
 
-    Memory cost: 8 bytes for each sample and budget, and the batches of one epoch as Python lists. Time cost: at the
-    beginning of an epoch 2 microseconds for each sample, 9 with two budgets.
+    Memory cost: 8 bytes per sample and budget, and the batches of one epoch as Python lists. Time cost: at the start of
+    an epoch 2 microseconds per sample, 9 with two budgets.
 
     Example:
         >>> import torch, memkit as mk
@@ -96,18 +97,18 @@ class BudgetBatchSampler(EpochOrder):
 
     @property
     def fill(self) -> dict[str, float]:
-        """How full the batches of this epoch are, of all ranks: the mean share of each budget; 1.0 of no batches."""
+        """Mean fill of this epoch's batches over all ranks, as a fraction of each budget; 1.0 without batches."""
         available = {name: budget * len(self._batches) for name, budget in self._budgets.items()}
         totals = dict(zip(self._budgets, self._sizes.sum(axis=0).tolist(), strict=True))
         return {name: totals[name] / available[name] if available[name] else 1.0 for name in available}
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all ranks."""
+        """Number of samples per epoch, over all ranks."""
         return len(self._sizes)
 
     def __len__(self) -> int:
-        """Batches of the epoch for this rank, and for every other; another epoch may need a few more or less."""
+        """Number of batches of this epoch per rank; another epoch may need slightly more or fewer."""
         return len(self._batches) // self._num_replicas
 
     def _batches_from(self, start: int) -> Iterator[list[int]]:
@@ -120,7 +121,7 @@ class BudgetBatchSampler(EpochOrder):
         self._batches = self._pack()
 
     def _pack(self) -> list[list[int]]:
-        """All ranks' batches of the epoch."""
+        """Return all ranks' batches of the epoch."""
         bits = random_bits(draw_key((self.seed, self.epoch)), Stream.CELLS)
         order = bits.random_raw(len(self._sizes)).argsort(kind="stable")
         batches = _best_fit(self._sizes, list(self._budgets.values()), order)
@@ -140,12 +141,12 @@ class BudgetBatchSampler(EpochOrder):
 
 
 def _best_fit(sizes: NDArray[np.int64], budgets: list[int], order: NDArray[np.int64]) -> list[list[int]]:
-    """Put each sample where the tightest budget has least room left for it, and all others have enough."""
+    """Put each sample into the batch with the least room in the tightest budget and enough in all others."""
     tightest = np.argsort(-sizes.sum(axis=0) / budgets)
     sizes = sizes[:, tightest]
     empty = [budgets[each] for each in tightest]
     batches: list[list[int]] = []
-    open_batches: list[tuple[int, ...]] = []  # ascending: rooms, and last the number of the batch
+    open_batches: list[tuple[int, ...]] = []  # ascending: rooms, then the batch number
     for sample, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         place = bisect_left(open_batches, (size[0],))
         while place < len(open_batches) and not all(map(le, size, open_batches[place])):
@@ -163,7 +164,7 @@ def _best_fit(sizes: NDArray[np.int64], budgets: list[int], order: NDArray[np.in
 
 
 def _columns(sizes: Points | Mapping[str, Points], budgets: dict[str, int]) -> NDArray[np.int64]:
-    """Sizes as (S, number of budgets), in the order of the budgets."""
+    """Return the sizes as (S, number of budgets), in the order of the budgets."""
     names = ", ".join(f"max_{name}" for name in budgets) or "no budget"
     if not isinstance(sizes, Mapping):
         if len(budgets) != 1:

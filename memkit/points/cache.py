@@ -1,4 +1,4 @@
-"""A cache of grid indexes that never hands out the index of another scene."""
+"""A cache of grid indexes that never returns the index of another scene."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from memkit.points.grid import GridIndex
 
-_SPOTS = 64  # rows of the coordinates that are compared even where the caller vouches for them
+_SPOTS = 64  # rows of the coordinates that are compared even with the caller's own key
 
 
 class IndexCache:
-    """Indexes by key, at most so many bytes of them; the least recently used go first.
+    """An LRU cache of indexes by key, limited in bytes.
 
-    Safe to use from several threads. In another process it arrives empty; a forked one starts with what was there.
+    Thread-safe. Pickled copies are empty; a forked process starts with the parent's entries.
 
     Args:
-        max_bytes: What the indexes may take together. A larger index is made, and not kept.
+        max_bytes: Total size of the cached indexes. A larger index is built but not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -33,12 +33,12 @@ class IndexCache:
         self._lock = ProcessLock()
 
     def get(self, key: Hashable, make: Callable[[], GridIndex]) -> GridIndex:
-        """Return the index of a key; make it where there is none. Two threads may both make one: one is kept."""
+        """Return the index of a key, building it if missing. Two threads may both build one: one is kept."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        index = make()  # outside of the lock: others need not wait
+        index = make()  # outside the lock: other threads need not wait
         if index.nbytes > self.max_bytes:
             return index
         with self._lock:
@@ -51,7 +51,7 @@ class IndexCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all indexes that are kept."""
+        """Total bytes of the cached indexes."""
         with self._lock:
             return self._sum()
 
@@ -66,7 +66,7 @@ class IndexCache:
 
 
 class ProcessLock:
-    """A lock that is open in a forked child, whichever thread held it in the parent, and in an unpickled copy."""
+    """A lock that is free in a forked child, even if a parent thread held it, and in an unpickled copy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,13 +87,13 @@ class ProcessLock:
 
 
 def fingerprint(array: NDArray[Any]) -> bytes:
-    """SHA-256 of an array's content, dtype and shape; 10 ms for a million points with three float32."""
+    """Return the SHA-256 of an array's content, dtype and shape; 10 ms for a million points of three float32."""
     digest = hashlib.sha256(repr((array.dtype.str, array.shape)).encode())
     digest.update(np.ascontiguousarray(array).data.cast("B") if array.size else b"")
     return digest.digest()
 
 
 def spot_check(array: NDArray[Any]) -> bytes:
-    """`fingerprint` of 64 rows spread over an array, and of its whole shape: microseconds."""
+    """Return the `fingerprint` of 64 rows spread over an array, plus its shape; takes microseconds."""
     spots = np.linspace(0, max(len(array) - 1, 0), _SPOTS).astype(np.int64)
     return fingerprint(array[spots[: len(array)]]) + repr(array.shape).encode()

@@ -1,4 +1,4 @@
-"""From points to groups: the grid cell of each point as one exact integer, and points sorted by it."""
+"""Grouping of points: each point's grid cell as one exact integer, and points sorted by it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from memkit._core.errors import InputError, InputTypeError, MemkitWarning
 from memkit.points.passes import Passes, grid_coords
 
 Points = ArrayLike | Tensor
-Lengths = float | Sequence[float]  # one for all axes, or one for each
+Lengths = float | Sequence[float]  # one for all axes, or one per axis
 
-MOST_POINTS = 10**9  # of a scene: places fit an int32, and NumPy's hypergeometric draw goes no further
-_EXACT = 2**53  # whole numbers up to here are exact in float64
+MOST_POINTS = 10**9  # per scene: rows fit an int32, and this is the limit of NumPy's hypergeometric draw
+_EXACT = 2**53  # integers up to here are exact in float64
 
 
 class Groups(NamedTuple):
-    """The points of a scene, cell by cell.
+    """The points of a scene, grouped by cell.
 
     Attributes:
-        order: (N,) int32, rows of points; cells in ascending order, rows of a cell ascending.
-        counts: (C,) int64, points of each cell, at least 1.
-        starts: (C,) int64, where each cell begins in `order`.
+        order: (N,) int32, point rows; cells in ascending order, rows ascending within a cell.
+        counts: (C,) int64, points per cell, at least 1.
+        starts: (C,) int64, start of each cell in `order`.
     """
 
     order: NDArray[np.int32]
@@ -37,13 +37,13 @@ class Groups(NamedTuple):
 
 
 def read_only(*arrays: NDArray[Any]) -> None:
-    """Forbid writing to arrays."""
+    """Make arrays read-only."""
     for array in arrays:
         array.flags.writeable = False
 
 
 def host_array(values: Points, call: str, name: str) -> NDArray[Any]:
-    """Bring numbers to the host as an array; an accelerator's tensor is copied, a CPU tensor is not."""
+    """Convert numbers to a host array; a tensor on an accelerator is copied, a CPU tensor is not."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         if values.is_floating_point() and values.dtype not in (torch.float16, torch.float32, torch.float64):
@@ -69,7 +69,7 @@ def host_array(values: Points, call: str, name: str) -> NDArray[Any]:
 
 
 def grid_lengths(value: Lengths, num_axes: int, call: str, *, positive: bool) -> NDArray[np.float64]:
-    """One length for each axis."""
+    """Return one length per axis."""
     try:
         lengths = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError):
@@ -94,10 +94,10 @@ def group_coords(
     *,
     first_row: int,
 ) -> Groups:
-    """Group the points of one scene by the cell that they lie in; cells in the order of their grid coordinates.
+    """Group the points of one scene by cell; cells are ordered by their grid coordinates.
 
     Raises:
-        InputError: A coordinate is NaN or infinite, or too many cells away from the origin to be told apart.
+        InputError: A coordinate is NaN or infinite, or too many cells away from the origin to be exact.
     """
     if not len(points):
         return group_ids(np.zeros(0, np.int64), passes, call)
@@ -130,10 +130,10 @@ def group_coords(
 
 
 def group_ids(ids: NDArray[np.int64], passes: Passes, call: str) -> Groups:
-    """Group points by any integers; cells in ascending order."""
+    """Group points by arbitrary integers; cells in ascending order."""
     if not len(ids):
         return Groups(np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    keys = ids.view(np.uint64) - np.uint64(int(ids.min()) % 2**64)  # of any two int64: it wraps to the right value
+    keys = ids.view(np.uint64) - np.uint64(int(ids.min()) % 2**64)  # for any two int64: wraps around to the right value
     return _group_keys(keys.astype(np.uint32) if keys.max() < 2**32 else keys, passes, call)
 
 
@@ -150,7 +150,7 @@ def _group_keys(keys: NDArray[Any], passes: Passes, call: str) -> Groups:
 
 
 def _compact_keys(points: NDArray[Any], size: NDArray[np.float64], origin: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Keys where the box has too many cells to number: only cells that hold points are numbered, axis by axis."""
+    """Return keys if the box has too many cells to number: only occupied cells are numbered, axis by axis."""
     keys = np.zeros(len(points), np.int64)
     for along in grid_coords(points, size, origin):
         values, rank = np.unique(along, return_inverse=True)

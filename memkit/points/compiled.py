@@ -1,6 +1,6 @@
-"""The passes over all points of a scene, compiled by numba: the extra ``memkit[numba]``.
+"""The passes over all points of a scene, compiled by numba (extra ``memkit[numba]``).
 
-The first call of each compiles it, some seconds in all; numba keeps the result on the disk for the next process.
+Each is compiled on its first call, a few seconds in total; numba caches the result on disk for later processes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Words64 = NDArray[np.uint64]
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
 _MANY = 512  # blocks of random bits at a time
-_FEW = 128  # slots that are looked at together
-_MOST_KEYS = 8  # for each point: 32 bytes of counts
+_FEW = 128  # slots that are checked together
+_MOST_KEYS = 8  # per point: 32 bytes of counts
 _POINTS, _AGAIN = np.uint64(Stream.POINTS), np.uint64(Stream.AGAIN)
 _FACTOR_A, _FACTOR_B = (np.uint64(each) for each in FACTORS)
 _STEP_A, _STEP_B = (np.uint64(each) for each in STEPS)
@@ -38,13 +38,13 @@ def _compiled(function: Compiled) -> Compiled:
 def number_cells(points: NDArray[Any], size: Floats, origin: Floats, low: Floats, extent: Ints) -> NDArray[Any]:
     """See `Passes`."""
     keys = passes.keys_for(len(points), extent)
-    readable = points.astype(np.float32) if points.dtype == np.float16 else points  # numba has no halves
+    readable = points.astype(np.float32) if points.dtype == np.float16 else points  # numba has no float16
     _number_cells(readable, size, origin, low, extent, keys)
     return keys
 
 
 def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
-    """See `Passes`. Counts how often each key comes, where there are not many more keys than points."""
+    """See `Passes`. Uses a counting sort unless there are many more keys than points."""
     num_keys = int(keys.max()) + 1
     if num_keys > max(_MOST_KEYS * len(keys), 2**16):
         return passes.group(keys)
@@ -60,7 +60,7 @@ def find_slots(order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) 
     return slots
 
 
-def draw_below(left: Bytes, key: Key, out: Bytes, scratch: Scratch) -> None:  # noqa: ARG001 # NumPy's needs it
+def draw_below(left: Bytes, key: Key, out: Bytes, scratch: Scratch) -> None:  # noqa: ARG001 # used by NumPy's
     """See `Passes`."""
     _draw_below(left, np.uint64(key.key), np.uint64(key.tag), out)
 
@@ -70,9 +70,9 @@ def keep(below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
     _keep(below, needed, bounds, chosen)
 
 
-def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # NumPy's needs it
+def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # used by NumPy's
     """See `Passes`."""
-    found = np.empty(num + 1, np.int64)  # the loop writes before it knows
+    found = np.empty(num + 1, np.int64)  # one spare: the loop writes before it tests
     _rows(chosen, slots, found)
     return found[:num]
 
@@ -146,7 +146,7 @@ def _make_blocks(
     c: Words64,
     d: Words64,
 ) -> None:
-    """`philox.blocks`, so many as there is room for."""
+    """Compute `philox.blocks` until the arrays are full."""
     for block in range(len(a)):
         number, second, third, fourth = first + np.uint64(block) + np.uint64(1), np.uint64(0), tag, stream
         key_a, key_b = key, np.uint64(0)
@@ -170,7 +170,7 @@ def _product(word: np.uint64, factor: np.uint64) -> tuple[np.uint64, np.uint64]:
 
 @_compiled
 def _scale(drawn: NDArray[np.uint16], left: Bytes, out: Bytes) -> None:
-    for slot in range(len(left)):  # of slices, so that it becomes vector instructions
+    for slot in range(len(left)):  # on slices, so that it is vectorized
         out[slot] = (np.uint32(drawn[slot]) * np.uint32(left[slot])) >> np.uint32(16)
 
 
@@ -190,7 +190,7 @@ def _keep(below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
 
 @_compiled
 def _one_step(below: Bytes, needed: Bytes, chosen: Bytes) -> None:
-    for piece in range(len(below)):  # of slices, as in `_scale`
+    for piece in range(len(below)):  # on slices, as in `_scale`
         chosen[piece] = np.uint8(below[piece] < needed[piece])
         needed[piece] = np.uint8(needed[piece] - chosen[piece])
 

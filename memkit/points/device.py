@@ -1,6 +1,6 @@
-"""Draws on an accelerator: what belongs to cells is drawn on the host, what belongs to points on the device.
+"""Draws on an accelerator: per-cell values are drawn on the host, per-point values on the device.
 
-The host knows how many points are kept, so nothing waits for the device. Samples are those of the host, bit for bit.
+The host knows how many points are kept, so nothing waits for the device. Samples match the host's bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memkit.points.philox import Key, Stream, blocks
 
 
 def brought(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A host's array on a device; the host does not wait until it is there."""
+    """Copy a host array to a device without waiting for the copy."""
     here = torch.from_numpy(array)
     return (here.pin_memory() if device.type == "cuda" else here).to(device, non_blocking=True)
 
@@ -31,10 +31,10 @@ class DeviceLayout(NamedTuple):
 
     Attributes:
         slots: (N,) int32.
-        left: (N + 1,) uint8; the last one stands for no slot.
-        bounds: See `Layout`; `steps` is the same on the device.
+        left: (N + 1,) uint8; the last entry stands for no slot.
+        bounds: See `Layout`; `steps` holds the same on the device.
         steps: (T + 1,) int64.
-        most_again: So many slots may be refused in a draw; the probability of more is below 1e-18.
+        most_again: Maximum number of slots that can be redrawn; the probability of more is below 1e-18.
     """
 
     slots: Tensor
@@ -45,11 +45,11 @@ class DeviceLayout(NamedTuple):
 
 
 class DeviceDraws:
-    """Draws on one device; keeps the layouts of indexes that are alive there, 5 bytes for each point.
+    """Draws on one device; caches the layouts of live indexes there, 5 bytes per point.
 
     Args:
         device: An accelerator, or the CPU.
-        with_triton: By two kernels; else by torch's operators.
+        with_triton: Whether to use two Triton kernels; otherwise torch operators.
     """
 
     def __init__(self, device: torch.device, *, with_triton: bool) -> None:
@@ -58,12 +58,12 @@ class DeviceDraws:
         self._layouts: WeakKeyDictionary[GridIndex, dict[int, DeviceLayout]] = WeakKeyDictionary()
 
     def choose(self, index: GridIndex, place: int, needed: NDArray[np.uint8], num_kept: int, key: Key) -> Tensor:
-        """`draw.choose` for a scene of an index: its rows that are kept, ascending, (num_kept,) int64."""
+        """Run `draw.choose` for a scene of an index; return the kept rows, ascending, (num_kept,) int64."""
         layout = self._layout(index, place)
         still = brought(needed, self._device)
         if self._with_triton:
-            kernels = importlib.import_module("memkit.points.kernels")  # only here: Triton takes a second
-            chosen = kernels.choose(layout.left, layout.steps, still, key)
+            kernels = importlib.import_module("memkit.points.kernels")  # imported lazily: Triton takes a second
+            chosen = kernels.choose_on_device(layout.left, layout.steps, still, key)
         else:
             chosen = _keep(layout, _draw_below(layout, key), still)
         by_point = chosen.index_select(0, layout.slots)
@@ -79,7 +79,7 @@ class DeviceDraws:
         return _remade, (self._device, self._with_triton)
 
 
-def _remade(device: torch.device, with_triton: bool) -> DeviceDraws:  # noqa: FBT001 # what __reduce__ hands over
+def _remade(device: torch.device, with_triton: bool) -> DeviceDraws:  # noqa: FBT001 # called by __reduce__
     return DeviceDraws(device, with_triton=with_triton)
 
 
@@ -95,7 +95,7 @@ def _layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
 
 
 def _draw_below(layout: DeviceLayout, key: Key) -> Tensor:
-    """`passes.draw_below` by torch's operators, in int64."""
+    """Run `passes.draw_below` with torch operators, in int64."""
     num, left = len(layout.slots), layout.left.long()
     words = torch.stack(blocks(torch.arange(-(-num // 16), device=left.device), key, Stream.POINTS), 1)
     drawn = torch.stack([words >> shift & 0xFFFF for shift in (0, 16, 32, 48)], 2).flatten()
@@ -110,7 +110,7 @@ def _draw_below(layout: DeviceLayout, key: Key) -> Tensor:
 
 
 def _keep(layout: DeviceLayout, below: Tensor, needed: Tensor) -> Tensor:
-    """`passes.keep` by torch's operators."""
+    """Run `passes.keep` with torch operators."""
     chosen = torch.empty_like(below)
     for start, stop in pairwise(layout.bounds):
         still = needed[: stop - start]

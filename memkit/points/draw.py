@@ -1,9 +1,9 @@
-"""Draws from one scene: how many points each cell keeps, and which.
+"""Draws from one scene: how many points each cell keeps, and which ones.
 
-Which points is Algorithm S (Knuth, TAOCP 2, 3.4.2), for all cells at once: a point is kept with probability
-``needed / left``, where ``left`` counts the points of its cell from it on, and ``needed`` how many of them are still to
-be kept. Every set of the wanted size is equally likely, and the size is always met. The decision is an integer one: a
-whole number below ``left`` (Lemire, 2019) is compared with ``needed``.
+Points are selected by Algorithm S (Knuth, TAOCP 2, 3.4.2), for all cells at once: a point is kept with probability
+``needed / left``, where ``left`` counts the points of its cell from it on, and ``needed`` how many of them must still
+be kept. Every subset of the wanted size is equally likely, and the size is exact. The decision uses integers: a random
+integer below ``left`` (Lemire, 2019) is compared with ``needed``.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from memkit.points.philox import Key
 
 Rounding = Literal["nearest", "floor"]
 
-_NO_WEIGHT = 1e4  # above every key of a point with a weight: they lie between -747 and 749
+_NO_WEIGHT = 1e4  # above every key of a weighted point, which lie between -747 and 749
 
 
 class Workspace(threading.local):
-    """Memory that draws use again, for each thread its own: 2 bytes for each point of the largest scene so far."""
+    """Per-thread memory reused by draws: 2 bytes per point of the largest scene so far."""
 
     def __init__(self) -> None:
         self._bytes = np.empty((2, 0), np.uint8)
         self.scratch = Scratch()
 
     def bytes_of(self, num_points: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Two rows of bytes, not initialised."""
+        """Return two uninitialized byte arrays."""
         if self._bytes.shape[1] < num_points:
             self._bytes = np.empty((2, num_points), np.uint8)
         first, second = self._bytes[:, :num_points]
         return first, second
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Workspace, ()  # nothing of it travels to another process
+        return Workspace, ()  # not sent to other processes
 
 
 def kept_counts(
     counts: NDArray[np.int64], ratio: tuple[float, float], rounding: Rounding, bits: np.random.Philox
 ) -> NDArray[np.int64]:
-    """How many points each cell keeps: its own ratio of them, at least one."""
+    """Draw how many points each cell keeps: its own ratio of them, at least one."""
     low, high = ratio
     kept = bits.random_raw(-(-len(counts) // 2)).view(np.uint32)[: len(counts)].astype(np.float64)
     kept *= (high - low) / 2**32
@@ -58,15 +58,15 @@ def kept_counts(
 def choose(
     layout: Layout, needed: NDArray[np.uint8], num_kept: int, key: Key, passes: Passes, workspace: Workspace
 ) -> NDArray[np.int64]:
-    """Choose points uniformly without replacement, so many of each piece; their rows, ascending."""
+    """Choose ``needed`` points of each piece uniformly without replacement; return their rows, ascending."""
     below, chosen = workspace.bytes_of(len(layout.slots))
     passes.draw_below(layout.left, key, below, workspace.scratch)
     passes.keep(below, needed, layout.bounds, chosen)
-    return passes.rows(chosen, layout.slots, below, num_kept)  # what was drawn is used up: its memory is free
+    return passes.rows(chosen, layout.slots, below, num_kept)  # `below` is no longer needed: reuse its memory
 
 
 def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
-    """Choose one point of each cell; their rows, ascending."""
+    """Choose one point of each cell; return their rows, ascending."""
     places = _uniform(bits, len(groups.counts))
     places *= groups.counts
     rows = groups.order.take(places.astype(np.int64) + groups.starts)
@@ -77,14 +77,14 @@ def choose_one(groups: Groups, bits: np.random.Philox) -> NDArray[np.int64]:
 def choose_weighted(
     groups: Groups, kept: NDArray[np.int64], weights: NDArray[np.float64], bits: np.random.Philox
 ) -> NDArray[np.int64]:
-    """Choose points one after another, each time in proportion to the weights that are left; their rows, ascending.
+    """Choose points one by one in proportion to the remaining weights; return their rows, ascending.
 
-    Points without a weight come last, in random order. The rule is that of Efraimidis and Spirakis (2006): the least
-    of ``exponential / weight`` are kept, here as logarithms.
+    Points with zero weight come last, in random order. The method is that of Efraimidis and Spirakis (2006): the
+    smallest values of ``exponential / weight`` are kept, here as logarithms.
     """
     drawn = 1 - _uniform(bits, len(groups.order))  # in (0, 1]
     ordered = weights[groups.order]
-    with np.errstate(divide="ignore"):  # log(0): the least key there is
+    with np.errstate(divide="ignore"):  # log(0): the smallest possible key
         keys = np.where(ordered > 0, np.log(-np.log(drawn)) - np.log(ordered), _NO_WEIGHT + drawn)
     by_key = keys.argsort()
     cell = np.repeat(np.arange(len(kept), dtype=np.uint32), groups.counts)
@@ -96,7 +96,7 @@ def choose_weighted(
 
 
 def _uniform(bits: np.random.Philox, num: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1), multiples of 2^-53."""
+    """Draw numbers in [0, 1), multiples of 2^-53."""
     drawn = bits.random_raw(num)
     drawn >>= 11
     scaled = drawn.astype(np.float64)
@@ -105,7 +105,7 @@ def _uniform(bits: np.random.Philox, num: int) -> NDArray[np.float64]:
 
 
 def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox) -> NDArray[np.uint8]:
-    """How many points each piece keeps: all that its cell keeps, or a random share where the cell was cut."""
+    """Return how many points each piece keeps: its cell's count, or a random share of it if the cell was cut."""
     pieces = kept.astype(np.uint8).take(layout.piece_cell)
     if len(layout.big.cells):
         _share_out(layout.big, kept[layout.big.cells], pieces, bits)
@@ -113,7 +113,7 @@ def pieces_kept(layout: Layout, kept: NDArray[np.int64], bits: np.random.Philox)
 
 
 def _share_out(big: BigCells, kept: NDArray[np.int64], pieces: NDArray[np.uint8], bits: np.random.Philox) -> None:
-    """Halve the pieces of all cut cells again and again; the left half's share of a sample is hypergeometric."""
+    """Split the pieces of all cut cells in half repeatedly; the left half's share is hypergeometric."""
     rng = np.random.Generator(bits)
     first, stop = big.first, big.stop
     while len(first):

@@ -1,4 +1,4 @@
-"""sample_edges: a random share of the edges of every node of a graph, exact, at least one of each."""
+"""sample_edges: an exact random fraction of the incoming edges of every graph node, at least one each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memkit.points.grid import GridIndex
 from memkit.points.sampler import GridAwareSampler
 
 
-# Two overloads differ in one line each: a type checker reads them so, and the signature in full.
+# The two overloads differ in one line each; the full signatures are spelled out for type checkers.
 @overload
 def sample_edges(
     dst: Points,
@@ -47,22 +47,23 @@ def sample_edges(
     generator: torch.Generator | None = None,
     return_weight: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Choose edges of a graph: of the edges into each node a random share, without replacement, at least one.
+    """Sample a random fraction of the edges into each graph node, without replacement, at least one.
 
-    A mean over the chosen edges of a node is an unbiased estimate of the mean over all of them as it is. A sum is not:
-    multiply each edge by its weight, ``1 / (share that its node really kept)``, which makes it unbiased. (The nominal
-    ratio would not: rounding and the edge that stays at least change the share, most of all at nodes with few edges.)
+    A mean over a node's sampled edges is an unbiased estimate of the mean over all of its edges. A sum is not: multiply
+    each edge by its weight, ``1 / (fraction its node actually kept)``, to make it unbiased. (The nominal ratio would
+    not do: rounding and the minimum of one edge change the fraction, most of all at nodes with few edges.)
 
-    The same edges come for the same seed. For other ones in each step pass another ``seed``, or a ``generator``. Where
-    the graph stays the same, keep ``GridIndex.from_cells(dst)`` and draw from it with a `GridAwareSampler`: that is
-    what happens here, without finding the nodes anew.
+    The same seed gives the same edges. For different ones at each step pass another ``seed``, or a ``generator``. If
+    the graph stays the same, keep ``GridIndex.from_cells(dst)`` and draw from it with a `GridAwareSampler`: this does
+    the same without regrouping the edges.
 
     Args:
-        dst: (E,) integers, the node that each edge leads to, in any order; torch or NumPy.
-        ratio: Least and greatest share that a node keeps of its edges, drawn for each node; or one share for all.
+        dst: (E,) integers, the target node of each edge, in any order; torch or NumPy.
+        ratio: Minimum and maximum fraction of its edges that a node keeps, drawn for each node; or one fraction for
+            all.
         seed: In [0, 2^63).
         rounding: ``"nearest"`` or ``"floor"``, see `GridAwareSampler`.
-        generator: Takes the place of the seed; one number is drawn from it.
+        generator: Replaces the seed; one number is drawn from it.
         return_weight: Whether to return the weights too.
 
     Returns:
@@ -70,11 +71,11 @@ def sample_edges(
         (K,) weights in torch's default dtype, at least 1.
 
     Raises:
-        ConfigError: A setting is out of its range.
-        InputError: ``dst`` is not one row of integers.
+        ConfigError: A setting is out of range.
+        InputError: ``dst`` is not one-dimensional.
         InputTypeError: ``dst`` is not made of integers.
 
-    Memory cost: about 40 bytes for each edge on the way.
+    Memory cost: temporarily about 40 bytes per edge.
 
     Example:
         >>> import torch, memkit as mk

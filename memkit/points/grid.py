@@ -1,4 +1,4 @@
-"""GridIndex: which points lie in which cell of a grid, for a scene or a batch of scenes; found once, sampled often."""
+"""GridIndex: the grid cell of each point, for a scene or a batch of scenes; built once, sampled many times."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Scene(NamedTuple):
     """One scene of an index.
 
     Attributes:
-        groups: Its points, cell by cell; rows count from its first point.
-        layout: The same for samplers.
+        groups: Its points, grouped by cell; rows count from its first point.
+        layout: The same points, laid out for samplers.
         first_point: Row of its first point in the batch.
         first_cell: Number of its first cell in the batch.
     """
@@ -57,21 +57,21 @@ class Scene(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class GridIndex:
-    """Which points lie in which cell. Immutable: its arrays are read-only.
+    """The points of each grid cell. Immutable: its arrays are read-only.
 
-    Scenes of a batch are kept apart: no cell holds points of two scenes. Cells come in ascending order within a scene.
-    An index belongs to the coordinates that it was made of: sample before points are rotated or shifted, or accept
-    that the cells are those of the coordinates before.
+    Scenes of a batch are kept apart: no cell holds points of two scenes. Cells are in ascending order within a scene.
+    An index belongs to the coordinates it was built from: sample before points are rotated or shifted, or accept that
+    the cells are those of the original coordinates.
 
     Attributes:
-        cells: int64; from coordinates (C, A), the grid coordinates of each cell, may be negative; from cell ids (C,),
+        cells: int64; from coordinates (C, A), the grid coordinates of each cell, possibly negative; from cell ids (C,),
             the ids.
         counts: (C,) int64, points in each cell, at least 1.
-        offsets: (B,) int64, where each scene's points end: (N,) for one scene of N points.
-        cell_offsets: (B,) int64, where each scene's cells end.
-        scenes: What samplers read.
+        offsets: (B,) int64, end of each scene's points; ``[N]`` for one scene of N points.
+        cell_offsets: (B,) int64, end of each scene's cells.
+        scenes: Per-scene data read by samplers.
 
-    Memory cost: 9 bytes for each point and about 50 for each cell, on the host; `nbytes` says it.
+    Memory cost: 9 bytes per point and about 50 per cell, on the host; `nbytes` gives the total.
 
     Example:
         >>> import torch
@@ -104,28 +104,27 @@ class GridIndex:
     ) -> GridIndex:
         """Find the cell of each point: ``floor((coords - origin) / grid_size)``, in float64.
 
-        With the default origin the partition is that of Pointcept's ``GridSample``, which divides, takes the floor,
-        and then subtracts the least cell. Borders lie at multiples of ``grid_size``. For borders that start at the
-        least coordinate give ``origin=coords.amin(0).tolist()``.
+        With the default origin the partition is that of Pointcept's ``GridSample``, which divides, takes the floor, and
+        then subtracts the minimum cell. Cell borders lie at multiples of ``grid_size``. For borders that start at the
+        minimum coordinate, pass ``origin=coords.amin(0).tolist()``.
 
         Args:
             coords: (N, A) floats or integers, any number of axes; NumPy or torch. A tensor on an accelerator is
                 copied to the host.
-            grid_size: Side of a cell in the unit of the coordinates; one number, or one for each axis.
-            offsets: (B,) ints, where the points of each scene of a batch end (cumulative, the last is N).
-            origin: Corner of the cell (0, 0, ...); one number, or one for each axis.
-            backend: ``"numba"`` makes the same index faster, see `GridAwareSampler`.
+            grid_size: Side of a cell in the unit of the coordinates; one number, or one per axis.
+            offsets: (B,) ints, end of each scene's points in a batch (cumulative, the last is N).
+            origin: Corner of the cell (0, 0, ...); one number, or one per axis.
+            backend: ``"numba"`` builds the same index faster, see `GridAwareSampler`.
 
         Raises:
             ConfigError: ``backend`` is not installed.
             InputError: A coordinate is not finite (the row is named) or more than 2^53 cells away from the origin, or
-                shapes, sizes or offsets do not fit.
+                shapes, sizes or offsets do not match.
             InputTypeError: The coordinates are not real numbers.
 
-        Warns:
-            MemkitWarning: The coordinates' dtype cannot tell points apart by 1% of ``grid_size``.
+        Warns: MemkitWarning: The coordinates' dtype cannot resolve 1% of ``grid_size``.
 
-        Memory cost: while it is built, about 40 bytes for each point of a scene.
+        Memory cost: during construction, about 40 bytes per point of a scene.
         """
         points = host_array(coords, _FROM_COORDS, "coords")
         if points.ndim != 2 or not points.shape[1]:
@@ -150,15 +149,15 @@ class GridIndex:
     def from_cells(
         cls, cell_ids: Points, offsets: Points | None = None, *, backend: HostBackend = "numpy"
     ) -> GridIndex:
-        """Take cells that are known already.
+        """Build an index from known cell ids.
 
         Args:
-            cell_ids: (N,) integers, any int64: not contiguous, negative.
+            cell_ids: (N,) integers, any int64 values: gaps and negative ids are allowed.
             offsets: See `from_coords`. Equal ids in two scenes are two cells.
             backend: See `from_coords`.
 
         Raises:
-            InputError: Shapes or offsets do not fit.
+            InputError: Shapes or offsets do not match.
             InputTypeError: The ids are not integers.
         """
         ids = _integers(cell_ids, _FROM_CELLS, "cell_ids")
@@ -172,23 +171,23 @@ class GridIndex:
 
     @property
     def num_points(self) -> int:
-        """Points of all scenes."""
+        """Number of points in all scenes."""
         return sum(len(scene.groups.order) for scene in self.scenes)
 
     @property
     def num_cells(self) -> int:
-        """Cells of all scenes."""
+        """Number of cells in all scenes."""
         return len(self.counts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index holds."""
+        """Size of the index in bytes."""
         own = (self.cells, self.counts, self.offsets, self.cell_offsets)
         scenes = (each.layout.nbytes + each.groups.order.nbytes + each.groups.starts.nbytes for each in self.scenes)
         return sum(each.nbytes for each in own) + sum(scenes)
 
     def cell_of_point(self) -> Tensor:
-        """For each point the row of its cell in `cells` and `counts`: (N,) int64."""
+        """Return each point's row in `cells` and `counts`: (N,) int64."""
         rows = np.empty(self.num_points, np.int64)
         for groups, _, point, cell in self.scenes:
             numbers = np.arange(cell, cell + len(groups.counts))
@@ -196,10 +195,10 @@ class GridIndex:
         return torch.from_numpy(rows)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index to a file, atomically: 4 bytes for each point, 32 for each cell of a 3-D grid.
+        """Write the index to a file atomically: 4 bytes per point, 32 per cell of a 3-D grid.
 
         Raises:
-            OSError: The file cannot be written; what was there before is untouched.
+            OSError: The file cannot be written; an existing file is untouched.
         """
         order = np.concatenate([np.zeros(0, np.int32), *(scene.groups.order for scene in self.scenes)])
         with atomic_writer(path) as file:
@@ -211,7 +210,7 @@ class GridIndex:
 
         Raises:
             FileNotFoundError: There is no such file.
-            FileFormatError: The file is damaged, or something else.
+            FileFormatError: The file is damaged, or not an index.
         """
         return _assemble(*_read(path))
 
@@ -219,7 +218,8 @@ class GridIndex:
         return f"GridIndex(num_points={self.num_points}, num_cells={self.num_cells}, num_scenes={len(self.scenes)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The layout is made again where it arrives, faster than it travels; and plain pickling would lose read-only.
+        # The layout is rebuilt on arrival, which is faster than sending it; plain pickling would also lose read-only
+        # flags.
         return _assemble, ([scene.groups for scene in self.scenes], self.cells)
 
 
@@ -241,7 +241,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[list[Groups], NDArray[np.int64]
     try:
         with np.load(data, allow_pickle=False) as file:
             return _parsed({name: file[name] for name in ("version", "order", *_ARRAYS)})
-    except Exception as error:  # whatever NumPy, zipfile or the checks stumble over
+    except Exception as error:  # anything NumPy, zipfile or the checks raise
         raise FileFormatError(
             f"GridIndex.load({os.fspath(path)!r})",
             got=f"{type(error).__name__}: {error}",
@@ -278,11 +278,11 @@ def _is_grouping(groups: Groups) -> bool:
 
 
 def _cut(rows: NDArray[Any], ends: NDArray[np.int64]) -> list[NDArray[Any]]:
-    return np.split(rows, ends[:-1])[: len(ends)]  # no ends, no scene
+    return np.split(rows, ends[:-1])[: len(ends)]  # no ends, no scenes
 
 
 def _are_ends(ends: NDArray[Any], num_rows: int) -> bool:
-    """Whether these are cumulative ends of parts that make up all rows."""
+    """Return whether these are cumulative ends of parts that cover all rows."""
     if ends.ndim != 1 or (np.diff(ends, prepend=0) < 0).any():
         return False
     return num_rows == (ends[-1] if len(ends) else 0)

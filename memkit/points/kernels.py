@@ -1,4 +1,4 @@
-"""The draw of a scene in two Triton kernels: a random number for each slot; then the steps, a lane for each piece."""
+"""A scene's draw in two Triton kernels: a random number per slot; then the steps, with one lane per piece."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memkit.points.philox import Key, Stream, signed
 
-_BLOCKS = 32  # of 16 numbers each, in a program: so few that most need no block again
+_BLOCKS = 32  # of 16 numbers each, per program: few enough that most programs redraw none
 _PIECES = 128
 
 
@@ -27,7 +27,7 @@ def choose_on_device(left: Tensor, steps: Tensor, needed: Tensor, key: Key) -> T
 
 
 def are_compiled() -> bool:
-    """Whether Triton compiles the kernels; else it interprets them, on any device."""
+    """Return whether Triton compiles the kernels; otherwise it interprets them, on any device."""
     return isinstance(_keep, triton.JITFunction)
 
 
@@ -60,7 +60,7 @@ def _keep(below, steps, needed, chosen, num_steps, num_pieces, PIECES: tl.conste
     step = tl.arange(0, 256)  # there are at most 255
     start = tl.load(steps + step, mask=step < num_steps, other=0)
     stop = tl.load(steps + step + 1, mask=step < num_steps, other=0)
-    for number in range(tl.sum((stop - start > first).to(tl.int32))):  # pieces come in descending size
+    for number in range(tl.sum((stop - start > first).to(tl.int32))):  # pieces are in descending order of size
         start_here, stop_here = tl.load(steps + number), tl.load(steps + number + 1)
         live = start_here + piece < stop_here
         keep = live & (tl.load(below + start_here + piece, mask=live, other=255) < still)

@@ -1,8 +1,8 @@
-"""The cells of a scene laid out for sampling: one point of every cell, then a second one of every cell, and so on.
+"""A scene's cells laid out for sampling: the first point of every cell, then the second of every cell, and so on.
 
-Step t of a draw then reads one contiguous slice, whatever the cells' sizes. Cells come in descending size, so that
-those that still have points at step t are the first ones. A cell with more than 255 points is cut into pieces of at
-most 255 that differ by one point at most: what is counted then fits a byte, and a draw has at most 255 steps.
+Step t of a draw then reads one contiguous slice, regardless of the cells' sizes. Cells are sorted by descending size,
+so that those that still have points at step t come first. A cell with more than 255 points is cut into pieces of at
+most 255 whose sizes differ by at most one: counts then fit a byte, and a draw has at most 255 steps.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from memkit.points.cells import Groups, read_only
 from memkit.points.passes import Passes
 
-MOST = 255  # points of a piece
+MOST = 255  # points per piece
 
 
 class Layout(NamedTuple):
-    """A scene in position-major order. P pieces; a slot is a place in this order.
+    """A scene in position-major order, with P pieces; a slot is a position in this order.
 
     Attributes:
         slots: (N,) int32, the slot of each point.
-        left: (N,) uint8, for each slot: how many points its piece has from there on.
-        bounds: (T + 1,) int64, where each step begins, and where the last one ends.
-        piece_cell: (P,) int64, the cell of each piece, in descending size of pieces.
-        big: Which cells were cut, in terms of `BigCells`.
+        left: (N,) uint8, for each slot the number of points its piece has from there on.
+        bounds: (T + 1,) int64, start of each step, and end of the last one.
+        piece_cell: (P,) int64, the cell of each piece, by descending piece size.
+        big: The cells that were cut into pieces.
     """
 
     slots: NDArray[np.int32]
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays."""
+        """Total bytes of all arrays."""
         return sum(each.nbytes for each in (self.slots, self.left, self.bounds, self.piece_cell, *self.big))
 
 
@@ -47,8 +47,8 @@ class BigCells(NamedTuple):
 
     Attributes:
         cells: (B,) int64, their numbers.
-        first: (B,) int64, where each one's pieces begin in the two arrays below.
-        stop: (B,) int64, where they end.
+        first: (B,) int64, start of each cell's pieces in the two arrays below.
+        stop: (B,) int64, end of them.
         before: (Q + 1,) int64, points in the pieces before each piece.
         rank: (Q,) int64, number of each piece in `Layout.piece_cell`.
     """
@@ -61,7 +61,7 @@ class BigCells(NamedTuple):
 
 
 def lay_out(groups: Groups, passes: Passes) -> Layout:
-    """Lay out a scene; 5 bytes for each point and 8 for each cell."""
+    """Lay out a scene; takes 5 bytes per point and 8 per cell."""
     counts = groups.counts
     num_pieces = -(-counts // MOST)
     piece_cell = np.repeat(np.arange(len(counts)), num_pieces)

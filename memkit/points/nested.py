@@ -1,4 +1,4 @@
-"""A sample within a sample: one point of each cell, among those that another sample kept."""
+"""Nested samples: one point of each cell among those that another sample kept."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from memkit.points.philox import Stream, draw_key, random_bits
 from memkit.points.sample import GridSample
 from memkit.points.sampler import GridAwareSampler
 
-_WITHIN = 2  # a kind of key that the sampler itself does not use
+_WITHIN = 2  # a key type that the sampler itself does not use
 
 
 def single_within(sampler: GridAwareSampler, index: GridIndex, sample: GridSample) -> Tensor:
     """Keep one random point of each cell among those of a sample.
 
-    Call it right after the sample was drawn: the random numbers belong to the sampler's seed and count of draws.
+    Call it right after drawing the sample: the random numbers depend on the sampler's seed and draw count.
 
     Args:
-        sampler: Who drew the sample.
-        index: From what.
+        sampler: The sampler that drew the sample.
+        index: The index it was drawn from.
         sample: The sample.
 
     Returns:
         Rows of the index's points, (C,) int64, ascending, on the sample's device.
 
-    Memory cost: 10 bytes for each point of a scene on the way. Time cost: 5 ms for a million points, a fifth of what
-    an index of the sample's points takes.
+    Memory cost: temporarily 10 bytes per point of a scene. Time cost: 5 ms for a million points, a fifth of the time to
+    build an index of the sample's points.
     """
     state = sampler.state_dict()
     is_kept = np.zeros(index.num_points, np.bool_)

@@ -1,4 +1,4 @@
-"""Cut packed batches between scenes: points of several scenes in one array, and where each scene ends."""
+"""Split packed batches between scenes: points of several scenes in one array, with the end of each scene."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ from torch import Tensor
 from memkit._core.errors import InputError, InputTypeError, MemkitError
 from memkit.points.cells import host_array
 
-Ends = dict[str, list[int]]  # of each offset: where each scene's rows end
+Ends = dict[str, list[int]]  # for each offset, the end of each scene's rows
 
 _POINTS, _SCENES, _ALL = "points", "scenes", "all"
-_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: for every part
+_PLAIN = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex, type(None))  # without rows: to every part
 
 
 def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = None) -> list[Any]:
-    """Cut a packed batch of scenes into about n parts, between scenes: ``split_fn`` for batches in Pointcept's style.
+    """Split a packed batch into up to n parts between scenes: a ``split_fn`` for Pointcept-style batches.
 
-    The batch is a mapping. ``offset`` says where the points of each scene end; without it ``batch`` says for each point
-    which scene it is of. What belongs together is told by the number of rows: an entry with a row for each point is cut
-    with the points, one with a row for each scene with the scenes, and a plain value goes to every part. More offsets
-    are known by their name: entries ``origin_*`` are cut by ``origin_offset``, if they have its rows. (Beside ``batch``
-    an entry of such a name is an offset only if it has a whole number for each scene, rising to another entry's rows.)
+    The batch is a mapping. ``offset`` gives the end of each scene's points; without it ``batch`` gives the scene of
+    each point. Entries are assigned by their number of rows: an entry with a row per point is cut with the points, one
+    with a row per scene with the scenes, and a plain value goes to every part. Further offsets are recognized by name:
+    entries ``origin_*`` are cut by ``origin_offset`` if they have its number of rows. (In a batch with ``batch``, an
+    entry of such a name is an offset only if it has an integer per scene, rising to another entry's number of rows.)
 
-    Scenes stay whole and in order. Of all ways to cut them into n parts it is one whose largest part has the fewest
-    points; where one scene outweighs the others, fewer parts do.
+    Scenes stay whole and in order. The split minimizes the points of the largest part among all splits into n parts; if
+    one scene outweighs the others, there are fewer parts.
 
     Args:
         batch: A mapping with ``offset``, (B,) integers, cumulative, or ``batch``, (N,) integers, ascending from 0;
             tensors and arrays with N or B rows, lists of N or B things, plain values.
-        n: How many parts, at most.
-        belongs_to: What entries belong to whose rows do not tell: ``"points"``, ``"scenes"``, ``"all"`` (the entry goes
-            whole to every part), or the name of an offset, such as ``{"inverse": "origin_offset"}``. Give it by
+        n: Maximum number of parts.
+        belongs_to: Assignment of entries that the number of rows does not determine: ``"points"``, ``"scenes"``,
+            ``"all"`` (the whole entry goes to every part), or the name of an offset, such as
+            ``{"inverse": "origin_offset"}``. Pass it with
             ``functools.partial(mk.points.split_packed, belongs_to=...)``.
 
     Returns:
-        Parts of the batch's own type, in order, whose offsets and scene numbers begin anew. A single part is the batch.
+        Parts of the batch's own type, in order, with offsets and scene numbers starting at zero again. A single part is
+        the batch itself.
 
     Raises:
-        InputError: No offsets, offsets that do not fit, or an entry that may belong to points as well as to scenes, or
-            to neither.
-        InputTypeError: The batch is no mapping.
+        InputError: There are no offsets, they do not match, or an entry could belong to both points and scenes, or to
+            neither.
+        InputTypeError: The batch is not a mapping.
 
     Memory cost: tensors are views; only offsets and scene numbers are new. On an accelerator the offsets are read once.
 
@@ -73,10 +75,10 @@ def split_packed(batch: Any, n: int, *, belongs_to: Mapping[str, str] | None = N
 
 
 def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Cut a row of sizes into at most so many runs, the largest of which is as small as can be.
+    """Cut a sequence of sizes into at most ``num_parts`` runs, minimizing the largest run.
 
     Returns:
-        Where the runs begin, and where the last one ends.
+        The start of each run, and the end of the last one.
     """
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
@@ -86,7 +88,7 @@ def cut_evenly(sizes: Sequence[int], num_parts: int) -> list[int]:
 
 
 def _fill(ends: Sequence[int], limit: int) -> list[int]:
-    """Runs that are filled one after the other up to a limit, which no single size exceeds."""
+    """Fill runs one after the other up to a limit, which no single size exceeds."""
     borders, done = [0], 0
     while borders[-1] < len(ends):
         borders.append(bisect_right(ends, done + limit))
@@ -95,7 +97,7 @@ def _fill(ends: Sequence[int], limit: int) -> list[int]:
 
 
 def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
-    """The offsets of a batch, all of equally many scenes; the first is that of its points."""
+    """Read the offsets of a batch, all with the same number of scenes; the first is that of its points."""
     if not isinstance(batch, Mapping):
         raise InputTypeError(
             call,
@@ -116,7 +118,7 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
             fix='add batch["offset"] = torch.tensor([len(scene) for scene in scenes]).cumsum(0).',
         )
     more = [key for key in batch if isinstance(key, str) and key.endswith("_offset") and key not in belongs_to]
-    if "batch" in ends:  # then the name alone says little: it may be a shift of each point, or an angle
+    if "batch" in ends:  # then the name alone is ambiguous: it may be a per-point shift, or an angle
         more = [key for key in more if key in belongs_to.values() or _is_offset(key, batch, len(ends["batch"]))]
     ends |= {name: _read_rising(batch[name], call, name) for name in more}
     lengths = {name: len(values) for name, values in ends.items()}
@@ -131,7 +133,7 @@ def _read_ends(batch: Any, belongs_to: Mapping[str, str], call: str) -> Ends:
 
 
 def _is_offset(name: str, batch: Mapping[Any, Any], num_scenes: int) -> bool:
-    """Whether an entry tells where the rows of another entry end, scene by scene."""
+    """Return whether an entry gives the end of each scene's rows in another entry."""
     if _count_rows(batch[name]) != num_scenes:
         return False
     try:
@@ -139,7 +141,7 @@ def _is_offset(name: str, batch: Mapping[Any, Any], num_scenes: int) -> bool:
     except MemkitError:
         return False
     ending = [str(key) for key, value in batch.items() if key != name and _count_rows(value) == last]
-    # Numbers up to that of the scenes may be one of each scene, such as its place in a sequence.
+    # Numbers up to the number of scenes may be per-scene values, such as positions in a sequence.
     return any(last != num_scenes or key.startswith(name.removesuffix("offset")) for key in ending)
 
 
@@ -159,7 +161,7 @@ def _read_rising(values: Any, call: str, name: str) -> NDArray[np.int64]:
 
 
 def _find_home(key: Any, value: Any, ends: Ends, belongs_to: Mapping[Any, str], call: str) -> str:
-    """What an entry belongs to: the name of an offset, `_SCENES` or `_ALL`."""
+    """Return the owner of an entry's rows: the name of an offset, `_SCENES` or `_ALL`."""
     if key in ends:
         return _SCENES if key != "batch" else key
     points, main = next(iter(ends.items()))
@@ -192,7 +194,7 @@ def _count_rows(value: Any) -> int | None:
 
 
 def _take_scenes(batch: Any, homes: Mapping[Any, str], ends: Ends, first: int, last: int) -> Any:
-    """The scenes from ``first`` to before ``last``."""
+    """Return the scenes from ``first`` up to, but not including, ``last``."""
     part = copy.copy(batch)
     for key, home in homes.items():
         if home == _ALL:

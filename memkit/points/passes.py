@@ -1,4 +1,4 @@
-"""The passes over all points of a scene, in NumPy. `compiled` has the same ones, which give the same numbers."""
+"""The passes over all points of a scene, in NumPy. `compiled` has the same passes with identical results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from memkit.points.philox import Key, Stream, blocks_at, random_bits
 
-BLOCK = 1 << 15  # points at a time, so that what is computed on the way stays in the processor's cache
+BLOCK = 1 << 15  # points at a time, so that intermediate results stay in the CPU cache
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float64]
@@ -20,7 +20,7 @@ Ints = NDArray[np.int64]
 
 
 class Scratch:
-    """Memory for one block."""
+    """Temporary memory for one block."""
 
     def __init__(self) -> None:
         self.product, self.factor = np.empty((2, BLOCK), np.int32)
@@ -29,44 +29,44 @@ class Scratch:
 
 
 class Passes(Protocol):
-    """What both modules have. N points, P pieces of cells."""
+    """Interface of both modules, for N points and P pieces of cells."""
 
     def sides(self, points: NDArray[Any]) -> NDArray[Any]:
-        """The least and the greatest coordinate along each axis, (2, A); NaN where there is one."""
+        """Return the minimum and maximum coordinate along each axis, (2, A); NaN if a coordinate is NaN."""
 
     def number_cells(
         self, points: NDArray[Any], size: Floats, origin: Floats, low: Floats, extent: Ints
     ) -> NDArray[Any]:
-        """Row-major numbers of the cells that points lie in, from the least one on: (N, A) to (N,), unsigned."""
+        """Return the row-major cell number of each point, counted from ``low``: (N, A) to (N,), unsigned."""
 
     def group(self, keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
-        """Stable order of unsigned integers, at least one, and where each new one begins in it."""
+        """Return the stable order of at least one unsigned integer, and where each distinct value starts in it."""
 
     def find_slots(self, order: NDArray[np.int32], sizes: Ints, rank: Ints, bounds: Ints) -> NDArray[np.int32]:
-        """Slot of each point: that of its piece at the step that is its place in the piece."""
+        """Return each point's slot: that of its piece, at the step given by its position in the piece."""
 
     def draw_below(self, left: Bytes, key: Key, out: Bytes, scratch: Scratch) -> None:
-        """For each slot a whole number in [0, left): the high half of ``left`` times 16 random bits.
+        """Draw for each slot an integer in [0, left): the high half of ``left`` times 16 random bits.
 
-        With 2^16 divided among `left` numbers some would be more likely than others; where the low half of the product
-        is below ``2^16 % left`` it is not taken, and what remains is the same for all. There 55 other bits decide, of
-        the block of `Stream.AGAIN` that has the slot's number: each number has its probability to within 2^-63.
+        Dividing 2^16 values among `left` integers would favor some of them; values whose low half of the product is
+        below ``2^16 % left`` are therefore rejected, which leaves the same number for each. Rejected slots use 55 other
+        bits, from the block of `Stream.AGAIN` with the slot's number: each probability is exact to within 2^-63.
         """
 
     def keep(self, below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
-        """Go through the steps: 1 where a point is kept. `needed` is used up."""
+        """Run the steps and write 1 for each kept point. `needed` is overwritten."""
 
     def rows(self, chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:
-        """Points whose slot is chosen, ascending; there are `num`."""
+        """Return the `num` points whose slot is chosen, ascending."""
 
 
 def grid_coords(points: NDArray[Any], size: Floats, origin: Floats) -> Floats:
-    """Grid coordinates: floor((x - origin) / size) in float64, whole numbers. (N, A) to (A, N)."""
+    """Return grid coordinates, floor((x - origin) / size) in float64: (N, A) to (A, N)."""
     scaled = points.T.astype(np.float64)
-    with np.errstate(over="ignore"):  # infinity is refused as too many cells away
+    with np.errstate(over="ignore"):  # infinity is refused later as too many cells away
         if origin.any():
             scaled -= origin[:, None]
-        scaled /= size[:, None]  # no multiplication by 1 / size: it puts points on a border into the other cell
+        scaled /= size[:, None]  # not multiplied by 1 / size, which would move border points into the other cell
     return np.floor(scaled, out=scaled)
 
 
@@ -80,7 +80,7 @@ def sides(points: NDArray[Any]) -> NDArray[Any]:
 
 
 def keys_for(num_points: int, extent: Ints) -> NDArray[Any]:
-    """Memory for numbers of cells of a box."""
+    """Allocate memory for the cell numbers of a box."""
     return np.empty(num_points, np.uint32 if math.prod(extent.tolist()) <= 2**32 else np.uint64)
 
 
@@ -106,7 +106,7 @@ def group(keys: NDArray[Any]) -> tuple[NDArray[np.int32], Ints]:
 
 
 def sort_order(keys: NDArray[Any]) -> NDArray[np.int32]:
-    """Stable order of unsigned integers. NumPy sorts 16 bits by radix: so does this, digit by digit."""
+    """Return the stable order of unsigned integers: a radix sort of 16-bit digits, which NumPy sorts by radix."""
     order = (keys & 0xFFFF).astype(np.uint16).argsort(kind="stable")
     for shift in range(16, int(keys.max(initial=0)).bit_length(), 16):
         digit = keys.take(order)
@@ -130,7 +130,7 @@ def draw_below(left: Bytes, key: Key, out: Bytes, scratch: Scratch) -> None:
 
 
 def scale_bits(left: Bytes, bits: np.random.Philox, again: np.random.Philox, out: Bytes, scratch: Scratch) -> None:
-    """`draw_below` from two streams that were not used yet."""
+    """Run `draw_below` with two unused streams."""
     suspects, low_halves = [np.zeros(0, np.int64)], [np.zeros(0, np.uint16)]
     for start in range(0, len(left), BLOCK):
         here = left[start : start + BLOCK]
@@ -144,7 +144,7 @@ def scale_bits(left: Bytes, bits: np.random.Philox, again: np.random.Philox, out
 
 
 def _scale(drawn: NDArray[np.uint16], left: Bytes, out: Bytes, scratch: Scratch) -> Ints:
-    """Write the high half of ``left`` times 16 bits. Returns where the low half, then in `drawn`, is below ``left``."""
+    """Write the high half of ``left`` times 16 bits; return where the low half, left in `drawn`, is below ``left``."""
     num = len(left)
     product, factor, wide = scratch.product[:num], scratch.factor[:num], scratch.left[:num]
     np.copyto(wide, left)
@@ -168,6 +168,6 @@ def keep(below: Bytes, needed: Bytes, bounds: Ints, chosen: Bytes) -> None:
 
 def rows(chosen: Bytes, slots: NDArray[np.int32], spare: Bytes, num: int) -> Ints:  # noqa: ARG001 # found, not given
     """See `Passes`."""
-    by_point = torch.from_numpy(spare)  # torch's gather is the faster one
+    by_point = torch.from_numpy(spare)  # torch's gather is faster
     torch.index_select(torch.from_numpy(chosen), 0, torch.from_numpy(slots), out=by_point)
     return np.flatnonzero(spare.view(np.bool_))

@@ -1,7 +1,7 @@
-"""Random bits of draws: Philox4x64-10, whose blocks are numbered, so that every device makes the same ones.
+"""Random bits for draws: counter-based Philox4x64-10, identical on every device.
 
 A block is a function of its number and a key (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
-NumPy makes blocks one after another, in C; `blocks` makes any of them, on the device of a tensor of numbers.
+NumPy generates blocks sequentially, in C; `blocks` generates any of them, on the device of a tensor of block numbers.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 FACTORS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
-STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B  # of the key, from round to round
+STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B  # key increments per round
 ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
 
 class Stream(IntEnum):
-    """What random bits are for. Streams of one key do not overlap."""
+    """Purposes of random bits. Streams of one key do not overlap."""
 
     CELLS = 0  # how many points each cell keeps
     POINTS = 1  # 16 bits for each slot of a layout
-    AGAIN = 2  # one block for each slot, where these 16 bits do not decide
+    AGAIN = 2  # one block per slot, used if these 16 bits are rejected
 
 
 class Key(NamedTuple):
-    """128 bits that name a draw: Philox's key, and the third word of its counter; the fourth is the stream."""
+    """128 bits that identify a draw: Philox's key, and the third word of its counter; the fourth is the stream."""
 
     key: int
     tag: int
 
 
 class _Given(ISeedSequence):
-    """Hands a generator its key. Given as ``key=``, NumPy asks the system for entropy besides, which takes longer."""
+    """Passes a generator its key. With ``key=``, NumPy would also read system entropy, which is slower."""
 
     def __init__(self, key: int) -> None:
         self._words = np.array([key, 0], np.uint64)
@@ -47,26 +47,26 @@ class _Given(ISeedSequence):
 
 
 def draw_key(numbers: tuple[int, ...]) -> Key:
-    """The key of a draw that is named by numbers in [0, 2^64)."""
+    """Return the key of a draw identified by numbers in [0, 2^64)."""
     name = b"".join(number.to_bytes(8, "little") for number in numbers)
     digest = hashlib.blake2b(name, digest_size=16).digest()
     return Key(int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"))
 
 
 def random_bits(key: Key, stream: Stream) -> np.random.Philox:
-    """The blocks 0, 1, ... of a stream. NumPy keeps them the same from version to version."""
+    """Return a generator of blocks 0, 1, ... of a stream. NumPy keeps them stable across versions."""
     counter = np.array([0, 0, key.tag, stream], np.uint64)  # NumPy adds 1 before each block
-    return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub forgets the protocol
+    return np.random.Philox(_Given(key.key), counter=counter)  # type: ignore[arg-type] # its stub lacks the protocol
 
 
 def blocks_at(numbers: list[int], bits: np.random.Philox) -> NDArray[np.uint64]:
-    """The first word of some blocks of a stream that was not used yet; numbers ascend. 1.5 us each."""
+    """Return the first word of the given blocks of an unused stream; numbers must ascend. 1.5 us each."""
     gaps = [later - earlier - 1 for earlier, later in zip([-1, *numbers], numbers, strict=False)]
     return np.array([bits.advance(gap).random_raw() for gap in gaps], np.uint64)
 
 
 def blocks(numbers: Tensor, key: Key, stream: Stream) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Blocks of a stream by number: four words of 64 bits each, as int64."""
+    """Return blocks of a stream by number: four 64-bit words each, as int64."""
     zeros = numbers & 0
     first, second, third, fourth = numbers + 1, zeros, zeros + signed(key.tag), zeros + int(stream)
     round_keys = [key.key, 0]
@@ -80,12 +80,12 @@ def blocks(numbers: Tensor, key: Key, stream: Stream) -> tuple[Tensor, Tensor, T
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of a word of 64 bits."""
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     return word - 2**64 if word >= 2**63 else word
 
 
 def _product(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low 64 bits of words times a factor, by halves: int64 wraps around, and has no 128 bits."""
+    """Return the high and low 64 bits of words times a factor, computed by halves: torch has no 128-bit integers."""
     low, high = words & _LOW, (words >> 32) & _LOW
     factor_low, factor_high = factor & _LOW, factor >> 32
     bottom = low * factor_low

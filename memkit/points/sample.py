@@ -1,4 +1,4 @@
-"""GridSample: what a draw gives back."""
+"""GridSample: the result of a draw."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ Scenario = Literal["dense", "half", "single"]
 @final
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class GridSample:
-    """Points that a sampler kept. Its tensors are on the CPU, `indices` on the sampler's device.
+    """Points kept by a sampler. Its tensors are on the CPU, except `indices` on the sampler's device.
 
     Attributes:
-        scenario: ``"dense"`` (every point), ``"half"`` (a share of each cell) or ``"single"`` (one point of each cell).
+        scenario: ``"dense"`` (every point), ``"half"`` (a fraction of each cell) or ``"single"`` (one point of each
+            cell).
         counts: (C,) int64, points kept in each cell; never 0.
-        offsets: (B,) int64, where the kept points of each scene end.
-        cell_sizes: (C,) int64, points that there were in each cell; the index's own read-only array.
-        num_points: Points that there were.
-        chosen: `indices`; None where every point is kept.
-        device: Where `indices` are.
+        offsets: (B,) int64, end of each scene's kept points.
+        cell_sizes: (C,) int64, points in each cell before sampling; the index's own read-only array.
+        num_points: Number of points before sampling.
+        chosen: `indices`; None if every point is kept.
+        device: Device of `indices`.
 
     Example:
         >>> import torch
@@ -48,22 +49,22 @@ class GridSample:
 
     @property
     def indices(self) -> Tensor:
-        """Rows of the points that were kept: (K,) int64, ascending. Made anew at each access where all were kept."""
+        """Rows of the kept points: (K,) int64, ascending. Created at each access if all points were kept."""
         return torch.arange(self.num_points, device=self.device) if self.chosen is None else self.chosen
 
     @property
     def ratios(self) -> Tensor:
-        """The share of its points that each cell really kept: (C,) float64. Made anew at each access."""
+        """Fraction of its points that each cell actually kept: (C,) float64. Created at each access."""
         return torch.from_numpy(self.counts.numpy() / self.cell_sizes)
 
     @property
     def num_kept(self) -> int:
-        """Points that were kept."""
+        """Number of kept points."""
         return self.num_points if self.chosen is None else len(self.chosen)
 
     @property
     def ratio(self) -> float:
-        """Share of all points that was kept; 1.0 of no points."""
+        """Fraction of all points that was kept; 1.0 if there are no points."""
         return self.num_kept / self.num_points if self.num_points else 1.0
 
     def __repr__(self) -> str:

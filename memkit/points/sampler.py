@@ -1,4 +1,4 @@
-"""GridAwareSampler: a random share of the points of every grid cell; exact, reproducible, new at each call."""
+"""GridAwareSampler: a random fraction of the points of every grid cell; exact, reproducible, new at each call."""
 
 from __future__ import annotations
 
@@ -34,46 +34,46 @@ from memkit.points.passes import Floats, Ints
 from memkit.points.philox import Key, Stream, draw_key, random_bits
 from memkit.points.sample import GridSample, Scenario
 
-Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # the key of a draw, and the draw
+Ahead = tuple[tuple[int, ...], Future[dict[Scenario, GridSample]]]  # a draw's key and its future
 
 _VERSION = 1
-_ALGO_VERSION = 2  # raise it whenever the same key would give another sample
+_ALGO_VERSION = 2  # increment whenever the same key would give a different sample
 _CODES: dict[Scenario, int] = {"dense": 0, "half": 1, "single": 2}
-_FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never meet
-_NUMBER = 2  # the place in a key where the number of the call is
+_FROM_SEED, _FROM_GENERATOR = 0, 1  # the two kinds of keys never collide
+_NUMBER = 2  # position of the call number in a key
 
 
 @final
 class GridAwareSampler:
-    """Samples that thin out every cell of a grid and leave none empty, for training that does not depend on density.
+    """Thins out every grid cell without leaving one empty, for training that does not depend on density.
 
-    Each cell draws its own ratio, keeps that share of its points, at least one, and every set of so many points is
-    equally likely. Each call is a new draw: its random numbers belong to the seed, the number of the call, the scene's
-    place in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the same
-    samples bit for bit, with every back end, on every machine. (Cells above 255 points use NumPy's hypergeometric draw,
-    and weights its logarithm, which may differ in another version or on another machine.)
+    Each cell draws its own ratio and keeps that fraction of its points, at least one; every subset of that size is
+    equally likely. Each call is a new draw: its random numbers depend on the seed, the call number, the scene's
+    position in the batch, and the scenario. The same calls after the same seed, or after `load_state_dict`, give the
+    same samples bit for bit, with every backend, on every machine. (Cells above 255 points use NumPy's hypergeometric
+    draw, and weights its logarithm, which may differ in another version or on another machine.)
 
-    In a worker of a DataLoader the worker's own seed takes part, so that workers, and epochs, draw differently; it
-    follows from torch's seed. The count of calls stays in the worker. To resume in the middle of an epoch give a
-    ``generator`` of your own for each item.
+    In a DataLoader worker the worker's own seed, which is derived from torch's seed, is mixed in, so that workers and
+    epochs draw differently. The call count stays in the worker. To resume in the middle of an epoch, pass your own
+    ``generator`` for each item.
 
     Args:
-        ratio: Least and greatest share that a cell keeps, drawn uniformly for each cell; or one share for all.
+        ratio: Minimum and maximum fraction that a cell keeps, drawn uniformly for each cell; or one fraction for all.
         seed: In [0, 2^63).
-        rounding: ``"nearest"``, or ``"floor"``, which keeps half a point less of each cell on average.
-        cache_bytes: What the indexes of `index` may take together.
-        backend: What makes the passes over the points; the samples are the same. ``"auto"``: NumPy on the CPU, Triton's
-            kernels on CUDA where Triton is installed, else torch's operators. ``"numba"``, on the CPU, compiles for
-            some seconds when it is first used; ``"torch"`` and ``"triton"`` may be asked for too.
-        device: Where samples are made, and their ``indices`` stay. What belongs to cells is drawn on the host, which
-            therefore knows how many points are kept, and never waits for an accelerator. An index holds 5 bytes for
-            each point there, from its first draw on, as long as it lives.
+        rounding: ``"nearest"``, or ``"floor"``, which keeps half a point less per cell on average.
+        cache_bytes: Total size of the indexes cached by `index`.
+        backend: Implementation of the passes over the points; the samples are the same. ``"auto"``: NumPy on the CPU,
+            Triton kernels on CUDA if Triton is installed, otherwise torch operators. ``"numba"``, on the CPU, compiles
+            for a few seconds on first use; ``"torch"`` and ``"triton"`` can be requested too.
+        device: Device on which samples are drawn and their ``indices`` stay. Per-cell values are drawn on the host,
+            which therefore knows how many points are kept and never waits for an accelerator. From its first draw on,
+            an index holds 5 bytes per point on the device for as long as it lives.
 
-    Memory cost: 2 bytes for each point of the largest scene are kept for the next draw, for each thread; a draw's own
-    arrays take 8 bytes for each kept point and 40 for each cell.
+    Memory cost: 2 bytes per point of the largest scene are kept for the next draw, per thread; a draw's own arrays take
+    8 bytes per kept point and 40 per cell.
 
     Raises:
-        ConfigError: A setting is out of its range, or the back end does not run there, or is not installed.
+        ConfigError: A setting is out of range, or the backend does not run on the device or is not installed.
 
     Example:
         >>> import torch
@@ -121,23 +121,23 @@ class GridAwareSampler:
             else _HostDraws(self._host_backend, call)
         )
         self._num_draws = 0
-        self._num_waiting = 0  # of these, drawn ahead and not handed out yet
+        self._num_waiting = 0  # of these, drawn ahead but not handed out yet
         self._lock = ProcessLock()
 
     def sample_half_density(
         self, index: GridIndex, generator: torch.Generator | None = None, weights: Points | None = None
     ) -> GridSample:
-        """Keep a random share of each cell's points, without replacement.
+        """Keep a random fraction of each cell's points, without replacement.
 
         Args:
-            index: Of one scene or a batch.
-            generator: Takes the place of the seed and the count of calls: one number is drawn from it.
-            weights: (N,) numbers, finite, not negative. Points are then taken one after another in proportion to the
-                weights of those that are left (exact sampling without replacement; Efraimidis and Spirakis, 2006),
-                those without weight last. About 40 times slower.
+            index: Index of one scene or a batch.
+            generator: Replaces the seed and the call count: one number is drawn from it.
+            weights: (N,) finite, nonnegative numbers. Points are then taken one after another with probability
+                proportional to the weights of the remaining ones (exact sampling without replacement; Efraimidis and
+                Spirakis, 2006), zero weights last. About 40 times slower.
 
         Raises:
-            InputError: The weights do not fit; the row is named.
+            InputError: The weights are invalid or do not match the points; an invalid row is named.
         """
         return self._sample(index, "half", self._key(generator), weights)
 
@@ -151,15 +151,15 @@ class GridAwareSampler:
         scenarios: Iterable[Scenario] = ("dense", "half", "single"),
         generator: torch.Generator | None = None,
     ) -> dict[Scenario, GridSample]:
-        """Draw several densities of the same points in one call; each is what its own method would have drawn.
+        """Draw several densities of the same points in one call, identical to those of the separate methods.
 
         Args:
-            index: Of one scene or a batch.
+            index: Index of one scene or a batch.
             scenarios: ``"dense"`` keeps every point, ``"half"`` and ``"single"`` as the methods of these names.
             generator: See `sample_half_density`; one number for all.
 
         Raises:
-            InputError: A scenario is none of these.
+            InputError: A scenario is unknown.
         """
         wanted = _checked_scenarios(scenarios, "GridAwareSampler.sample_scenarios(scenarios=...)")
         return self._scenarios(index, wanted, self._key(generator))
@@ -171,19 +171,19 @@ class GridAwareSampler:
         *,
         depth: int = 1,
     ) -> Iterator[dict[Scenario, GridSample]]:
-        """For each index what `sample_scenarios` gives, drawn in a background thread while the step before runs.
+        """Yield `sample_scenarios` of each index, drawn in a background thread while the previous step runs.
 
-        The samples are the same as without. A state that is saved on the way counts what was handed out, so that a
-        resumed run, whose draws are all made ahead, continues bit by bit. A loop that is left early gives back the
-        numbers of draws that wait, but for those after which another call drew.
+        The samples are the same as without prefetching. A state saved in between counts only the draws handed out, so a
+        resumed run whose draws are all made ahead continues bit for bit. A loop that exits early returns the call
+        numbers of waiting draws, except those followed by another call's draw.
 
         Args:
-            indexes: One after another; taken ``depth`` early.
+            indexes: The indexes in order; consumed ``depth`` steps early.
             scenarios: See `sample_scenarios`.
-            depth: How many draws may wait; their memory is held.
+            depth: Maximum number of waiting draws; their memory is held.
 
         Raises:
-            InputError: A scenario is none of these.
+            InputError: A scenario is unknown.
         """
         wanted = _checked_scenarios(scenarios, "GridAwareSampler.draw_ahead(scenarios=...)")
         waiting: deque[Ahead] = deque()
@@ -197,9 +197,9 @@ class GridAwareSampler:
                         yield self._handed_out(waiting)
                 while waiting:
                     yield self._handed_out(waiting)
-            finally:  # the loop was left early: these numbers were not used
+            finally:  # the loop exited early: these numbers were not used
                 self._num_waiting -= len(waiting)
-                with self._lock:  # but later ones may have been, by other calls: none is given out twice
+                with self._lock:  # but other calls may have used later ones: none is issued twice
                     while waiting and waiting.pop()[0][_NUMBER] == self._num_draws - 1:
                         self._num_draws -= 1
 
@@ -217,18 +217,18 @@ class GridAwareSampler:
         offsets: Points | None = None,
         origin: Lengths = 0.0,
     ) -> GridIndex:
-        """Make the index of some coordinates, or return the one that was made before.
+        """Build the index of some coordinates, or return the cached one.
 
         Args:
-            coords: See `GridIndex.from_coords`, also for the parameters that follow.
-            grid_size: See there.
-            key: Your own name of the coordinates, such as the scene's. Without it their whole content is compared
-                (10 ms for a million points). With it only shape, dtype and 64 rows are, so use another key for
-                coordinates that were changed.
-            offsets: See there.
-            origin: See there.
+            coords: See `GridIndex.from_coords`.
+            grid_size: See `GridIndex.from_coords`.
+            key: Your own name for the coordinates, such as the scene's. Without it their whole content is compared
+                (10 ms for a million points). With it only shape, dtype and 64 rows are compared, so use another key for
+                modified coordinates.
+            offsets: See `GridIndex.from_coords`.
+            origin: See `GridIndex.from_coords`.
 
-        The parameters are part of the key: the same scene with another ``grid_size`` is another index.
+        The parameters are part of the key: the same scene with a different ``grid_size`` gives a different index.
         """
         call = "GridAwareSampler.index(coords)"
         array = host_array(coords, call, "coords")
@@ -241,7 +241,7 @@ class GridAwareSampler:
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Return what the next draw depends on, as plain ints. The cache is no part of it."""
+        """Return the state that the next draw depends on, as plain ints. The cache is not part of it."""
         return {
             "version": _VERSION,
             "algo_version": _ALGO_VERSION,
@@ -250,10 +250,10 @@ class GridAwareSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the draws of the sampler that gave this state.
+        """Continue after the draws of the sampler that produced this state.
 
         Raises:
-            FileFormatError: The state is of a memkit that draws differently, or not a state.
+            FileFormatError: The state comes from a memkit version that draws differently, or is not a state.
         """
         versions = (state.get("version"), state.get("algo_version"))
         if versions != (_VERSION, _ALGO_VERSION):
@@ -298,7 +298,7 @@ class GridAwareSampler:
     def _draw(
         self, index: GridIndex, place: int, scenario: Literal["half", "single"], key: Key, weights: Floats | None
     ) -> tuple[Tensor, Ints]:
-        """Rows of a scene that are kept, on the device, and how many of each cell."""
+        """Return the kept rows of a scene, on the device, and the number kept per cell."""
         scene, bits = index.scenes[place], random_bits(key, Stream.CELLS)
         groups = scene.groups
         if scenario == "single":
@@ -337,7 +337,7 @@ class _HostDraws:
         return torch.from_numpy(choose(layout, needed, num_kept, key, self._passes, self._workspace))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _HostDraws, (self._backend, "GridAwareSampler")  # a module does not travel
+        return _HostDraws, (self._backend, "GridAwareSampler")  # modules cannot be pickled
 
 
 def _joined(parts: list[Ints]) -> Ints:

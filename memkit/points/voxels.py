@@ -1,4 +1,4 @@
-"""One value or one point for each occupied cell, and all points of a scene in rounds of one point for each cell."""
+"""Per-cell means, one point per occupied cell, and all points of a scene in rounds of one point per cell."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from memkit.points.grid import GridIndex
 
 
 def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
-    """Mean of what the points of each cell carry: coordinates, colours, features.
+    """Average values over the points of each cell: coordinates, colors, features.
 
     Args:
-        values: (N, ...) floats, one row for each point of the index; on any device. Gradients flow through.
-        index: Of these points.
+        values: (N, ...) floats, one row per point of the index; on any device. Gradients flow through.
+        index: Index of these points.
 
     Returns:
-        (C, ...), in the order of ``index.cells``. ``voxel_mean(x, index)[index.cell_of_point()]`` brings the means
-        back to the points. Half precision is added up in float32.
+        (C, ...), in the order of ``index.cells``. ``voxel_mean(x, index)[index.cell_of_point()]`` broadcasts the means
+        back to the points. Half precision is accumulated in float32.
 
     Raises:
-        InputError: There is not one row for each point.
+        InputError: There is not exactly one row per point.
 
     Example:
         >>> import torch
@@ -51,10 +51,9 @@ def voxel_mean(values: Tensor, index: GridIndex) -> Tensor:
 
 
 def first_points(index: GridIndex) -> Tensor:
-    """Row of the first point of each cell: (C,) int64, in the order of ``index.cells``.
+    """Return the row of the first point of each cell: (C,) int64, in the order of ``index.cells``.
 
-    It represents its cell where nothing random is wanted; for a random point see
-    `GridAwareSampler.sample_single_per_grid`.
+    Use it to represent each cell deterministically; for a random point see `GridAwareSampler.sample_single_per_grid`.
 
     Example:
         >>> import torch
@@ -68,13 +67,13 @@ def first_points(index: GridIndex) -> Tensor:
 
 
 def fragments(index: GridIndex) -> Iterator[Tensor]:
-    """All points in rounds of at most one point for each cell; every point is in exactly one.
+    """Yield all points in rounds of at most one point per cell; every point is in exactly one round.
 
-    For tests on all points of a scene with a network that takes one point for each cell. There are as many rounds as
-    the fullest cell has points; the first one holds a point of every cell.
+    For testing on all points of a scene with a network that takes one point per cell. There are as many rounds as the
+    fullest cell has points; the first one holds a point of every cell.
 
     Args:
-        index: Of one scene or a batch.
+        index: Index of one scene or a batch.
 
     Yields:
         Rows of points, (K,) int64, ascending.

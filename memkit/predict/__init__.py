@@ -1,4 +1,4 @@
-"""What a training step will need, known before it runs."""
+"""Predict the memory of a training step before it runs."""
 
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memkit.predict.summary import print_config_summary as print_config_summary
     from memkit.predict.usage import estimate_memory_usage as estimate_memory_usage
     from memkit.predict.virtual_gpu import VirtualGPU as VirtualGPU
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # a type checker would assume that `__getattr__` may provide any name
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

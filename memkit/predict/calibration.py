@@ -1,4 +1,4 @@
-"""Measure the card of this machine: its total, what a process holds outside of torch's allocator, its workspaces."""
+"""Measure the GPU of this machine: its total, the memory a process holds outside torch's allocator, its workspaces."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from memkit.predict.gpus import GPU, find_gpu
 
 
 def calibrate_gpu(device: str = "cuda") -> GPU:
-    """Measure a card, in half a minute.
+    """Measure a GPU in half a minute.
 
-    A second process multiplies, convolves and goes backward on the card. What the card has less free meanwhile, and
-    torch's allocator there does not hold, is the context. Other processes on the card must be quiet.
+    A second process runs a matrix product, a convolution and a backward pass on the GPU. The drop in the GPU's free
+    memory minus what torch's allocator in that process holds is the context. Other processes on the GPU must be idle.
 
     Args:
         device: ``"cuda"``, ``"cuda:1"`` or ``"xpu"``.
 
     Returns:
-        The card, its name and total as torch reports them, with one figure for its context. `write_gpus` keeps it.
+        The GPU, with its name and total as torch reports them and one figure for its context. Save it with
+        `write_gpus`.
 
     Raises:
-        ConfigError: This machine does not have the device, or it does not say what it has free.
+        ConfigError: This machine does not have the device, or the device does not report its free memory.
         StateError: The second process died.
     """
     gpu = find_gpu(device)
@@ -40,11 +41,11 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
             expected="a device of type cuda or xpu",
             fix="run it on such a card.",
         )
-    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use the card
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use the GPU
     here, there = spawn.Pipe()
     worker = spawn.Process(target=_work, args=(there, str(resolved)))
     worker.start()
-    there.close()  # so that the worker's end is the end of the pipe
+    there.close()  # so that the pipe closes when the worker ends
     try:
         reserved_bytes, workspace_bytes = here.recv()
         after = device_memory(resolved).free_bytes or 0
@@ -57,7 +58,7 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
             fix="read its error above; or run `memkit gpus --calibrate FILE`.",
         ) from None
     finally:
-        here.close()  # a worker that still waits to be let go ends too
+        here.close()  # a worker that is still waiting to be released ends too
         worker.join()
     context_bytes = before - after - reserved_bytes
     return replace(
@@ -71,7 +72,7 @@ def calibrate_gpu(device: str = "cuda") -> GPU:
 
 
 def _work(pipe: Connection, device_name: str) -> None:
-    """Use the card as a training step does, tell (reserved, workspace of one handle), and wait to be let go."""
+    """Use the GPU as a training step does, send (reserved, workspace of one handle), and wait to be released."""
     device = torch.device(device_name)
     matrix = torch.ones(512, 512, device=device)
     before = allocator_counters(device).allocated_bytes or 0
@@ -80,6 +81,6 @@ def _work(pipe: Connection, device_name: str) -> None:
     image = torch.ones(8, 16, 64, 64, device=device, requires_grad=True)
     weight = torch.ones(32, 16, 3, 3, device=device, requires_grad=True)
     (torch.nn.functional.conv2d(image, weight).mean() * product.mean()).backward()  # type: ignore[no-untyped-call]
-    weight.sum().item()  # waits for the card
+    weight.sum().item()  # waits for the GPU
     pipe.send((allocator_counters(device).reserved_bytes or 0, workspace_bytes))
     pipe.recv()

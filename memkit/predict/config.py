@@ -1,4 +1,4 @@
-"""The settings of a training run as one frozen, validated value that reads and writes JSON, YAML and TOML."""
+"""The settings of a training run as one frozen, validated object that reads and writes JSON, YAML and TOML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TrainingConfig(Settings):
     """Settings of a latent-diffusion run on voxel volumes (a 3D VAE and a U-Net, trained together).
 
     Frozen: `replace` gives a changed, validated copy (pydantic's own ``model_copy(update=...)`` does not validate).
-    Types are strict: the text ``"2"`` is not the number 2. Each field moves the memory of a step; see
+    Types are strict: the text ``"2"`` is not the number 2. Each field affects the memory of a step; see
     `memkit.estimate_memory_usage`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The answer of every memory prediction: bytes of one warm training step, taken apart."""
+"""The result of every memory prediction: the bytes of one warm training step, broken down by part."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Word: TypeAlias = Literal["fits", "does not fit", "too close", "not known"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A block of memory that is alive at the peak. Empty text means "not known", as for what was there before the step.
+    """A block of memory that is live at the peak. Empty strings mean "unknown", as for blocks made before the step.
 
     Attributes:
         nbytes: Its size.
-        category: What it is for: parameter, buffer, gradient, optimizer, input, activation or temporary.
-        module: Dotted name of the module whose forward or backward made it.
-        operator: The operator that made it.
-        source: The line of your code that made it, as ``"file:line in function"``.
+        category: Its purpose: parameter, buffer, gradient, optimizer, input, activation or temporary.
+        module: Dotted name of the module whose forward or backward allocated it.
+        operator: The operator that allocated it.
+        source: The line of your code that allocated it, as ``"file:line in function"``.
 
     Example:
         >>> import torch
@@ -71,7 +71,7 @@ class Verdict(str):
     reason: str
 
     def __new__(cls, word: Word, reason: str) -> Self:
-        """Say a word, and why."""
+        """Create a verdict from its word and the reason for it."""
         verdict = super().__new__(cls, word)
         verdict.reason = reason
         return verdict
@@ -82,33 +82,33 @@ class Verdict(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """What the second (warm) optimizer step of a training run is expected to need.
+    """Estimated memory of the second (warm) optimizer step of a training run.
 
-    The parts are what is live at the moment of the peak; `peak_bytes` is their sum. None is "not known".
+    The parts are the bytes live at the moment of the peak; `peak_bytes` is their sum. None means "unknown".
 
     Attributes:
         parameters_bytes: Model parameters.
         gradients_bytes: Parameter gradients that are live at the peak.
         optimizer_bytes: Optimizer state.
-        activations_bytes: Tensors that autograd keeps for the backward pass.
-        temporaries_bytes: Everything short-lived: outputs and gradients on their way, casts of weights.
+        activations_bytes: Tensors that autograd saves for the backward pass.
+        temporaries_bytes: Everything short-lived: outputs and gradients in flight, casts of weights.
         other_bytes: The batch and the model's buffers; on a GPU also library workspaces and the allocator's rounding.
-        unsharded_bytes: Parameters gathered from other ranks, and live at the peak; None where nothing is sharded.
-        workspace_bytes: How far the peak may rise above `peak_bytes` by what kernels take and give back inside; None
-            where that is a part of `reserved_bytes`.
-        reserved_bytes: What the caching allocator will hold at most: the peak, fragmentation, library workspaces.
+        unsharded_bytes: Parameters gathered from other ranks that are live at the peak; None if nothing is sharded.
+        workspace_bytes: How far the peak may rise above `peak_bytes` through scratch memory that kernels allocate and
+            free internally; None where `reserved_bytes` includes it.
+        reserved_bytes: The most that the caching allocator will hold: the peak, fragmentation, library workspaces.
             None on a CPU, whose allocator keeps no such count.
         context_bytes: Driver context and loaded libraries, which no allocator statistic shows. None on a CPU.
-        peak_where: The place of the peak: of a dry run module, operator, pass and line of your code; of the formula
-            layer and pass.
-        confidence: ``"exact"``: what the step takes, but for less than 64 bytes of Python numbers in tensors.
-            ``"workspace"``: exact but for memory inside of kernels, see `peak_interval`. ``"guessed"``: something
-            was answered without data (`guesses` says what, `doubts` whether it matters), or a formula's constants are
-            guessed.
-        guesses: What was answered without data: ``"2 x operator at line"``.
-        doubts: Why nothing is known, each with its line: a guess became a size, a branch hung on it, or it went where
-            it could not be followed; no gradient was seen. Where there is any, `fits` is False.
-        assumptions: What was taken to be so, each with its line: checks that raise an error unless they pass.
+        peak_where: The place of the peak: for a dry run the module, operator, pass and line of your code; for the
+            formula the layer and pass.
+        confidence: ``"exact"``: the step's memory, up to less than 64 bytes of Python numbers in tensors.
+            ``"workspace"``: exact except for memory inside kernels, see `peak_interval`. ``"guessed"``: some value was
+            answered without data (`guesses` says which, `doubts` whether it matters), or a formula's constants are
+            guesses.
+        guesses: The values answered without data, as ``"2 x operator at line"``.
+        doubts: Why the estimate may not hold, each with its line: a guess became a size, a branch depended on it, or it
+            went where it could not be followed; no gradient was seen. If there are any, `fits` is False.
+        assumptions: Conditions assumed to hold, each with its line: checks that raise an error unless they pass.
         holders: The largest blocks at the peak, largest first.
 
     Example:
@@ -140,7 +140,7 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest number of bytes in live tensors: what an allocator reports as its maximum allocated."""
+        """Largest number of bytes in live tensors, which an allocator reports as its maximum allocated."""
         return (
             self.parameters_bytes
             + self.gradients_bytes
@@ -153,36 +153,36 @@ class MemoryEstimate:
 
     @property
     def peak_interval(self) -> tuple[int, int]:
-        """Lowest and highest peak: `peak_bytes`, and that with `workspace_bytes`."""
+        """Lowest and highest peak: `peak_bytes` without and with `workspace_bytes`."""
         return self.peak_bytes, self.peak_bytes + (self.workspace_bytes or 0)
 
     @property
     def total_bytes(self) -> int | None:
-        """What the card must have free: ``reserved_bytes + context_bytes``; None where these are not known."""
+        """Bytes the GPU must have free: ``reserved_bytes + context_bytes``; None if these are unknown."""
         if self.reserved_bytes is None or self.context_bytes is None:
             return None
         return self.reserved_bytes + self.context_bytes
 
     @property
     def required_bytes(self) -> int:
-        """What `fits` compares: `total_bytes`, or `peak_bytes` where that is not known, each with `workspace_bytes`."""
+        """Bytes that `fits` compares: `total_bytes` (or `peak_bytes` if that is unknown) plus `workspace_bytes`."""
         return (self.total_bytes or self.peak_bytes) + (self.workspace_bytes or 0)
 
     def verdict(self, capacity: CapacityLike) -> Verdict:
-        """Say whether the step fits into ``capacity``, or why that is not known.
+        """Say whether the step fits into ``capacity``, or why that is unknown.
 
         Args:
-            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a card's box counts GiB), the name of a
-                card such as ``"RTX 4090"``, or a `GPU`. A card counts with the least total that torch was seen to
-                report; where this estimate has no `context_bytes`, with what the card's driver leaves of it.
+            capacity: Bytes as an int, text such as ``"24GiB"`` (the number on a GPU's box counts GiB), the name of a
+                GPU such as ``"RTX 4090"``, or a `GPU`. A GPU counts with the smallest total that torch has been seen to
+                report; if this estimate has no `context_bytes`, with what the driver leaves of that total.
 
         Returns:
-            A text that is one of four words, with its `reason`. ``"too close"``: it fits or not with what kernels take
-            inside, which is only known to be `workspace_bytes` at most.
+            One of the four words, with its `reason`. ``"too close"``: whether it fits depends on the scratch memory
+            inside kernels, of which only the upper bound `workspace_bytes` is known.
 
         Raises:
-            InputError: ``capacity`` is negative, or text that is neither a size nor the name of one card.
-            InputTypeError: ``capacity`` is none of these.
+            InputError: ``capacity`` is negative, or text that is neither a size nor the name of one GPU.
+            InputTypeError: ``capacity`` has another type.
         """
         headroom_bytes = self.headroom_bytes(capacity)
         most = format_bytes(self.required_bytes)
@@ -196,7 +196,7 @@ class MemoryEstimate:
         return Verdict("does not fit", f"it takes {most}, {format_bytes(-headroom_bytes)} too much")
 
     def fits(self, capacity: CapacityLike) -> bool:
-        """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and nothing is in doubt.
+        """Say whether `verdict` is ``"fits"``: `required_bytes` fit into ``capacity``, and there are no `doubts`.
 
         Args:
             capacity: As for `verdict`.
@@ -208,7 +208,7 @@ class MemoryEstimate:
         return self.verdict(capacity) == "fits"
 
     def headroom_bytes(self, capacity: CapacityLike) -> int:
-        """Return the bytes that stay free in ``capacity``; negative where the step does not fit.
+        """Return the bytes that stay free in ``capacity``; negative if the step does not fit.
 
         Args:
             capacity: As for `verdict`.
@@ -216,7 +216,7 @@ class MemoryEstimate:
         return capacity_bytes(capacity, context_counted=self.total_bytes is not None) - self.required_bytes
 
     def parts(self) -> dict[str, int | None]:
-        """Return the figures by their names for people, the parts of the peak first; None where not known."""
+        """Return the figures by their display names, the parts of the peak first; None where unknown."""
         return {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -233,12 +233,12 @@ class MemoryEstimate:
         }
 
     def explain(self) -> str:
-        """Return a table for people: the parts, the place of the peak, its largest holders, and what was guessed."""
+        """Return a readable table: the parts, the place of the peak, its largest holders, and the guesses."""
         known = {name: num_bytes for name, num_bytes in self.parts().items() if num_bytes is not None}
         lines = [f"{name:<28} {format_bytes(num_bytes):>12}" for name, num_bytes in known.items()]
         where = (
             [f"peak in {printable(self.peak_where)}"] if self.peak_where else []
-        )  # a script may end before it has any tensor
+        )  # a script may end before it creates any tensor
         lines += ["", *where, f"confidence: {self.confidence}"]
         if self.holders:
             lines += [
@@ -262,11 +262,11 @@ class MemoryEstimate:
 
     @classmethod
     def of(cls, record: Record) -> MemoryEstimate:
-        """Take the peak of a simulated step apart."""
+        """Break down the peak of a simulated step."""
         recording, figures = record.recording, record.figures
         parts, peak = recording.peak_by("category"), recording.peak_storage()
         where = (peak.module, peak.operator, peak.phase, peak.source.replace(record.caller, "")) if peak else ()
-        # Of a GPU the allocator knows more: rounding, and what libraries hold.
+        # On a GPU the allocator counts more than the recording: rounding, and memory held by libraries.
         unseen_bytes = 0 if figures is None else figures.allocated_bytes - recording.peak_bytes()
         return cls(
             parameters_bytes=parts.get("parameter", 0) - (record.unsharded_bytes or 0),
@@ -298,14 +298,14 @@ class MemoryEstimate:
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> MemoryEstimate:
-        """Return the estimate that `as_dict` described, also after a way through JSON."""
+        """Return the estimate that `as_dict` described, also after a round trip through JSON."""
         given = {each.name: figures[each.name] for each in fields(cls)}
         lists = {name: tuple(figures[name]) for name in ("guesses", "doubts", "assumptions")}
         return cls(**given | lists | {"holders": tuple(Holder(**each) for each in figures["holders"])})
 
 
 def warn_of_doubts(call: str, estimate: MemoryEstimate, stacklevel: int = 3) -> None:
-    """Warn where an estimate is used that is not known to hold; ``stacklevel`` leads to the user's call."""
+    """Warn if an estimate that is being used has doubts; ``stacklevel`` points to the user's call."""
     if estimate.doubts:
         warnings.warn(
             f"{call}(...) is not known to hold: {'; '.join(estimate.doubts)}. Way out: let no size and no branch of "

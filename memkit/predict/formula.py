@@ -1,7 +1,7 @@
-"""Estimates a training step's memory by formula: the reference family written with sizes in place of tensors.
+"""Estimate a training step's memory by formula: the reference family written with sizes in place of tensors.
 
-The layers here mirror ``benchmarks/reference_family.py`` one to one (a test holds them together), and `Tape` adds up
-what they make and keep. No tensor is made and PyTorch is not imported: an estimate takes milliseconds.
+The layers here mirror ``benchmarks/reference_family.py`` one to one (a test keeps them in sync), and `Tape` adds up
+the tensors they create and save. No tensor is made and PyTorch is not imported: an estimate takes milliseconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LATENT_CHANNELS = 4
 CHANNEL_MULTIPLIERS = (1, 2, 4, 4)
 
 RANGES_GB = {"low": (8, 12), "medium": (16, 24), "high": (32, math.inf)}
-"""The cards that each preset is for, by the number on the box."""
+"""GPU sizes that each preset is for, as printed on the box."""
 
-# The model of the allocator reserves 1.01 to 1.18 of the peak for this family, most with checkpointing.
+# The allocator model reserves 1.01 to 1.18 times the peak for this family, the most with checkpointing.
 RESERVED_PER_PEAK = (6, 5)
-# What convolutions may take inside beside copies of their tensors: as in `memkit._simulation.cuda.memory`.
+# Scratch memory inside convolutions besides copies of their tensors, as in `memkit._simulation.cuda.memory`.
 CONVOLUTION_BYTES = 128 * MIB
-# The matrix library keeps a workspace for the thread of the forward pass and one for that of the backward pass.
+# cuBLAS keeps one workspace for the forward thread and one for the backward thread.
 NUM_HANDLES = 2
 
 
@@ -50,10 +50,10 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
     family = _Family(config)
     family.run(batch)
     tape = family.tape
-    # The last micro-batch finds the gradients of the earlier ones; a single one makes them as it goes back.
+    # The last micro-batch finds the gradients of earlier ones; a single one creates them during its backward.
     gradients_exist = config.gradient_accumulation_steps > 1
     peak = tape.peak(gradients_exist=gradients_exist)
-    num_states = {"adamw": 2, "sgd": 1}[config.optimizer]  # two moments, or the momentum, in float32
+    num_states = {"adamw": 2, "sgd": 1}[config.optimizer]  # the two moments, or the momentum, in float32
     num_counters = len(tape.weights) if config.optimizer == "adamw" else 0  # one float32 for each tensor
     sizes = [4 * number for number in tape.weights]
     lasting = [*sizes, *(sizes if gradients_exist else []), *(size for size in sizes for _ in range(num_states))]
@@ -77,7 +77,7 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
 
 
 def _cards(config: TrainingConfig) -> list[GPU]:
-    """NVIDIA's cards of the preset's range, without a preset all: the worst of them counts."""
+    """NVIDIA GPUs in the preset's range, or all without a preset: the worst of them counts."""
     lowest, highest = RANGES_GB.get(config.preset, (0, math.inf))
     return [card for card in all_gpus() if card.compute_capability and lowest <= card.box_bytes / GIB <= highest]
 
@@ -101,7 +101,7 @@ class _Family:
         self.tape = Tape(cast_itemsize=2 if self.mixed else None)
 
     def run(self, batch: TapeStorage) -> None:
-        """Record `loss_fn` of the example: encoder, posterior, U-Net, decoder and the three losses."""
+        """Record the example's `loss_fn`: encoder, posterior, U-Net, decoder and the three losses."""
         tape, edge = self.tape, self.config.resolution
         latent_bytes = 4 * self.config.batch_size * LATENT_CHANNELS * (edge // 4) ** 3
         statistics = self.single(self.encoder(_Map(batch, IN_CHANNELS, edge)), 2 * latent_bytes)
@@ -181,7 +181,7 @@ class _Family:
         return self.add(name, x, out.block)
 
     def norm_silu_conv(self, name: str, x: _Map, out_channels: int, *, first: int = 0) -> _Map:
-        """Three neighbours in an nn.Sequential, from index ``first`` on."""
+        """Record three consecutive layers of an nn.Sequential, starting at index ``first``."""
         h = self.norm(f"{name}.{first}", x)
         active = self.silu(f"{name}.{first + 1}", h.block)
         return self.conv(f"{name}.{first + 2}", _Map(active, x.channels, x.edge), out_channels)
@@ -203,7 +203,7 @@ class _Family:
     def weighted(self, name: str, x: _Map, out_channels: int, edge: int, kernel: int) -> _Map:
         output_bytes = self.itemsize * self.config.batch_size * out_channels * edge**3
         weights = [x.channels * out_channels * kernel**3, out_channels]
-        copies = x.block.num_bytes + self.itemsize * weights[0] + output_bytes  # into another order of channels
+        copies = x.block.num_bytes + self.itemsize * weights[0] + output_bytes  # into another channel order
         output = self.tape.apply(
             name,
             [x.block],
@@ -222,18 +222,18 @@ class _Family:
         return _Map(self.tape.apply(name, [x.block, other], x.block.num_bytes, shares_grad=True), x.channels, x.edge)
 
     def cast(self, x: _Map) -> _Map:
-        """Autocast's low-precision copy of a float32 input."""
+        """Record autocast's low-precision copy of a float32 input."""
         if not self.mixed:
             return x
         num_bytes = self.itemsize * self.config.batch_size * x.channels * x.edge**3
         return _Map(self.tape.apply("loss_fn", [x.block], num_bytes), x.channels, x.edge)
 
     def single(self, x: _Map, num_bytes: int) -> TapeStorage:
-        """A float32 copy of a low-precision result."""
+        """Record a float32 copy of a low-precision result."""
         return self.tape.apply("loss_fn", [x.block], num_bytes) if self.mixed else x.block
 
     def mse(self, x: _Map, target: TapeStorage) -> TapeStorage:
-        """Mean squared error in float32: a number that keeps storage for all the squares, made from another one."""
+        """Record float32 mean squared error: a scalar in a buffer for all squares, made from another such buffer."""
         num_bytes = 4 * self.config.batch_size * x.channels * x.edge**3
         single = self.single(x, num_bytes)
         return self.tape.apply("loss_fn", [single], num_bytes, saves=[single, target], inside_bytes=num_bytes)

@@ -1,6 +1,6 @@
-"""What a GPU holds: a table of cards, what torch sees of each, how sure that is and where it was read; live readings.
+"""GPU memory sizes: a table of GPUs as torch reports them, with confidence and source; live readings.
 
-The table is `gpus.json` beside this file. Nothing here imports torch before a live reading is asked for.
+The table is `gpus.json` next to this file. Nothing here imports torch until a live reading is requested.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ _NUM_SUGGESTIONS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPU:
-    """A card. Where reports differ, both ends are kept, and memkit reckons with the worse one.
+    """A GPU. Where reports differ, both ends are kept, and memkit calculates with the worse one.
 
     Attributes:
-        name: As people write it.
+        name: Its common name.
         vendor: NVIDIA, AMD, Intel or Apple.
-        architecture: Compute capability such as ``"8.9"``, AMD's ``"gfx90a"``, or a family's name.
-        box_bytes: The number on the box (for Apple the machine's memory), which counts GiB.
-        total_interval: Lowest and highest total that torch was seen to report: drivers and error correction differ.
-        context_interval: Lowest and highest memory that a process holds outside of torch's allocator.
-        cublas_workspace_bytes: What torch takes for each handle of the matrix library; None where that is not known.
-        num_multiprocessors: None where it is not known.
-        confidence: ``"observed"``: a report names the card and the total. ``"derived"``: from a related card.
+        architecture: Compute capability such as ``"8.9"``, AMD's ``"gfx90a"``, or the name of a family.
+        box_bytes: The size on the box, in GiB there (for Apple the machine's memory).
+        total_interval: Lowest and highest total that torch has been seen to report: drivers and error correction
+            differ.
+        context_interval: Lowest and highest memory that a process holds outside torch's allocator.
+        cublas_workspace_bytes: Workspace that torch allocates per cuBLAS handle; None if unknown.
+        num_multiprocessors: Number of multiprocessors; None if unknown.
+        confidence: ``"observed"``: a report names the GPU and the total. ``"derived"``: from a related GPU.
             ``"live"`` and ``"calibrated"``: read on this machine.
-        source: Where the totals were read.
+        source: Source of the totals.
         date: Year and month of the newest source, or of the reading.
         aliases: Other names.
 
@@ -70,27 +71,27 @@ class GPU:
 
     @property
     def total_bytes(self) -> int:
-        """The least that torch was seen to report as the card's memory."""
+        """The smallest total memory that torch has been seen to report."""
         return self.total_interval[0]
 
     @property
     def context_bytes(self) -> int:
-        """The most that driver and libraries were seen to hold."""
+        """The most memory that driver and libraries have been seen to hold."""
         return self.context_interval[1]
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for torch's allocator: ``total_bytes - context_bytes``."""
+        """Bytes left for torch's allocator: ``total_bytes - context_bytes``."""
         return self.total_bytes - self.context_bytes
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """Major and minor number of an NVIDIA card; None for others."""
+        """Major and minor compute capability of an NVIDIA GPU; None for others."""
         major, _, minor = self.architecture.partition(".")
         return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the card as a row of the table, sizes in bytes, ready for JSON."""
+        """Return the GPU as a row of the table, with sizes in bytes, ready for JSON."""
         return {
             "name": self.name,
             "vendor": self.vendor,
@@ -111,16 +112,16 @@ CapacityLike: TypeAlias = SupportsIndex | str | GPU
 
 
 def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...]:
-    """Return the table, in the order of vendor, generation and size.
+    """Return the table, ordered by vendor, generation and size.
 
     Args:
-        calibrated: A file of `write_gpus`: its cards replace those of the same name.
+        calibrated: A file written by `write_gpus`: its GPUs replace those of the same name.
 
     Returns:
-        The cards. Without ``calibrated`` no file but the package's own is read.
+        The GPUs. Without ``calibrated``, only the package's own file is read.
 
     Raises:
-        FileFormatError: ``calibrated`` is no such file.
+        FileFormatError: ``calibrated`` was not written by `write_gpus`.
         OSError: ``calibrated`` cannot be read.
 
     Example:
@@ -136,22 +137,22 @@ def all_gpus(calibrated: str | os.PathLike[str] | None = None) -> tuple[GPU, ...
 
 
 def find_gpu(name: str | GPU, *, calibrated: str | os.PathLike[str] | None = None) -> GPU:
-    """Return the card of a name.
+    """Look up a GPU by name.
 
     Args:
-        name: As on the box or as a driver says it, in any case and spacing: ``"RTX 4090"``, ``"4090"``,
-            ``"NVIDIA A100-SXM4-40GB"``, ``"Apple 16GB"``. ``"cuda"``, ``"cuda:1"``, ``"xpu"`` and ``"mps"`` read the
-            card of this machine. A `GPU` is the card itself.
+        name: The name as printed on the box or reported by the driver, in any case and spacing: ``"RTX 4090"``,
+            ``"4090"``, ``"NVIDIA A100-SXM4-40GB"``, ``"Apple 16GB"``. ``"cuda"``, ``"cuda:1"``, ``"xpu"`` and ``"mps"``
+            read the GPU of this machine. A `GPU` is returned unchanged.
         calibrated: As for `all_gpus`.
 
     Returns:
-        The card.
+        The GPU.
 
     Raises:
-        InputError: No card, or several, have this name; the message lists those that come near.
+        InputError: No GPU, or several, match this name; the message lists the closest ones.
         InputTypeError: ``name`` is neither text nor a `GPU`.
         ConfigError: This machine does not have the device.
-        FileFormatError: ``calibrated`` is no file of cards.
+        FileFormatError: ``calibrated`` is not a file of GPUs.
         OSError: ``calibrated`` cannot be read.
 
     Example:
@@ -194,18 +195,18 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
     """Return the bytes of a device capacity.
 
     Args:
-        capacity: Bytes as an int, text with a unit such as ``"24GiB"``, the name of a card as for `find_gpu`, or a
+        capacity: Bytes as an int, text with a unit such as ``"24GiB"``, a GPU name that `find_gpu` accepts, or a
             `GPU`.
-        context_counted: Whether that which is compared with it counts the driver's context as well. Then a card is its
-            `GPU.total_bytes`, else its `GPU.usable_bytes`. It makes no difference to a size.
+        context_counted: Whether the figure to compare includes the driver's context. If so, a GPU counts with its
+            `GPU.total_bytes`, otherwise with its `GPU.usable_bytes`. Has no effect on a size.
 
     Returns:
         The capacity in bytes.
 
     Raises:
-        InputError: A negative number, or text that is neither a size nor the name of one card.
-        InputTypeError: ``capacity`` is none of these.
-        ConfigError: The device of this machine that is named is not there.
+        InputError: A negative number, or text that is neither a size nor the name of one GPU.
+        InputTypeError: ``capacity`` has another type.
+        ConfigError: The named device of this machine does not exist.
 
     Example:
         >>> from memkit.predict.gpus import capacity_bytes, find_gpu
@@ -231,11 +232,11 @@ def capacity_bytes(capacity: CapacityLike, *, context_counted: bool = False) -> 
 
 
 def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
-    """Write cards to a file that `all_gpus` and `find_gpu` read; atomically, in place of what was there.
+    """Write GPUs to a file that `all_gpus` and `find_gpu` read, atomically replacing an existing one.
 
     Args:
         path: The file to write. Its directory must exist.
-        gpus: The cards.
+        gpus: The GPUs.
 
     Raises:
         OSError: The file cannot be written.
@@ -244,7 +245,7 @@ def write_gpus(path: str | os.PathLike[str], gpus: Iterable[GPU]) -> None:
 
 
 def capability_of(gpu: GPU) -> tuple[int, int]:
-    """The compute capability of a card whose operators are known."""
+    """Return the compute capability; raise ConfigError for a GPU whose operators are unknown."""
     if gpu.compute_capability is None:
         raise ConfigError(
             f"a dry run on {gpu.name!r}",
@@ -302,7 +303,7 @@ def _gpu(row: Mapping[str, Any]) -> GPU:
 
 
 def _key(name: str) -> str:
-    """Reduce a name to what tells cards apart: ``"NVIDIA GeForce RTX 4090"`` to ``"4090"``."""
+    """Reduce a name to its distinctive part: ``"NVIDIA GeForce RTX 4090"`` to ``"4090"``."""
     return _FAMILY.sub("", _WORDS.sub("", name.lower()))
 
 
@@ -312,7 +313,7 @@ def _keys(gpu: GPU) -> set[str]:
 
 
 def _live(name: str, gpus: Iterable[GPU]) -> GPU:
-    """Read the card of this machine: total and name from torch, the rest from the row that comes nearest."""
+    """Read the GPU of this machine: total and name from torch, the rest from the nearest row of the table."""
     from memkit._machine.devices import device_architecture, device_memory, device_name, resolve_device  # imports torch
 
     device = resolve_device(name)

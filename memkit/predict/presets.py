@@ -1,4 +1,4 @@
-"""Named settings for cards of three sizes, and a word when a name and a card do not match."""
+"""Named settings for three sizes of GPU, and a warning when a preset does not match the GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memkit.predict.formula import RANGES_GB, estimate_by_formula
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """Settings for the cards of a range, by the number on the box; the largest preset has no upper end."""
+    """Settings for a range of GPUs, by the size on the box; the largest preset has no upper limit."""
 
     range_gb: tuple[int, float]
     batch_size: int
@@ -25,7 +25,7 @@ class Preset:
 
     @property
     def min_gpu_gb(self) -> int:
-        """The smallest card of the range."""
+        """Size of the smallest GPU in the range."""
         return self.range_gb[0]
 
     @property
@@ -35,7 +35,7 @@ class Preset:
         return f"{lowest} GB and more" if highest == math.inf else f"{lowest}-{highest} GB"
 
 
-# From the smallest card to the largest. The effective batch size is 8 in all of them.
+# From the smallest GPU to the largest. The effective batch size is 8 in all of them.
 PRESETS = {
     "low": Preset(range_gb=RANGES_GB["low"], batch_size=1, gradient_accumulation_steps=8, model_channels=48),
     "medium": Preset(range_gb=RANGES_GB["medium"], batch_size=2, gradient_accumulation_steps=4, model_channels=64),
@@ -47,19 +47,19 @@ def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides
     """Return the settings of a named preset.
 
     Args:
-        name: ``"low"`` (cards of 8-12 GB), ``"medium"`` (16-24 GB) or ``"high"`` (32 GB and more).
-        gpu_memory_gb: The number on the card's box. With it, a preset that does not match the card warns and says
-            which would; where there are overrides, the estimate decides instead of the name.
+        name: ``"low"`` (GPUs of 8-12 GB), ``"medium"`` (16-24 GB) or ``"high"`` (32 GB and more).
+        gpu_memory_gb: The size on the GPU's box. If given, a preset that does not match the GPU causes a warning that
+            names the matching one; with overrides, the estimate decides instead of the name.
         **overrides: Fields of `TrainingConfig` to set differently; validated like all others.
 
     Returns:
         A frozen config.
 
     Raises:
-        ConfigError: The name is not known, or a value is not valid.
+        ConfigError: The name is unknown, or a value is invalid.
 
     Warns:
-        MemkitWarning: The preset does not match the card.
+        MemkitWarning: The preset does not match the GPU.
 
     Example:
         >>> from memkit import get_preset_config
@@ -71,7 +71,7 @@ def get_preset_config(name: str, gpu_memory_gb: float | None = None, **overrides
     """
     shown = "".join(f", {field}={value!r}" for field, value in overrides.items())
     call = f"get_preset_config({name!r}, {gpu_memory_gb!r}{shown})"
-    if name not in list(PRESETS):  # by equality: a name of a wrong type, such as a list, is unknown too
+    if name not in list(PRESETS):  # by equality: a name of the wrong type, such as a list, is unknown too
         raise _unknown_name(call, name)
     if "preset" in overrides:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _unknown_name(call: str, name: object) -> ConfigError:
 
 
 def _advice(config: TrainingConfig, gpu_memory_gb: float, *, overridden: bool) -> str | None:
-    """Say what would suit a card better than ``config``; None where it suits."""
+    """Suggest a better match for the GPU than ``config``; None if it matches."""
     if overridden:
         estimate = estimate_by_formula(config)
         if estimate.fits(int(gpu_memory_gb * GIB)):

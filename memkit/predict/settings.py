@@ -1,4 +1,4 @@
-"""What all settings have in common: frozen, validated with errors in four parts, read and written as files."""
+"""Base class of all settings: frozen, validated with four-part errors, read from and written to files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Settings(BaseModel):
-    """A frozen value of strictly typed fields; each field's docstring is the rule that its errors quote.
+    """A frozen object with strictly typed fields; each field's docstring is the rule that its errors quote.
 
     `replace` gives a changed, validated copy (pydantic's own ``model_copy(update=...)`` does not validate).
     """
@@ -49,14 +49,14 @@ class Settings(BaseModel):
         """Return a copy with some fields changed, validated like a new config.
 
         Raises:
-            ConfigError: A change is not valid.
+            ConfigError: A change is invalid.
         """
         shown = ", ".join(f"{name}={value!r}" for name, value in changes.items())
         return self.validated(f"{type(self).__name__}.replace({shown})", {**self.model_dump(), **changes})
 
     @classmethod
     def validated(cls, call: str, values: dict[str, Any]) -> Self:
-        """Build a config for another entry point, whose errors name ``call``, what the user wrote."""
+        """Build a config for another entry point, with errors that name ``call``, the user's own call."""
         try:
             return cls(**values)
         except ConfigError as error:
@@ -70,8 +70,8 @@ class Settings(BaseModel):
             path: The file. Fields that it does not name take their defaults.
 
         Raises:
-            ConfigError: The suffix is not one of these, PyYAML is missing, or a value is not valid.
-            FileFormatError: The file is not valid JSON, YAML or TOML, or holds something else than fields.
+            ConfigError: The suffix is not one of these, PyYAML is missing, or a value is invalid.
+            FileFormatError: The file is not valid JSON, YAML or TOML, or holds something other than fields.
             OSError: The file cannot be read.
 
         Example:
@@ -101,7 +101,7 @@ class Settings(BaseModel):
 
         Raises:
             ConfigError: The suffix is not one of these, or PyYAML is missing.
-            OSError: The file cannot be written; an older file stays as it was.
+            OSError: The file cannot be written; an existing file is unchanged.
         """
         path = Path(path)
         _, render = _format_of(path, f"{type(self).__name__}.save({str(path)!r})")
@@ -163,7 +163,7 @@ def _file_error(settings: type[Settings], call: str, path: Path, got: str) -> Fi
 
 
 def _config_error(settings: type[Settings], error: ValidationError) -> ConfigError:
-    """Say in four parts what pydantic found, for all fields at once."""
+    """Turn pydantic's findings on all fields into one four-part error."""
     details = error.errors(include_url=False)
     given = ", ".join(f"{_field(detail)}={detail['input']!r}" for detail in details)
     return ConfigError(

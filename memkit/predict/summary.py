@@ -1,4 +1,4 @@
-"""A config and its memory estimate as a table for people."""
+"""Print a config and its memory estimate as a table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def print_config_summary(config: TrainingConfig, file: TextIO | None = None) -> 
 
     Args:
         config: The run.
-        file: Where to print; None is the standard output.
+        file: Where to print; None means standard output.
 
     Raises:
         InputTypeError: ``config`` is not a `TrainingConfig`.

@@ -1,8 +1,8 @@
 """Memory of a forward and backward pass by arithmetic: a model written with sizes in place of tensors, then walked.
 
-A model calls `Tape.apply` once per operator, which leaves a list of what each one reads, makes and keeps for the
-backward pass. `Tape.peak` walks that list as autograd would, forward and then backward, and adds up what is live, each
-tensor as the block that PyTorch's allocator for CUDA hands out for it.
+A model calls `Tape.apply` once per operator, which records what each operator reads, creates and saves for the
+backward pass. `Tape.peak` walks these records as autograd would, forward and then backward, and adds up the live bytes,
+counting each tensor as the block that PyTorch's CUDA allocator hands out for it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from memkit._core.units import MIB
 # The allocator's sizes, as in `memkit._simulation.cuda.allocator`, which needs torch.
 _SMALLEST_BLOCK = 512
 _LARGEST_SMALL = MIB
-_SHARED_SEGMENT = 20 * MIB  # of requests under
-_SHARES_SEGMENT = 10 * MIB  # from which size on a request has a segment of its own, of a multiple of
+_SHARED_SEGMENT = 20 * MIB  # shared by requests of less than
+_SHARES_SEGMENT = 10 * MIB  # from this size on a request has a segment of its own, rounded up to a multiple of
 _SEGMENT = 2 * MIB
-_UNSPLIT = MIB  # what remains of a free block up to this size stays with the request
+_UNSPLIT = MIB  # a remainder of a free block up to this size is not split off
 
 
 def allocated_bytes(sizes: Iterable[int]) -> int:
-    """Return what the allocator counts for tensors of these sizes that it places one by one into new segments."""
+    """Return the allocated bytes for tensors of these sizes, placed one by one into new segments."""
     num_bytes, remainders = 0, list[int]()
     for size in sizes:
         rounded = -(-size // _SMALLEST_BLOCK) * _SMALLEST_BLOCK
@@ -45,7 +45,7 @@ def allocated_bytes(sizes: Iterable[int]) -> int:
 
 @dataclass(eq=False, slots=True)
 class TapeStorage:
-    """The storage behind a tensor and its views. Two blocks are the same only if they are one object."""
+    """The storage behind a tensor and its views, compared by identity."""
 
     num_bytes: int
     wants_grad: bool = True
@@ -57,10 +57,10 @@ class TapeStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapePeak:
-    """What is live at the peak of a pass; parameters, optimizer state and the batch are not counted.
+    """Live bytes at the peak of a pass; parameters, optimizer state and the batch are not counted.
 
-    ``rounding_bytes`` is what the allocator adds to these tensors, but for gradients that an earlier micro-batch left;
-    ``workspace_bytes`` is how far the pass may rise above the peak by what kernels take inside.
+    ``rounding_bytes`` is the allocator's rounding of these tensors, except gradients left by an earlier micro-batch;
+    ``workspace_bytes`` is how far the pass may rise above the peak through scratch memory inside kernels.
     """
 
     gradients_bytes: int
@@ -86,7 +86,7 @@ class _Op:
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Operators under a checkpoint: only the inputs of the whole are kept."""
+    """Operators under a checkpoint: only the inputs of the whole segment are kept."""
 
     inputs: Sequence[TapeStorage]
     ops: list[_Op] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Tape:
 
     @contextlib.contextmanager
     def checkpoint(self, *inputs: TapeStorage) -> Iterator[None]:
-        """Operators in the block are computed again in the backward pass, from ``inputs``, which alone are kept."""
+        """Recompute the block's operators in the backward pass from ``inputs``; nothing else is kept."""
         self._segment = _Segment(inputs)
         self._steps.append(self._segment)
         try:
@@ -135,15 +135,15 @@ class Tape:
         """Record one operator.
 
         Args:
-            name: What to call it where it turns out to be the peak.
-            inputs: What it reads.
+            name: Its name in case it is at the peak.
+            inputs: The storages that it reads.
             output_bytes: Size of its result.
-            saves: Which of the inputs it keeps for the backward pass.
-            saves_output: Whether it keeps its result too.
+            saves: The inputs that it saves for the backward pass.
+            saves_output: Whether it saves its result too.
             weights: Number of elements of each of its parameters. Autocast makes a copy of these, which is kept.
             shares_grad: The gradients of the inputs are the gradient of the result (an addition), not new tensors.
-            inside_bytes: What its forward kernel takes and gives back beside its result.
-            workspace_bytes: The most that its kernels may take inside where that is not known, in both passes.
+            inside_bytes: Scratch memory that its forward kernel allocates and frees besides its result.
+            workspace_bytes: Upper bound on its kernels' scratch memory where the size is unknown, in both passes.
 
         Returns:
             The result.
@@ -166,7 +166,7 @@ class Tape:
         return output
 
     def peak(self, *, gradients_exist: bool) -> TapePeak:
-        """Walk one micro-batch, forward, backward and up to the optimizer's step.
+        """Walk one micro-batch: forward, backward and up to the optimizer's step.
 
         Args:
             gradients_exist: Whether an earlier micro-batch has left gradients of all parameters.
@@ -178,20 +178,20 @@ class Tape:
 
 
 class _Walk:
-    """The bytes that are live while a pass goes on. Gradients of parameters that exist already are added to."""
+    """Live bytes in the course of a pass. Existing parameter gradients are accumulated into."""
 
     def __init__(self, *, gradients_bytes: int) -> None:
         self._peak = TapePeak(
             gradients_bytes=0, activations_bytes=0, temporaries_bytes=0, rounding_bytes=0, workspace_bytes=0, where=""
         )
         self._peak_bytes = 0
-        self._highest_bytes = 0  # with what kernels may take inside
+        self._highest_bytes = 0  # including scratch memory inside kernels
         self._gradients_bytes = gradients_bytes
         self._gradients_exist = gradients_bytes > 0
-        self._live_bytes = 0  # without gradients of parameters that are done
+        self._live_bytes = 0  # without finished parameter gradients
         self._rounding_bytes = 0
         self._holders: Counter[TapeStorage] = Counter()
-        self._savers: Counter[TapeStorage] = Counter()  # those of the holders that are autograd
+        self._savers: Counter[TapeStorage] = Counter()  # holders that belong to autograd
         self._grads: dict[TapeStorage, TapeStorage] = {}
 
     def peak(self) -> TapePeak:
@@ -214,10 +214,10 @@ class _Walk:
 
     def backward(self, steps: Sequence[_Op | _Segment]) -> None:
         loss = steps[-1].output
-        self._grads[loss] = loss  # a number: its own size will do for its gradient
+        self._grads[loss] = loss  # a scalar: its own size stands for its gradient
         for step in reversed(steps):
             if isinstance(step, _Segment):
-                # What the repeated forward makes on its way and drops is less than what the backward adds next.
+                # The temporaries of the repeated forward are smaller than what the backward adds next.
                 for op in step.ops:
                     self._save(op.saved)
                 for op in reversed(step.ops):
@@ -228,7 +228,7 @@ class _Walk:
         self._mark("optimizer.step")
 
     def _run(self, op: _Op) -> Sequence[TapeStorage]:
-        """Run an operator forward; returns the copies of its weights, held by autocast."""
+        """Run an operator's forward; return the copies of its weights that autocast holds."""
         inside = TapeStorage(op.inside_bytes)
         self._hold([op.output, *op.weight_casts, inside])
         self._mark(f"{op.name}, forward", op.workspace_bytes)
@@ -236,12 +236,12 @@ class _Walk:
         return op.weight_casts
 
     def _run_backward(self, op: _Op) -> None:
-        if not op.output.wants_grad:  # a cast of the batch, say: autograd does not know it
+        if not op.output.wants_grad:  # for example a cast of the batch, which autograd does not track
             return
         grad = self._grads.pop(op.output)
         readers = [block for block in op.inputs if block.wants_grad]
         grads = [grad if op.shares_grad else TapeStorage(block.num_bytes) for block in readers]
-        # Under autocast the gradient of the weights has their low precision first, then float32.
+        # Under autocast the weights' gradient is first in low precision, then in float32.
         parameter_grads = [TapeStorage(4 * number) for number in op.weights]
         first_grads = [TapeStorage(cast.num_bytes) for cast in op.weight_casts] or parameter_grads
 
@@ -257,7 +257,7 @@ class _Walk:
             self._rounding_bytes += sum(block.rounding_bytes for block in parameter_grads)
         for block, new in zip(readers, grads, strict=True):
             if block in self._grads:
-                self._release([new])  # added to the one that is there
+                self._release([new])  # accumulated into the existing one
             else:
                 self._grads[block] = new
 

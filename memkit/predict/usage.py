@@ -1,4 +1,4 @@
-"""`estimate_memory_usage`: by formula from a config, or by a dry run from the user's own model and step."""
+"""`estimate_memory_usage`: by formula for a config, or by a dry run of the user's own model and step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a config's estimate needs no torch
 _CALL = "estimate_memory_usage(...)"
 
 
-# The signature of a model stands here and below: an overload cannot be told in fewer words.
+# The signature for a model is repeated in full here and below: an overload cannot be shortened.
 @overload
 def estimate_memory_usage(model: TrainingConfig) -> MemoryEstimate: ...
 
@@ -56,51 +56,51 @@ def estimate_memory_usage(
     selected_fraction: float | None = None,
     shard: Shard | None = None,
 ) -> MemoryEstimate:
-    """Say what a warm training step needs, without training: by formula for a config, by a dry run for a model.
+    """Estimate the memory of a warm training step without training: by formula for a config, by a dry run for a model.
 
-    **A config** describes the family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
-    exact, the peak is within 0.5% of the family's step on a virtual card of NVIDIA's Hopper or Blackwell (others take
-    48 MiB less), the allocator's reserve and the driver's context are those of the worst card of the preset's range,
-    without a preset of all. It takes milliseconds and does not import PyTorch. The config says all of it: there are no
-    other arguments.
+    **A config** describes the model family of ``benchmarks/reference_family.py``. Parameters and optimizer state are
+    exact. The peak is within 0.5% of the family's step on a virtual NVIDIA Hopper or Blackwell GPU (others take 48 MiB
+    less). The allocator's reserve and the driver's context are those of the worst GPU in the preset's range, or of all
+    GPUs without a preset. It takes milliseconds and does not import PyTorch. The config is the only argument.
 
     **A model** goes through two steps of your own code on fake tensors, which have sizes but no data: forward, loss,
     backward, optimizer, with hooks, checkpointing, autocast. The second step is recorded. Nothing is computed and
-    nothing is left behind: parameters, buffers, gradients, optimizer state and random state are as before, also after
-    an error. While it runs, the model holds fake tensors; do not use it in another thread.
+    nothing is left behind: parameters, buffers, gradients, optimizer state and random state are unchanged afterwards,
+    even after an error. While it runs, the model holds fake tensors; do not use it in another thread.
 
     Args:
-        model: A `TrainingConfig`; or a module, with data, on the meta device (no memory needed), on any device.
-        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples (named ones too), lists,
-            dicts and objects such as `collections.UserDict`.
+        model: A `TrainingConfig`; or a module, with data on any device or on the meta device (no memory needed).
+        sample_batch: One micro-batch: tensors of any shape and dtype in any nesting of tuples (including named tuples),
+            lists, dicts and objects such as `collections.UserDict`.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss, or a `Loss`, as for
             `MemoryEfficientTrainingWrapper.train_step`.
         optimizer: The name of a class in `torch.optim` with its default settings, a class, a function of the
             parameters, or the instance in use.
-        precision: None: as the model is. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around `loss_fn`.
-        target: ``"cpu"``: live bytes as the CPU allocator counts them. A card, by its name as for `find_gpu` or as a
-            `GPU`: what its allocator hands out and reserves; model and batch count as lying on it.
+        precision: None keeps the model's own dtypes. ``"bf16-mixed"``, and on a GPU ``"fp16-mixed"``: autocast around
+            `loss_fn`.
+        target: ``"cpu"``: live bytes as the CPU allocator counts them. A GPU, as a name that `find_gpu` accepts or as a
+            `GPU`: the bytes its allocator hands out and reserves; model and batch count as being on it.
         accumulation_steps: Micro-batches per optimizer step; each is as large as `sample_batch`.
-        selected_fraction: Where masks, `nonzero` or `torch.where(mask)` select: the share in (0, 1] that they are taken
-            to select, 1.0 for the worst case. None: such an operator is an error.
-        shard: Spread over ranks by DDP, FSDP2 or ZeRO: the bytes of the first rank, on the CPU or on one such card.
-            None: one process.
+        selected_fraction: The fraction in (0, 1] of elements that masks, `nonzero` and `torch.where(mask)` are assumed
+            to select; 1.0 for the worst case. None: such an operator is an error.
+        shard: Sharding over ranks by DDP, FSDP2 or ZeRO: the estimate is for the first rank, on the CPU or on one such
+            GPU. None: one process.
 
     Returns:
-        Bytes by part at the peak of the second step. For ``target="cpu"`` `reserved_bytes`, `context_bytes` and
+        Bytes by part at the peak of the second step. For ``target="cpu"``, `reserved_bytes`, `context_bytes` and
         `total_bytes` are None: a CPU has no such counts.
 
     Raises:
-        InputTypeError: ``model`` is neither, ``loss_fn`` is missing, or it returned no loss.
-        InputError: A size depends on data; names the line.
-        ConfigError: An option is not one of those above, or stands beside a config.
-        StateError: With ``shard``: the process is in a process group already.
+        InputTypeError: ``model`` is neither a config nor a module, ``loss_fn`` is missing, or it returned no loss.
+        InputError: A size depends on data; the message names the line.
+        ConfigError: An option is not one of those above, or is given together with a config.
+        StateError: With ``shard``: the process is already in a process group.
 
     Memory cost:
         No tensor of the model or of the step; about 1 kB of host memory for each operator of a step.
 
     Source:
-        `docs/estimate.md`; held against recorded CPU steps of 65 models in ``tests/predict/test_dryrun.py`` and
+        `docs/estimate.md`; checked against recorded CPU steps of 65 models in ``tests/predict/test_dryrun.py`` and
         ``tests/simulation/test_transformers.py``.
 
     Example:
@@ -127,7 +127,7 @@ def estimate_memory_usage(
         )
         return estimate_by_formula(model)
     if sample_batch is None and loss_fn is None:
-        return estimate_by_formula(model)  # type: ignore[arg-type]  # says what is expected
+        return estimate_by_formula(model)  # type: ignore[arg-type]  # raises the error that states the expected type
     from memkit._simulation.simulation import Gpu, Host, TrainingStep, alone
 
     if loss_fn is None:
@@ -152,7 +152,7 @@ def estimate_memory_usage(
             raise _refusal("shard", shard, "None, or a Shard such as Shard('fsdp2', 8)")
         spread = partial(as_first_rank, shard)
     if gpu is not None:
-        capability_of(gpu)  # refuses cards whose operators are not known
+        capability_of(gpu)  # rejects GPUs whose operators are not known
     step = TrainingStep(model, sample_batch, loss_fn, optimizer, precision, accumulation_steps, selected_fraction)
     return MemoryEstimate.of(step.record(Host() if gpu is None else Gpu(gpu), spread=spread))
 

@@ -1,4 +1,4 @@
-"""`VirtualGPU`: the user's own code on a card that is not there."""
+"""`VirtualGPU`: run the user's own code on a simulated GPU."""
 
 from __future__ import annotations
 
@@ -35,40 +35,40 @@ from memkit.predict.gpus import GPU, capability_of, find_gpu
 
 
 class VirtualGPU(Uncopied):
-    """A context in which ``cuda`` is a card that is not there.
+    """A context in which ``cuda`` is a simulated GPU.
 
     Code inside builds models, moves them with ``.cuda()`` or ``.to("cuda")`` and runs training steps as it would on the
-    card: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the card have sizes but no data;
-    host tensors have data, but for floating point numbers of more than 1 MiB that are filled by PyTorch (the weights of
-    a new model). Memory is handed out by a model of PyTorch's allocator, and where the card would run out,
-    `torch.OutOfMemoryError` is raised at the same line with the same figures. Only what cuDNN's convolutions take
-    inside is not taken: see ``docs/virtual-gpu.md``.
+    GPU: the same operators, autocast, streams and `torch.cuda` queries. Tensors on the GPU have sizes but no data; host
+    tensors have data, except for floating point tensors of more than 1 MiB that PyTorch fills (the weights of a new
+    model). Memory comes from a model of PyTorch's allocator, and where the GPU would run out,
+    `torch.OutOfMemoryError` is raised at the same line with the same figures. Only the scratch memory inside cuDNN's
+    convolutions is left out: see ``docs/virtual-gpu.md``.
 
-    Where code reads a number from the card (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
-    counts them. Nothing that the block did to PyTorch remains; tensors on the card are useless after it. Modules built
-    outside that were moved inside have their data back afterwards.
+    Where code reads a number from the GPU (``loss.item()``), the answer is 1, or False for a truth value; `guesses`
+    counts these. The block leaves no change in PyTorch; tensors on the GPU are useless after it. Modules built outside
+    that were moved inside have their data back afterwards.
 
-    One at a time in a process: it changes what ``cuda`` means for all threads.
+    Only one can be active in a process: it changes the meaning of ``cuda`` for all threads.
 
     Args:
-        gpu: The name of a card as for `memkit.find_gpu`, or a `GPU`. ``"cuda"`` is the card of this machine.
+        gpu: A GPU name that `memkit.find_gpu` accepts, or a `GPU`. ``"cuda"`` is the GPU of this machine.
         selected_fraction: As for `memkit.estimate_memory_usage`.
-        allocator_settings: What ``PYTORCH_ALLOC_CONF`` would say, such as ``"expandable_segments:True"``, or an
+        allocator_settings: The value of ``PYTORCH_ALLOC_CONF``, such as ``"expandable_segments:True"``, or an
             `AllocatorSettings`.
-        torch: The version of PyTorch whose CUDA build is simulated, such as ``"2.6"``: where attention, cuBLAS's
-            workspaces, RMSNorm and the allocator's options differ, as ``docs/versions.md`` says. The operators
-            themselves are those of the installed version. None: the installed one.
-        cudnn: The version of cuDNN, such as ``"9.1"``. None: that of the wheel of this PyTorch.
+        torch: The version of PyTorch whose CUDA build is simulated, such as ``"2.6"``. Versions differ in attention,
+            cuBLAS's workspaces, RMSNorm and the allocator's options, as ``docs/versions.md`` says. The operators
+            themselves are those of the installed version. None: the installed version.
+        cudnn: The version of cuDNN, such as ``"9.1"``. None: the version that this PyTorch's wheel ships with.
 
     Raises:
-        InputError: No card has this name.
+        InputError: No GPU has this name.
         InputTypeError: ``gpu`` is neither text nor a `GPU`.
-        ConfigError: What operators take on this card is not known: it is not one of NVIDIA; ``allocator_settings``
-            holds an unknown option; ``selected_fraction`` is no share; or a version is none.
+        ConfigError: The GPU is not an NVIDIA GPU, so the memory of its operators is unknown; ``allocator_settings``
+            holds an unknown option; ``selected_fraction`` is not in (0, 1]; or a version is invalid.
 
     Attributes:
-        gpu: The card.
-        memory: What its tensors take: the allocator, the current stream.
+        gpu: The GPU.
+        memory: The memory of its tensors: the allocator, the current stream.
         guesses: How often each ``"operator at line"`` was answered without data.
 
     Memory cost:
@@ -144,38 +144,38 @@ class VirtualGPU(Uncopied):
 
     @property
     def device(self) -> torch.device:
-        """``cuda:0``, for code that is handed its device."""
+        """``cuda:0``, for code that takes its device as an argument."""
         return CARD
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes in tensors on the card and in its libraries' workspaces now."""
+        """Bytes now in tensors on the GPU and in library workspaces."""
         return self.memory.allocator.allocated_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Their largest number: what ``torch.cuda.max_memory_allocated`` would say."""
+        """Peak of `allocated_bytes`, as ``torch.cuda.max_memory_allocated`` would report it."""
         return self.memory.allocator.peak_allocated_bytes
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """What ``torch.cuda.max_memory_reserved`` would say."""
+        """Peak of the reserved bytes, as ``torch.cuda.max_memory_reserved`` would report it."""
         return self.memory.allocator.peak_reserved_bytes
 
     @property
     def timeline(self) -> NDArray[np.int64]:
-        """Allocated bytes after each block that was taken or given back, (num_events,)."""
+        """Allocated bytes after each allocation or free of a block, int64, shape ``(num_events,)``."""
         return np.asarray(self.memory.timeline, dtype=np.int64)
 
     def save_snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Write all that the allocator did so far as a CUDA memory snapshot, for viewers of real ones.
+        """Write everything the allocator has done so far as a CUDA memory snapshot, for the usual snapshot viewers.
 
         pytorch.org/memory_viz and ``python -m torch.cuda._memory_viz`` open it, and so does `read_memory_events`. Where
-        a real snapshot has a stack, it has the operator, the module and the user's line. It has no times: virtual work
-        takes none. Inside the block, ``torch.cuda.memory._dump_snapshot`` writes the same.
+        a real snapshot has a stack, it has the operator, the module and the user's line. It has no times, because
+        simulated work takes none. Inside the block, ``torch.cuda.memory._dump_snapshot`` writes the same.
 
         Args:
-            path: The file; one that exists is replaced as a whole.
+            path: The file; an existing file is replaced atomically.
 
         Raises:
             OSError: The file cannot be written.
@@ -194,20 +194,20 @@ class VirtualGPU(Uncopied):
         write_bytes(path, pickle.dumps(self.memory.snapshot(), protocol=4))
 
     def estimate(self) -> MemoryEstimate:
-        """Return what the card held at the peak, taken apart by category, module and line.
+        """Return the GPU's memory at the peak, broken down by category, module and line.
 
         Returns:
-            As of `memkit.estimate_memory_usage`, of everything so far.
+            The estimate, as from `memkit.estimate_memory_usage`, for everything run so far.
         """
         return MemoryEstimate.of(self.record())
 
     def record(self) -> Record:
-        """Return what was recorded so far: storages, from birth to death, and what the allocator says."""
+        """Return the record so far: storages from allocation to free, and the allocator's figures."""
         return self._watch.record()
 
 
 def _options_of(settings: AllocatorSettings | str) -> str:
-    """Settings with the names of the options that not all versions know, as far as they are set."""
+    """Names of the options that are set and that not every version knows; text settings are returned unchanged."""
     if not isinstance(settings, AllocatorSettings):
         return str(settings)
     is_set = {
@@ -219,7 +219,7 @@ def _options_of(settings: AllocatorSettings | str) -> str:
 
 @contextmanager
 def _noting_modules(recorder: Recorder) -> Iterator[None]:
-    """Know parameters and buffers from the moment when a module has them on the card, before any step uses them."""
+    """Label parameters and buffers as soon as a module has them on the GPU, before any step uses them."""
     apply = getattr(nn.Module, APPLY)
 
     @wraps(apply)

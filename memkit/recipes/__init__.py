@@ -1,4 +1,4 @@
-"""Whole loops, and what joins two packages: planned training, advice, validation, state to resume, densities."""
+"""Ready-made loops that combine packages: planned training, advice, validation, resumable state, densities."""
 
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from memkit.recipes.report import write_report as write_report
     from memkit.recipes.state.manager import TrainingStateManager as TrainingStateManager
     from memkit.recipes.validation import ValidationMonitor as ValidationMonitor
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # because of `__getattr__` a type checker would accept any name
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

@@ -1,6 +1,6 @@
-"""The demo: one training that dies inside a real memory limit, and finishes inside the same limit through memkit.
+"""The demo: a training that dies inside a real memory limit, and finishes inside the same limit through memkit.
 
-Three runs of `demo_worker`, each in a process of its own. This process only reads what they write: no torch here.
+Three runs of `demo_worker`, each in its own process. This process only reads their output and does not need torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Literal
 from memkit._core.units import MIB
 
 NUM_STEPS = 10
-LIMIT_BYTES = 100 * MIB  # a third of what the full batch takes
-TOLERANCE = 1e-5  # float32 sums in another order differ by about 1e-7
+LIMIT_BYTES = 100 * MIB  # a third of what the full batch needs
+TOLERANCE = 1e-5  # float32 sums in a different order differ by about 1e-7
 _PACKAGE = Path(__file__).parents[1]
-# glibc keeps freed blocks below its growing threshold in the heap, where they count as used. Fixed, each tensor of
-# 16 KiB or more is given back to the kernel when it is freed, so that the kernel's count is that of live tensors.
+# glibc keeps freed blocks below its growing threshold in the heap, where they count as used. With a fixed threshold,
+# each tensor of 16 KiB or more goes back to the kernel when it is freed, so the kernel counts only live tensors.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "16384"}
 
 RunName = Literal["plain_limited", "memkit", "plain_unlimited"]
@@ -37,17 +37,17 @@ _RUNS: tuple[tuple[RunName, str, int], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What one run came to.
+    """Outcome of one run.
 
     Attributes:
-        losses: Loss of each step that was done.
+        losses: Loss of each finished step.
         sizes: Rows of each micro-batch, per step.
-        num_ooms: Out-of-memory errors that were survived.
-        error: What ended the run early; None when it came to its end.
+        num_ooms: Out-of-memory errors survived.
+        error: The error that ended the run early; None if it finished.
         is_out_of_memory: Whether that was an out-of-memory error.
-        peak_bytes: Highest bytes in live tensors; None where the process died without a word.
-        seconds: Time of the steps; None likewise.
-        versions: Of what ran it: ``device``, ``python``, ``torch``.
+        peak_bytes: Peak bytes in live tensors; None if the process died without reporting.
+        seconds: Time of the steps; None in the same case.
+        versions: The environment it ran in: ``device``, ``python``, ``torch``.
     """
 
     losses: tuple[float, ...]
@@ -67,7 +67,7 @@ class DemoResult:
     Attributes:
         plain_limited: Full batch, inside the limit.
         memkit: Through memkit, inside the limit.
-        plain_unlimited: Full batch without a limit: what is right.
+        plain_unlimited: Full batch without a limit: the reference result.
     """
 
     plain_limited: DemoRun
@@ -84,7 +84,7 @@ class DemoResult:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the demo showed what it is to show."""
+        """Whether the demo showed what it is meant to show."""
         difference = self.max_loss_difference
         return self.plain_limited.is_out_of_memory and difference is not None and difference <= TOLERANCE
 
@@ -109,10 +109,10 @@ class DemoResult:
 
 
 def run_demo(on_step: Callable[[RunName, int], None]) -> DemoResult:
-    """Do the three runs, one after the other; about 30 seconds.
+    """Run the three runs, one after the other; about 30 seconds.
 
     Args:
-        on_step: Called with the run and the number of its steps that are done, first with 0.
+        on_step: Called with the run and its number of finished steps, first with 0.
     """
     runs: dict[RunName, DemoRun] = {}
     for name, kind, limit_bytes in _RUNS:
@@ -122,11 +122,11 @@ def run_demo(on_step: Callable[[RunName, int], None]) -> DemoResult:
 
 
 def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> DemoRun:
-    """Run one worker to its end, whatever that is.
+    """Run one worker until it ends, in whatever way.
 
     Args:
-        arguments: Of the Python interpreter.
-        on_step: Called with the number of steps that are done, first with 0.
+        arguments: Arguments of the Python interpreter.
+        on_step: Called with the number of finished steps, first with 0.
     """
     steps: list[dict[str, Any]] = []
     end: dict[str, Any] = {}
@@ -135,8 +135,8 @@ def run_worker(arguments: Sequence[str], on_step: Callable[[int], None]) -> Demo
         tempfile.TemporaryFile("w+") as stderr,
         subprocess.Popen(
             [sys.executable, *arguments],
-            cwd=_PACKAGE.parent,  # where -m finds memkit, installed or not
-            env=os.environ | _ENVIRONMENT,  # noqa: TID251 - handed on as it is
+            cwd=_PACKAGE.parent,  # so that -m finds memkit, installed or not
+            env=os.environ | _ENVIRONMENT,  # noqa: TID251 - passed on unchanged
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,

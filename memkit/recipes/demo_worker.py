@@ -1,7 +1,7 @@
 """One training run of the demo, in a process of its own because it may die.
 
-``python -m memkit.recipes.demo_worker plain|memkit NUM_STEPS LIMIT_BYTES`` (0: no limit) writes JSON to stdout, one
-line per step, and at the end, also of a run that fails, one line with what the run took.
+``python -m memkit.recipes.demo_worker plain|memkit NUM_STEPS LIMIT_BYTES`` (0: no limit) writes JSON to stdout: one
+line per step, and a final line with the resources used, even if the run fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from memkit._recovery.errors import describe_error, drop_frames
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _BATCH_ROWS = 64
-_LENGTH = 256  # characters of a row
+_LENGTH = 256  # characters per row
 _VOCABULARY = 128  # ASCII
 _WIDTH = 64
 _NUM_HEADS = 4
@@ -76,7 +76,7 @@ class _CharacterModel(nn.Module):
 
 
 def _loss(model: nn.Module, batch: _Batch) -> Loss:
-    """Return the sum over the real characters and their number: rows are of different lengths."""
+    """Return the sum over the real characters and their count: rows differ in length."""
     characters, following = batch
     loss_sum = F.cross_entropy(
         model(characters).flatten(0, 1), following.flatten(), ignore_index=_PADDING, reduction="sum"
@@ -119,10 +119,10 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
     device = resolve_device()
     if device.type != "cuda":
         device = torch.device("cpu")
-    torch.set_num_threads(1)  # threads take memory of their own, and wait for each other on a busy machine
+    torch.set_num_threads(1)  # threads use extra memory, and wait for each other on a busy machine
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # oneDNN can crash where it gets no memory
     for _ in _train(kind, _batches(1, 2, device), device):
-        pass  # warm-up: libraries and lazy imports take their memory before the limit is set
+        pass  # warm-up: libraries and lazy imports allocate before the limit is set
     if limit_bytes:
         limit_memory(device, limit_bytes)
     recorder = Recorder()
@@ -135,7 +135,7 @@ def _run(kind: str, num_steps: int, limit_bytes: int) -> None:
 
     def tell(error: Exception, is_out_of_memory: bool) -> None:  # noqa: FBT001 - as the kernel calls it
         summary.update(error=describe_error(error), is_out_of_memory=is_out_of_memory)
-        drop_frames(error)  # and its tensors: the summary needs some memory
+        drop_frames(error)  # and its tensors: writing the summary needs some memory
 
     try:
         with telling_errors(tell), recorder:

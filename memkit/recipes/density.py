@@ -51,41 +51,42 @@ _CONSISTENCIES: dict[str, Distance] = {"mse": F.mse_loss, "kl": _kl}
 
 
 class DensityInvariantTrainer(Uncopied, Closing):
-    """Trains on several densities of each scene at once, so that predictions do not depend on how dense a scan is.
+    """Trains on several densities of each scene at once, so that predictions do not depend on the scan density.
 
-    Each step thins out the scene by the cells of a grid: ``"half"`` keeps a random share of each cell, ``"single"`` one
-    point of each cell, chosen among those of ``"half"``; ``"dense"`` is the scene itself. All scenarios run through the
-    model, and their losses are
+    Each step thins out the scene by the cells of a grid: ``"half"`` keeps a random share of each cell, ``"single"``
+    keeps one point per cell, chosen among those of ``"half"``; ``"dense"`` is the scene itself. All scenarios run
+    through the model, and the loss is
 
     ``mean over scenarios of loss_fn(output, targets) + weight * mean over the sparser ones of
     consistency(their output, output of the densest at the same points)``
 
-    In an out-of-memory the wrapper runs fewer scenes at a time. One scene that does not fit needs ``mode="cached"``.
+    After an out-of-memory error the wrapper runs fewer scenes at a time. A scene too large on its own needs
+    ``mode="cached"``.
 
     Args:
         trainer_or_model: A `MemoryEfficientTrainingWrapper`, with its precision, clipping, schedule and recovery; or a
             module, with ``optimizer``. The model is called with a `PointBatch` and returns a tensor with one row per
-            point, (M, ...), or a pytree of them. Clouds must not see each other: it has to respect ``offsets``. A
-            wrapper has no ``split_fn``: what it splits is the list of scenes.
-        sampler: Draws the scenarios. Its `state_dict` makes a resumed training draw what the old one would have.
-        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim, or a `Loss`. A cloud without a
-            label adds nothing to the task loss: where all its integer targets are -100, or the `Loss` has a count of 0.
+            point, (M, ...), or a pytree of them. It must respect ``offsets``: clouds must not influence each other. A
+            wrapper must not have a ``split_fn``: it splits the list of scenes.
+        sampler: Draws the scenarios. Restore its `state_dict` to continue the same draws after a resume.
+        loss_fn: ``loss_fn(output, targets)`` returns the mean loss of one cloud, 0-dim, or a `Loss`. An unlabeled cloud
+            adds nothing to the task loss: one whose integer targets are all -100, or whose `Loss` has a count of 0.
         consistency: ``"mse"``; ``"kl"`` for logits in the last dimension, (M, C), in nats per point; or a function
-            ``(sparse_output, dense_output)`` of the same points that returns a 0-dim mean.
-        weight: Of the consistency loss.
+            ``(sparse_output, dense_output)`` on the same points that returns a 0-dim mean.
+        weight: Weight of the consistency loss.
         scenarios: Two or three of ``"dense"``, ``"half"``, ``"single"``.
-        mode: ``"joint"``: one batched forward of all scenarios, the exact gradient of all. ``"cached"``: the same
-            gradient, one scenario at a time, whose activations are computed once more in the backward (GradCache).
-            ``"stopgrad"``: the densest scenario is a teacher, which runs without gradient and without a task loss.
-        optimizer: For a plain module.
+        mode: ``"joint"``: one batched forward of all scenarios, with the exact gradient of all. ``"cached"``: the same
+            gradient, one scenario at a time, recomputing its activations in the backward (GradCache). ``"stopgrad"``:
+            the densest scenario is a teacher, which runs without gradient and without a task loss.
+        optimizer: Required for a plain module.
         grid_size: Side of a cell in the unit of the coordinates, see `GridIndex.from_coords`.
-        memory: Measures the phases. None makes one for the model's device.
+        memory: Measures the phases. None creates one for the model's device.
 
     Raises:
-        ConfigError: A setting is wrong, or two do not go together.
+        ConfigError: A setting is invalid, or two settings conflict.
 
-    Memory cost: ``"joint"`` the activations of all scenarios; ``"cached"`` those of the largest, and all outputs;
-    ``"stopgrad"`` those of the sparser ones. Time cost: ``"cached"`` one more forward. (``docs/density.md``.)
+    Memory cost: ``"joint"``: the activations of all scenarios; ``"cached"``: those of the largest one, and all outputs;
+    ``"stopgrad"``: those of the sparser ones. Time cost: ``"cached"`` adds one forward. (``docs/density.md``.)
 
     Source: the scenarios are those of density-invariant training in CompressedSceneSplat; the cached gradient is
     Gao et al. 2021 (GradCache).
@@ -136,7 +137,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         self._sampler, self._grid_size, self._weight = sampler, grid_size, weight
         self._loss_fn = loss_fn
         self._compare = consistency if callable(consistency) else _CONSISTENCIES[consistency]
-        self._cleanup = contextlib.ExitStack()  # of what is made here
+        self._cleanup = contextlib.ExitStack()  # closes only what is created here
         if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
             if optimizer is not None:
                 _refuse("optimizer", type(optimizer).__name__, "none beside a wrapper, which has its own")
@@ -151,15 +152,15 @@ class DensityInvariantTrainer(Uncopied, Closing):
         self._watch = StateWatch(self._model)
 
     def train_step(self, scenes: PointScene | Sequence[PointScene]) -> DensityStep:
-        """Run one optimiser step on one scene or several; each scene weighs the same.
+        """Run one optimizer step on one or more scenes, all weighted equally.
 
         Args:
-            scenes: Where there are several, the wrapper's ``accumulation_steps`` and its recovery split them.
+            scenes: Several scenes are split by the wrapper's ``accumulation_steps`` and its recovery.
 
         Raises:
-            InputError: A scene has no points, its tensors are not equally long, or the model or a loss returns
-                something else than it should.
-            ConfigError: ``mode="cached"`` and a BatchNorm in training mode, which would see each scenario alone.
+            InputError: A scene has no points, its tensors differ in length, or the model or a loss returns an invalid
+                value.
+            ConfigError: ``mode="cached"`` with a BatchNorm in training mode, which would see each scenario alone.
             MemkitOutOfMemoryError: One scene does not fit.
         """
         scenes = [scenes] if isinstance(scenes, PointScene) else list(scenes)
@@ -172,9 +173,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
             for attempt in self._trainer.microbatches(torch.arange(len(scenes))):
                 with attempt as numbers:
                     chosen = [each for each in clouds if each.number in set(numbers.tolist())]
-                    if isinstance(
-                        attempt, CheckAttempt
-                    ):  # of the split: neither its losses nor its time are the step's
+                    if isinstance(attempt, CheckAttempt):  # the split check: its losses and its time are not the step's
                         self._run(chosen, Clock(self._memory))
                     else:
                         losses |= self._run(chosen, clock)
@@ -192,11 +191,11 @@ class DensityInvariantTrainer(Uncopied, Closing):
         )
 
     def close(self) -> None:
-        """Close the wrapper and the manager that were made here; what was given stays open."""
+        """Close the wrapper and the manager that were created here; objects passed in stay open."""
         self._cleanup.close()
 
     def _draw(self, number: int, scene: PointScene) -> Iterator[ScenarioCloud]:
-        """Draw the scenarios of a scene, each within the one before."""
+        """Draw the scenarios of a scene, each a subset of the one before."""
         index = self._sampler.index(scene.coords, self._grid_size, key=scene.key)
         rows: Tensor | None = None
         half: GridSample | None = None
@@ -239,7 +238,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         return {number: each.detached() for number, each in losses.items()}
 
     def _task(self, cloud: ScenarioCloud, output: Any, target: Tensor) -> Tensor | None:
-        """The task loss of a cloud; None where none of its points has a label."""
+        """The task loss of a cloud; None if none of its points has a label."""
         loss = self._loss_fn(output, target)
         if isinstance(loss, Loss):
             return loss.average() if bool(loss.weight) else None
@@ -252,7 +251,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         return self._mode == "stopgrad" and self._is_densest(cloud)
 
     def _groups(self, clouds: list[ScenarioCloud]) -> list[list[ScenarioCloud]]:
-        """Clouds that run through the model together."""
+        """Group the clouds that run through the model together."""
         if self._mode == "joint":
             return [clouds]
         if self._mode == "cached":
@@ -267,7 +266,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
         )
 
     def _forward(self, clouds: list[ScenarioCloud], batch: PointBatch) -> Iterator[Any]:
-        """Run the model; yield each cloud's part of the output, as views that live as long as the step."""
+        """Run the model and yield each cloud's part of the output, as views that live as long as the step."""
         if self._mode == "cached":
             output = run_again_in_backward(self._model, batch, self._watch)
         else:

@@ -1,4 +1,4 @@
-"""What the density-invariant trainer takes and gives: scenes, the batch that a model sees, and figures of a step."""
+"""Data types of the density-invariant trainer: scenes, the model's batch, and the figures of a step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _IGNORED = -100  # torch's ignore_index
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PointScene:
-    """The points of one scene, and what is to be learned about them. The tensors may lie on the host.
+    """The points of one scene, with features and targets. The tensors may be on the host.
 
     Attributes:
         coords: (N, A), positions.
-        features: (N, F), what the model sees of each point.
-        targets: (N, ...), what ``loss_fn`` compares with.
-        key: The scene's name, so that its grid is found once: see `GridAwareSampler.index`.
+        features: (N, F), the model's input for each point.
+        targets: (N, ...), the targets of ``loss_fn``.
+        key: The scene's name, so that its grid is computed only once: see `GridAwareSampler.index`.
 
     Example:
         >>> import torch, memkit as mk
@@ -45,12 +45,12 @@ class PointScene:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class PointBatch:
-    """What the model is called with: the points of one cloud or several, one after another.
+    """The model's input: the points of one or more clouds, concatenated.
 
     Attributes:
         coords: (M, A), positions.
         features: (M, F).
-        offsets: (B,) int64, where the points of each cloud end; the last is M.
+        offsets: (B,) int64, the end of each cloud's points; the last is M.
 
     Example:
         >>> import torch, memkit as mk
@@ -66,11 +66,11 @@ class PointBatch:
 
 
 class PhaseFigures(NamedTuple):
-    """What one phase of a step took.
+    """Time and peak memory of one phase of a step.
 
     Attributes:
-        seconds: By the host's clock; an accelerator may still work when a phase is over.
-        peak_bytes: Largest allocated bytes in it; None where `MemoryManager` does not know them.
+        seconds: By the host's clock; an accelerator may still be working when a phase ends.
+        peak_bytes: Peak allocated bytes in the phase; None if `MemoryManager` does not know them.
     """
 
     seconds: float
@@ -80,15 +80,15 @@ class PhaseFigures(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class DensityStep:
-    """What a step did. Its tensors are 0-dim, detached, and keep nothing else alive.
+    """Result of a step. Its tensors are 0-dim and detached, and keep nothing else alive.
 
     Attributes:
-        loss: What was minimised: mean task loss + weight * mean consistency loss.
-        task: The task loss of each scenario that was trained on, mean over the scenes with a label in it; NaN where
-            there is none, which `loss` leaves out.
-        consistency: The distance of each sparser scenario to the densest, mean over the scenes.
-        num_points: Points of each scenario, of all scenes.
-        stepped: Whether the optimiser really stepped.
+        loss: The minimized loss: mean task loss + weight * mean consistency loss.
+        task: The task loss of each scenario that was trained on, averaged over the scenes with a label in it; NaN if
+            there is none, in which case `loss` leaves it out.
+        consistency: The distance of each sparser scenario to the densest, averaged over the scenes.
+        num_points: Points of each scenario, summed over the scenes.
+        stepped: Whether the optimizer really stepped.
         seconds: The whole step, by the host's clock.
         phases: ``"sampling"``, ``"data"`` (gathering points, moving them to the device), ``"forward"`` (with the task
             losses), ``"consistency"``, ``"backward"``, ``"optimizer"``.
@@ -103,7 +103,7 @@ class DensityStep:
     phases: dict[str, PhaseFigures]
 
     def line(self) -> str:
-        """Return one line for people: the seconds, and each phase's share of them."""
+        """Return a readable line: the seconds, and each phase's share of them."""
         shares = (f"{name} {figures.seconds / self.seconds:.1%}" for name, figures in self.phases.items())
         return f"{self.seconds:.3f} s: {', '.join(shares)}"
 
@@ -112,10 +112,10 @@ class ScenarioCloud(NamedTuple):
     """One scenario of one scene.
 
     Attributes:
-        number: The scene's place in the step.
+        number: The scene's index in the step.
         scene: The scene.
         scenario: The scenario.
-        rows: (K,) int64, the points that it keeps, ascending; None where it keeps all.
+        rows: (K,) int64, the points it keeps, ascending; None if it keeps all.
     """
 
     number: int
@@ -125,21 +125,21 @@ class ScenarioCloud(NamedTuple):
 
     @property
     def place(self) -> tuple[int, Scenario]:
-        """Which scenario of which scene it is."""
+        """Scene index and scenario, as a key."""
         return self.number, self.scenario
 
     @property
     def num_points(self) -> int:
-        """Points that it keeps."""
+        """Number of points it keeps."""
         return len(self.scene.coords if self.rows is None else self.rows)
 
     def take(self, values: Tensor, device: torch.device) -> Tensor:
-        """Take its rows of one of the scene's tensors to the device."""
+        """Select its rows of one of the scene's tensors and move them to the device."""
         chosen = values if self.rows is None else values.index_select(0, self.rows.to(values.device))
         return chosen.to(device, non_blocking=True)
 
     def is_unlabeled(self) -> bool:
-        """Whether none of its points has a label: all its classes are torch's ``ignore_index``."""
+        """Whether none of its points has a label: all targets are torch's ``ignore_index``."""
         targets = self.scene.targets
         if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
             return False
@@ -147,8 +147,8 @@ class ScenarioCloud(NamedTuple):
         return bool((chosen == _IGNORED).all())
 
     def within(self, denser: ScenarioCloud) -> Tensor:
-        """Rows of these points in a denser cloud of the scene."""
-        rows = cast("Tensor", self.rows)  # only the densest cloud may have all
+        """Rows of these points within a denser cloud of the same scene."""
+        rows = cast("Tensor", self.rows)  # only the densest cloud may keep all points
         return rows if denser.rows is None else torch.searchsorted(denser.rows, rows)
 
 
@@ -157,7 +157,7 @@ class SceneLosses:
     """The losses of one scene.
 
     Attributes:
-        task: The task loss of each scenario that is trained on; None where no point has a label.
+        task: The task loss of each scenario that is trained on; None if no point has a label.
         consistency: The distance of each sparser scenario to the densest.
     """
 
@@ -165,7 +165,7 @@ class SceneLosses:
     consistency: dict[Scenario, Tensor]
 
     def total(self, weight: float) -> Tensor:
-        """What is minimised."""
+        """The loss to minimize."""
         distance = weight * torch.stack(list(self.consistency.values())).mean()
         tasks = [loss for loss in self.task.values() if loss is not None]
         return torch.stack(tasks).mean() + distance if tasks else distance
@@ -190,7 +190,7 @@ def mean_losses(scenes: Sequence[SceneLosses]) -> SceneLosses:
 
 
 class Clock:
-    """Figures of one step's phases; a phase that comes several times adds up."""
+    """Records time and peak memory of a step's phases; repeated phases add up."""
 
     def __init__(self, memory: MemoryManager) -> None:
         self._memory = memory
@@ -198,7 +198,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A context that measures its block."""
+        """Measure the block as a phase."""
         phase = self._memory.phase(name)
         try:
             with phase:

@@ -1,4 +1,4 @@
-"""create_enhanced_train_loop: validation, early stopping, memory care and resume for a loop that nobody changes."""
+"""create_enhanced_train_loop: adds validation, early stopping, memory care and resume to an unmodified loop."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from memkit.train.models import device_of, eval_mode
 
 _LOGGER = logging.getLogger("memkit")
 _CALL = "create_enhanced_train_loop(...)"
-_OWN_NAMES = ("enhanced", "counters", "early_stopping", "metric")  # in a state, beside the loop's parts
+_OWN_NAMES = ("enhanced", "counters", "early_stopping", "metric")  # in a state, besides the loop's parts
 
 
 class _Ended(BaseException):
-    """Leaves a foreign loop between two steps; no ``except Exception`` in it holds it up."""
+    """Leaves a foreign loop between two steps; no ``except Exception`` inside it can stop this."""
 
 
 @final
 class EnhancedTrainLoop:
-    """A training loop with more after each step; see `create_enhanced_train_loop`, which makes it.
+    """A training loop with extra work after each step; created by `create_enhanced_train_loop`.
 
     Attributes:
-        num_steps: Steps of this loop, resumed ones included.
-        figures: The figures of the last validation; None before there is one.
+        num_steps: Steps of this loop, including resumed ones.
+        figures: The figures of the last validation; None before the first one.
         memory: The `MemoryManager` that watches the device.
     """
 
@@ -69,19 +69,20 @@ class EnhancedTrainLoop:
             self._objects["early_stopping"] = monitor
         self._stop = stop
         self._saved_at = self._validated_at = 0  # steps
-        self._draws = random_state.capture()  # every validation draws the same noise: its figures can be compared
+        self._draws = random_state.capture()  # every validation draws the same noise, so its figures can be compared
         self.memory = memory
         self.num_steps = 0
         self.figures: dict[str, Any] | None = None
 
     def run_loop(self) -> EndedBy:
-        """Run the loop, from where its state was saved; afterwards it is as unmodified as before.
+        """Run the loop from its saved state, if any; the loop object is unmodified again afterwards.
 
         Returns:
             Why it ended: ``"epochs"`` (by itself), ``"early stopping"`` or ``"SIGTERM"``.
 
         Raises:
-            InputTypeError: Before the first step: ``val_dataloader`` gives batches that a diffusion cannot validate on.
+            InputTypeError: Before the first step: ``val_dataloader`` yields batches that a diffusion loop cannot
+                validate on.
         """
         if self._state is not None:
             self._state.restore(**self._objects)
@@ -92,12 +93,12 @@ class EnhancedTrainLoop:
             result = None
             with self._stop, self._hooked(), contextlib.suppress(_Ended):
                 result = self._run()
-            # Our own loop takes the signals itself while it runs.
+            # Our own loop handles the signals itself while it runs.
             ended_by = result.ended_by if isinstance(result, LoopResult) else self._must_end()
             is_early = ended_by is not None
         self._save_once()
         if is_early and callable(getattr(self._base, "save", None)):
-            self._base.save()  # as it would have at its own end
+            self._base.save()  # as the loop would have done at its own end
         return ended_by or "epochs"
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +112,7 @@ class EnhancedTrainLoop:
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Put the hook on this one object, not on its class."""
+        """Hook this one object, not its class."""
         run_step = self._base.run_step
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -136,7 +137,7 @@ class EnhancedTrainLoop:
         if self.num_steps % self._interval == 0:
             try:
                 self._validate()
-            finally:  # what fails must not cost the training its state
+            finally:  # a failing validation must not cost the run its state
                 self._save_once()
         if self._must_end() is not None:
             raise _Ended
@@ -197,29 +198,28 @@ def create_enhanced_train_loop(
 ) -> EnhancedTrainLoop:
     """Add validation, early stopping, memory care and resume to a training loop, without changing its code.
 
-    While `run_loop` runs, the object's own ``run_step`` is followed by memkit's part; afterwards it is as it was. The
-    loop ends early between two steps, and its own ``save()`` is called then, if it has one.
+    While `run_loop` runs, memkit's work follows each call of the object's own ``run_step``; afterwards the object is
+    unmodified again. An early end happens between two steps and calls the loop's own ``save()``, if it has one.
 
     Args:
         base_train_loop: An object with ``run_step`` and ``run_loop``, such as the ``TrainLoop`` of improved-diffusion,
             guided-diffusion and consistency_models; a `MemoryEfficientTrainLoop`; or a function ``step(batch)``.
         val_dataloader: Batches to validate on.
-        enable_validation: False: none, whatever else is given.
+        enable_validation: False turns validation off, whatever else is passed.
         val_interval: Steps between two validations, and between two saves.
-        memory_fraction: Share of the device that the process is meant to stay within, or a size such as ``"20GiB"``.
-            After a validation that found more in use, what nobody uses is given back, with a warning in the log. It is
-            no limit.
+        memory_fraction: Share of the device that the process should stay within, or a size such as ``"20GiB"``. If a
+            validation finds more in use, unused memory is released and a warning is logged. It is not a hard limit.
         val_fn: ``val_fn(model, batch)`` returns figures by name, one row for each row of the batch. None: a diffusion
             loop's own losses, with the same noise each time; the ``loss_fn`` of a `MemoryEfficientTrainLoop`.
-        reducers: As for `MemoryEfficientTrainLoop`; None: those that such a loop has.
-        num_val_batches: How many batches a validation takes; for a ``val_dataloader`` that never ends.
+        reducers: As for `MemoryEfficientTrainLoop`; None: the reducers of that loop, if it is the base loop.
+        num_val_batches: Number of batches per validation; for a ``val_dataloader`` that never ends.
         monitor: Early stopping.
-        state: A `TrainingStateManager`. Saved are the loop's ``model``, ``opt``, averages, master weights, counters,
-            and its ``data`` where that has a ``state_dict``; a generator as data begins anew. With a monitor, a state
-            that was validated has its figure as the metric.
-        objects: More to save, by names that the loop's parts do not have, each with ``state_dict`` and
-            ``load_state_dict``; for a step function at least the optimiser.
-        model: Of a step function; others have ``model``.
+        state: A `TrainingStateManager`. It saves the loop's ``model``, ``opt``, averages, master weights, counters, and
+            its ``data`` if that has a ``state_dict``; a generator as data starts over. With a monitor, a state that was
+            validated has the monitor's figure as its metric.
+        objects: More objects to save, under names that the loop's parts do not use, each with ``state_dict`` and
+            ``load_state_dict``; for a step function at least the optimizer.
+        model: The model of a step function; other loops have ``model``.
         data: Batches for a step function.
         num_epochs: Passes over the data, for a step function and a `MemoryEfficientTrainLoop`.
 
@@ -227,10 +227,10 @@ def create_enhanced_train_loop(
         A loop with ``run_loop()``.
 
     Raises:
-        InputTypeError: An object that has no ``run_step``, or none that can be set on it.
-        ConfigError: Something is missing, or does not go together.
+        InputTypeError: The object has no ``run_step``, or its ``run_step`` cannot be replaced.
+        ConfigError: Something is missing, or two settings conflict.
 
-    Memory cost: none beyond the loop's; a validation that runs out of memory is cut, as in
+    Memory cost: none beyond the loop's; a validation that runs out of memory is split, as in
     `MemoryEfficientTrainingWrapper.evaluation`.
 
     Example:
@@ -252,7 +252,7 @@ def create_enhanced_train_loop(
     check.whole("val_interval", val_interval, 1)
     if isinstance(memory_fraction, str):
         budget: int | float = parse_bytes(memory_fraction, name="memory_fraction")
-    else:  # a number is a share, 1 too
+    else:  # a number is a share, even 1
         budget = check.number("memory_fraction", memory_fraction, 0, 1)
     if not budget:
         raise check.refuse("memory_fraction", memory_fraction, "a share or a size above zero")
@@ -297,13 +297,13 @@ def create_enhanced_train_loop(
 
 
 def _as_loop(base: Any, data: Iterable[Any] | None, num_epochs: int) -> tuple[Any, Callable[[], Any]]:
-    """Return an object with a per-step method that can be hooked, and what runs it."""
+    """Return an object whose ``run_step`` can be hooked, and the function that runs its loop."""
     if isinstance(base, MemoryEfficientTrainLoop):
         return base, lambda: base.run(num_epochs)
     if callable(getattr(base, "run_step", None)) and callable(getattr(base, "run_loop", None)):
         try:
             vars(base)
-        except TypeError:  # __slots__: nothing can be put on the object alone
+        except TypeError:  # __slots__: no attribute can be set on the object alone
             _refuse_base(base, "an object whose run_step can be set on it alone")
         return base, base.run_loop
     if not callable(base) or isinstance(base, nn.Module | type):
@@ -337,7 +337,7 @@ def _check_batches(loader: Iterable[Any], num_batches: int | None) -> None:
 
 
 class _Batches:
-    """The batches of each validation: the loader's first ones, or an iterator's next ones."""
+    """The batches of each validation: the loader's first ones, or the next ones of an iterator."""
 
     def __init__(self, loader: Iterable[Any], num_batches: int | None) -> None:
         self._loader, self._num_batches = loader, num_batches
@@ -347,7 +347,7 @@ class _Batches:
         return itertools.islice(self._loader, self._num_batches)
 
     def look(self, check: Callable[[Any], Any]) -> None:
-        """Look at a batch now, not at the first validation, hours later; an iterator gives it again."""
+        """Check a batch now rather than at the first validation, hours later; an iterator yields it again."""
         with random_state.preserved():
             batches = iter(self._loader)
             for first in itertools.islice(batches, 1):

@@ -1,4 +1,4 @@
-"""Training loops that memkit did not write: what they count and keep beside the model, and how they validate."""
+"""Training loops that memkit did not write: the state they keep besides the model, and how to validate them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memkit.recipes.position import Position
 from memkit.train.models import unwrap_model
 
 _VERSION = 1
-# The names that improved-diffusion, guided-diffusion and consistency_models give to what changes while they train.
+# The names that improved-diffusion, guided-diffusion and consistency_models give to values that change in training.
 _NUMBERS = ("step", "global_step", "lg_loss_scale")
 _TENSORS = ("master_params", "ema_params", "target_model_master_params")
 _STATEFUL = (
@@ -31,15 +31,15 @@ _STATEFUL = (
 
 
 class FunctionLoop:
-    """A loop around a step function, in the form of the others.
+    """A loop around a step function, with the same interface as the other loops.
 
     Args:
         step: ``step(batch)``.
-        data: Batches; iterated once an epoch.
-        num_epochs: How often.
+        data: Batches; iterated once per epoch.
+        num_epochs: Number of epochs.
 
     Attributes:
-        position: The place in the data.
+        position: The position in the data.
     """
 
     def __init__(self, step: Callable[[Any], Any], data: Iterable[Any], num_epochs: int) -> None:
@@ -53,7 +53,7 @@ class FunctionLoop:
         return result
 
     def run_loop(self) -> None:
-        """Run all epochs that are left."""
+        """Run all remaining epochs."""
         while self.position.epoch < self._num_epochs:
             for batch in self.position.batches():
                 self.run_step(batch)
@@ -61,10 +61,10 @@ class FunctionLoop:
 
 
 class Counters:
-    """The numbers and tensors of a foreign loop that change while it trains, as one object with a state.
+    """The numbers and tensors of a foreign loop that change during training, as one object with a state.
 
-    Some loops count a step in ``run_step``, others after it. A state is taken right after ``run_step``, and has to hold
-    the number that the loop begins the next one with; `note_begin` and `note_end` find out which it is.
+    Some loops count a step in ``run_step``, others after it. A state is captured right after ``run_step`` and must hold
+    the number with which the loop begins the next step; `note_begin` and `note_end` find out which kind of loop it is.
 
     Args:
         loop: The loop.
@@ -74,16 +74,16 @@ class Counters:
         self._loop = loop
         self._at_begin = self._at_end = getattr(loop, "step", None)
         self._is_open = False
-        self._counts_outside: bool | None = None  # not known before the first step
+        self._counts_outside: bool | None = None  # unknown before the first step
 
     def note_begin(self) -> None:
-        """Call right before ``run_step``."""
+        """Call this right before ``run_step``."""
         self._at_begin = getattr(self._loop, "step", None)
         if self._is_open:
             self._counts_outside = self._at_begin != self._at_end
 
     def note_end(self) -> None:
-        """Call right after ``run_step``."""
+        """Call this right after ``run_step``."""
         self._at_end = getattr(self._loop, "step", None)
         if self._counts_outside is None:
             self._counts_outside = self._at_end == self._at_begin
@@ -98,14 +98,14 @@ class Counters:
             if name in vars(each)
         }
         if self._counts_outside and "step" in numbers and numbers["step"] == self._at_end:
-            numbers["step"] += 1  # as the loop is about to do
+            numbers["step"] += 1  # as the loop is about to do itself
         return {"version": _VERSION, "numbers": numbers, "tensors": self._tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the numbers back, and the values into the tensors that are there.
+        """Restore the numbers, and copy the values into the existing tensors.
 
         Raises:
-            FileFormatError: Another version, or the state of a loop with other tensors.
+            FileFormatError: The state is of another version, or of a loop with other tensors.
         """
         tensors = self._tensors()
         found = (state.get("version"), [tuple(each.shape) for each in state.get("tensors", ())])
@@ -130,7 +130,7 @@ class Counters:
         return [("", self._loop)] + ([("mp_trainer.", inner)] if inner is not None else [])
 
     def _tensors(self) -> list[Tensor]:
-        """Return the tensors beside the models: averages, and master weights where they are not the model's own."""
+        """Return the tensors besides the models: averages, and master weights unless they are the model's own."""
         models = [each for each in vars(self._loop).values() if isinstance(each, nn.Module)]
         seen = {id(parameter) for model in models for parameter in model.parameters()}
         found: list[Tensor] = []
@@ -150,7 +150,7 @@ def _describe(shapes: list[tuple[int, ...]]) -> str:
 
 
 def stateful_parts(loop: object) -> dict[str, Any]:
-    """Return the parts of a loop that have a state, by the names that the loop gives them."""
+    """Return the parts of a loop that have a state, under the names that the loop gives them."""
     parts = {name: getattr(loop, name, None) for name in _STATEFUL}
     return {
         name: part for name, part in parts.items() if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
@@ -158,7 +158,7 @@ def stateful_parts(loop: object) -> dict[str, Any]:
 
 
 def diffusion_losses(loop: Any) -> Callable[[nn.Module, Any], dict[str, Tensor]] | None:
-    """Return the validation of a diffusion loop, by its own losses and weights; None where it is no such loop."""
+    """Return a validation function from a diffusion loop's own losses and weights; None for other loops."""
     if not (hasattr(loop, "diffusion") and hasattr(loop, "schedule_sampler")):
         return None
 
@@ -172,12 +172,12 @@ def diffusion_losses(loop: Any) -> Callable[[nn.Module, Any], dict[str, Tensor]]
 
 
 def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[str, Any]]:
-    """Take a diffusion loop's batch apart: images, and what its model is given besides, by name.
+    """Split a diffusion loop's batch into images and the other model inputs, by name.
 
-    A condition that is a tensor goes to the one argument that the model's forward has beside images and times.
+    A condition that is a tensor goes to the only argument that the model's forward has besides images and timesteps.
 
     Raises:
-        InputTypeError: The batch is no such pair, or the condition may be one of several arguments.
+        InputTypeError: The batch is not such a pair, or more than one argument could take the condition.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         images, condition = batch
@@ -200,6 +200,6 @@ def images_and_condition(model: nn.Module, batch: Any) -> tuple[Tensor, Mapping[
 
 
 def _condition_names(model: nn.Module) -> list[str]:
-    """The arguments of a diffusion's model beside images and times."""
+    """The arguments of a diffusion model besides images and timesteps."""
     arguments = list(inspect.signature(unwrap_model(model).forward).parameters.values())[2:]
     return [each.name for each in arguments if each.kind not in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]

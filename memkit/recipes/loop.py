@@ -1,4 +1,4 @@
-"""The training loop that is written again and again: batches, steps, validation, saves, and a line now and then."""
+"""A ready-made training loop: batches, steps, validation, checkpoints and periodic reports."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class StateStore(Protocol):
     """Keeps the state of objects, such as `memkit.TrainingStateManager`."""
 
     def save(self, step: int, /, **objects: Any) -> None:
-        """Save the state of all objects, and the random state; ``metric`` is the monitor's figure of that very step."""
+        """Save the state of all objects and the random state; ``metric`` is the monitor's figure at that step."""
 
     def restore(self, **objects: Any) -> int | None:
-        """Put the newest state back; None where there is none."""
+        """Restore the newest state; return None if there is none."""
 
 
 class Writer(Protocol):
-    """Takes figures, such as `torch.utils.tensorboard.SummaryWriter`."""
+    """Logs scalars, such as `torch.utils.tensorboard.SummaryWriter`."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Take one figure of one step."""
+        """Log one value for one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class LoopResult:
 
     Attributes:
         ended_by: ``"epochs"``, ``"early stopping"`` or ``"SIGTERM"``.
-        num_epochs: Epochs that are done, earlier runs that were resumed included.
-        num_steps: Steps, likewise; a step that mixed precision skipped counts.
+        num_epochs: Epochs finished so far, including those of earlier runs that were resumed.
+        num_steps: Steps so far, counted the same way; a step skipped by mixed precision counts.
         num_skipped: Steps of this run that the loss scaler skipped.
-        validation: The figures of the last validation of this run; None where there was none.
+        validation: The figures of the last validation of this run; None if there was none.
 
     Example:
         >>> import memkit as mk
@@ -72,39 +72,39 @@ class LoopResult:
 
 @final
 class MemoryEfficientTrainLoop:
-    """Trains with `MemoryEfficientTrainingWrapper`: each batch of the loader is one step, however small its parts.
+    """Trains with `MemoryEfficientTrainingWrapper`: one step per batch of the loader, whatever the micro-batch size.
 
-    A SIGTERM ends the run after the step that is under way, with a save. A run with ``state`` goes on where the last
-    one ended, in the middle of an epoch too, bit by bit as if it had not ended. The validation does not change the
-    training: it restores modes and random state.
+    A SIGTERM ends the run after the current step, and the state is saved. A run with ``state`` resumes where the last
+    one ended, even in the middle of an epoch, and is bit-for-bit the run without the interruption. Validation does not
+    affect training: modes and the random state are restored.
 
-    Memory cost: none beyond the step's; a validation keeps figures, not outputs. Time cost: ``docs/loops.md``.
+    Memory cost: none beyond the step's; a validation keeps figures, not outputs. Time cost: see ``docs/loops.md``.
 
     Args:
-        trainer: The step. Its scheduler is stepped after real optimiser steps only.
-        train_loader: The batches of an epoch. The last, smaller one weighs what it holds.
+        trainer: Runs the steps. Its scheduler is stepped only after real optimizer steps.
+        train_loader: The batches of an epoch. The loss of a smaller last batch is the mean over the rows it has.
         loss_fn: ``loss_fn(model, micro_batch)``, as for `MemoryEfficientTrainingWrapper.train_step`.
         val_loader: Batches to validate on.
         val_fn: ``val_fn(model, batch)`` returns a mapping of figures, one row for each row of the batch:
             ``{"loss": losses, "accuracy": (scores, targets)}``. None: the mean of ``loss_fn`` as ``"loss"``.
-        reducers: What makes a figure of those rows, by name; `Mean` where none is given.
+        reducers: Reducer for each figure, by name; `Mean` for a figure without one.
         validate_every: Steps; None validates at the end of each epoch.
-        monitor: Early stopping, by its ``metric``.
-        state: A `TrainingStateManager`, or what has its ``save`` and ``restore``. Model, optimisers, wrapper,
-            scheduler, average, monitor, and the place in the data are saved.
-        save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. A state of a step that
-            was validated has the monitor's figure as its metric; where both fall due the validation comes first, and
-            one that fails costs no state.
-        report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of
-            the logger ``"memkit"``, and the same figures for ``writer``. Only a report waits for the device.
-        writer: A TensorBoard ``SummaryWriter``, or what has its ``add_scalar``.
-        progress: Show a bar where tqdm is installed; without it there are the lines.
+        monitor: Early stopping on its ``metric``.
+        state: A `TrainingStateManager`, or any object with the same ``save`` and ``restore``. Saves the model,
+            optimizers, wrapper, scheduler, weight average, monitor, and the position in the data.
+        save_every: Steps; None saves at the end of each epoch. The end of a run is always saved. If the step was
+            validated, the state's metric is the monitor's figure; when both are due, validation runs first, and a
+            failing validation does not lose the state.
+        report_every: Steps between two reports: a line with loss, learning rate, times and memory, at level INFO of the
+            logger ``"memkit"``, and the same figures for ``writer``. Only a report synchronizes with the device.
+        writer: A TensorBoard ``SummaryWriter``, or any object with the same ``add_scalar``.
+        progress: Show a progress bar if tqdm is installed; otherwise only the log lines.
 
     Attributes:
         num_steps: Steps so far.
 
     Raises:
-        ConfigError: A setting is wrong, or two do not go together.
+        ConfigError: A setting is invalid, or two settings conflict.
 
     Example:
         >>> import torch, memkit as mk
@@ -176,11 +176,11 @@ class MemoryEfficientTrainLoop:
         self._last: StepResult | None = None
 
     def run(self, num_epochs: int = 1) -> LoopResult:
-        """Train until so many epochs are done, those of the run that is resumed included.
+        """Train until ``num_epochs`` epochs are done, including those of a resumed run.
 
         Raises:
             MemkitOutOfMemoryError: Not even one row fits.
-            InputError: An epoch had no batch.
+            InputError: An epoch had no batches.
         """
         self._num_skipped, self._figures = 0, None
         if self._state is not None:
@@ -200,7 +200,7 @@ class MemoryEfficientTrainLoop:
         )
 
     def run_step(self, batch: Any) -> StepResult:
-        """Train on one batch, which may lie on the host."""
+        """Train on one batch, which may be on the host."""
         with self._timeline.phase("transfer"):
             batch = to_device(batch, self._device)
         with self._timeline.phase("step"):
@@ -216,7 +216,7 @@ class MemoryEfficientTrainLoop:
     def validate(
         self, loader: Iterable[Any], fn: ValidationFn | None = None, reducers: Mapping[str, Reducer] | None = None
     ) -> dict[str, Any] | None:
-        """Return the figures of a validation now; None where a SIGTERM came in between."""
+        """Run a validation now and return its figures; None if a SIGTERM interrupted it."""
         with self._timeline.phase("validation"), self.trainer.evaluation() as evaluate:
             return validate(
                 evaluate,
@@ -228,11 +228,11 @@ class MemoryEfficientTrainLoop:
             )
 
     def objects(self) -> dict[str, Any]:
-        """Return all that a resumed run needs, by name, each with ``state_dict`` and ``load_state_dict``."""
+        """Return everything a resumed run needs, by name, each with ``state_dict`` and ``load_state_dict``."""
         return {"loop": self, **self._parts} | ({"monitor": self._monitor} if self._monitor else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, and when the last validation was; plain types and tensors."""
+        """Return the position in the data and the step of the last validation, as plain types and tensors."""
         return {
             "num_steps": self.num_steps,
             "validated_at": self._validated_at,
@@ -243,7 +243,7 @@ class MemoryEfficientTrainLoop:
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: Another version.
+            FileFormatError: The state is of another version.
         """
         self._position.load_state_dict(state["position"])
         self.num_steps = self._saved_at = state["num_steps"]
@@ -253,7 +253,7 @@ class MemoryEfficientTrainLoop:
 
     def _run_epoch(self, bar: Any) -> None:
         batches = self._position.batches()
-        self._validate_if_due(at_end=False)  # where the last run was stopped before it
+        self._validate_if_due(at_end=False)  # where the last run was stopped before it could validate
         while True:
             if self._must_end():
                 return
@@ -265,7 +265,7 @@ class MemoryEfficientTrainLoop:
             self._report_if_due(bar)
             self._validate_if_due(at_end=False)
             self._save_if_due(at_end=False)
-        if self.trainer.flush():  # under DDP other ranks had more batches: their steps are to be validated and saved
+        if self.trainer.flush():  # under DDP other ranks had more batches: validate and save their steps too
             self._validated_at = self._saved_at = -1
         elif self._position.num_batches == 0:
             self._save_once()
@@ -278,7 +278,7 @@ class MemoryEfficientTrainLoop:
             )
         self._validate_if_due(at_end=True)
         if self._stop.is_set():
-            return  # before the validation was done: the resumed run does it
+            return  # before the validation finished: the resumed run repeats it
         self._position.end_epoch()
         self._save_if_due(at_end=True)
 
@@ -295,14 +295,14 @@ class MemoryEfficientTrainLoop:
             figures = self.validate(self._val_loader)
             metric: Any = metric_of(figures, self._monitor) if self._monitor and figures is not None else None
         except BaseException:
-            self._save_if_due(at_end=at_end)  # what fails must not cost the training its state
+            self._save_if_due(at_end=at_end)  # a failing validation must not cost the run its state
             raise
         if figures is None:
             return
         self._figures, self._validated_at = figures, self.num_steps
         if self._monitor:
             self._monitor.update(metric)
-            if self._saved_at == self.num_steps:  # without this metric: the state is saved anew where it is due
+            if self._saved_at == self.num_steps:  # saved without this metric: save again when due
                 self._saved_at = -1
         _LOGGER.info("step %d, validation: %s", self.num_steps, _text(figures))
         self._write("validation", figures)

@@ -1,4 +1,4 @@
-"""The order of an epoch that can be stopped and gone on with: batches from seed and epoch, and how many are done."""
+"""Resumable epoch order: the batches follow from seed and epoch, and the number done gives the position."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from memkit._core.settings import Checker
 class ResumableBatchSampler(EpochOrder):
     """Shuffled batches for ``DataLoader(dataset, batch_sampler=...)`` whose order is a function of seed and epoch.
 
-    Nothing is drawn from torch's random state, so a stopped epoch goes on where it stood without reading anything that
-    is done: what is left is a slice of a permutation. Wrap the loader in `ResumableLoader` for that.
+    It draws nothing from torch's random state, so an interrupted epoch resumes without reading anything twice: the
+    remaining batches are a slice of a permutation. Wrap the loader in `ResumableLoader` for that.
 
-    Each sample is in one batch of the epoch. Several ranks share every batch's worth of samples: rank r takes the r-th
-    part of each, and the last, smaller one is shared evenly.
+    Each sample is in one batch of the epoch. Ranks split every global batch: rank r takes the r-th part of each, and
+    the smaller last one is split evenly.
 
     Args:
         num_samples: Samples of the dataset, its ``len``.
         batch_size: Samples per batch and rank.
         seed: In [0, 2^63).
-        shuffle: Else the samples come in their own order.
-        drop_last: Leave out what does not fill a batch on every rank; other samples in each epoch.
-        num_replicas: Ranks that share the epoch. To be given where torch.distributed has several.
-        rank: Which of them this is.
+        shuffle: False keeps the samples in their own order.
+        drop_last: Drop the samples that do not fill a batch on every rank; different samples in each epoch.
+        num_replicas: Ranks that share the epoch. Required if torch.distributed has several.
+        rank: The index of this rank.
 
     Attributes:
         seed: The seed.
-        epoch: The epoch, see `set_epoch`.
+        epoch: The current epoch, see `set_epoch`.
 
     Raises:
-        ConfigError: A setting out of its range, or no ``num_replicas`` where there are several ranks; or the last
-            samples are fewer than the ranks.
+        ConfigError: A setting is out of range, ``num_replicas`` is missing although there are several ranks, or the
+            last batch has fewer samples than there are ranks.
 
     Memory cost: 8 bytes per sample while an epoch runs. Time cost: one sort at the beginning of an epoch.
 
@@ -87,11 +87,11 @@ class ResumableBatchSampler(EpochOrder):
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch, of all ranks; ``drop_last`` leaves some of them out."""
+        """Samples of an epoch over all ranks; ``drop_last`` leaves some of them out."""
         return self._num_samples
 
     def __len__(self) -> int:
-        """Batches of an epoch, the same on each rank."""
+        """Number of batches in an epoch, the same on each rank."""
         return self._num_batches
 
     def _batches_from(self, start: int) -> Iterator[list[int]]:
@@ -109,7 +109,7 @@ class ResumableBatchSampler(EpochOrder):
     def _permute(self) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(self._num_samples)
-        # The raw bits of a bit generator are the same in every NumPy; what its distributions draw need not be.
+        # The raw bits of a bit generator are the same in every NumPy version; its distributions may change.
         bits = np.random.Philox(key=np.array([self.seed, self.epoch], dtype=np.uint64))
         return bits.random_raw(self._num_samples).argsort(kind="stable")
 
@@ -118,26 +118,27 @@ _NAMES = ("dataset", "sampler", "batch_sampler", "loader", "dataloader")
 
 
 def tell_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader, and everything in it that draws by the epoch, which one comes next.
+    """Tell a loader, and every part of it whose order depends on the epoch, which epoch comes next.
 
-    Samplers and data sets are found at any depth: a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
-    `DistributedSampler`, a wrapper of one's own. What holds another is told after it, and so has the last word.
+    Samplers and data sets are found at any depth: in a `Subset`, a `ConcatDataset`, a `BatchSampler` around a
+    `DistributedSampler`, or a wrapper of your own. A wrapper is told after the object it wraps, so it has the last
+    word.
 
     Args:
         loader: A loader, or a list or mapping of loaders.
         epoch: 0 or more.
     """
-    if isinstance(loader, ResumableLoader):  # first, as it must see that its order has another epoch
+    if isinstance(loader, ResumableLoader):  # first, because it has to notice that its order is at another epoch
         loader.set_epoch(epoch)
     for each in _drawing_parts(loader, set()):
         each.set_epoch(epoch)
 
 
 def check_samples(loader: Any) -> None:
-    """See that a loader's batches are of all samples of its data set, and of no others.
+    """Check that a loader's batches cover exactly the samples of its data set; warn if they leave some out.
 
     Raises:
-        ConfigError: There are fewer samples than the batches name.
+        ConfigError: The batches cover more samples than the data set has.
     """
     order, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if not isinstance(order, EpochOrder) or not isinstance(dataset, Sized) or order.num_samples == len(dataset):
@@ -157,15 +158,15 @@ def check_samples(loader: Any) -> None:
 
 
 def repeat_epoch(loader: Any) -> None:
-    """Say that a pass over the same batches is meant, as that of a validation is."""
+    """Allow another pass over the same batches, as validations make."""
     for each in _drawing_parts(loader, set()):
         if isinstance(each, EpochOrder):
             each.set_epoch(each.epoch)
 
 
 def _drawing_parts(node: Any, seen: set[int]) -> Iterator[Any]:
-    """Yield what has a ``set_epoch`` in a loader, the innermost first."""
-    if id(node) in seen:  # some data sets name themselves
+    """Yield the parts of a loader that have a ``set_epoch``, innermost first."""
+    if id(node) in seen:  # some data sets refer to themselves
         return
     seen.add(id(node))
     for part in _parts(node):
@@ -179,7 +180,7 @@ def _parts(node: Any) -> Iterator[Any]:
     for name, value in attributes.items():
         if isinstance(value, Mapping | list | tuple):
             elements = value.values() if isinstance(value, Mapping) else value
-            if _is_part(next(iter(elements), None)):  # else a million samples
+            if _is_part(next(iter(elements), None)):  # otherwise it may be a million samples
                 yield from filter(_is_part, elements)
         elif name in _NAMES or _is_part(value):
             yield value
@@ -192,24 +193,24 @@ def _is_part(value: Any) -> bool:
 
 @final
 class ResumableLoader:
-    """A DataLoader that knows how many of its batches the loop has taken, whatever its workers have fetched.
+    """A DataLoader that counts the batches the loop has taken, however many its workers have prefetched.
 
-    Data sets that draw by the epoch, such as `VoxelDataset`, also in a `Subset` or `ConcatDataset`, are told it when
-    another epoch than the last is chosen.
+    Data sets that draw by epoch, such as `VoxelDataset`, are told the epoch when it changes, also inside a `Subset` or
+    `ConcatDataset`.
 
-    Save after the training step of a batch: the batch that the loop holds counts as done.
+    Save after the training step on a batch: the batch that the loop holds counts as done.
 
     Args:
-        loader: A DataLoader with ``batch_sampler=`` a `ResumableBatchSampler` or `BudgetBatchSampler`. Give it a
-            ``generator=torch.Generator()`` of its own: otherwise each epoch, and each resumed one, draws its workers'
-            seed from the random state that the model's dropout uses.
+        loader: A DataLoader whose ``batch_sampler`` is a `ResumableBatchSampler` or `BudgetBatchSampler`. Give it its
+            own ``generator=torch.Generator()``: otherwise each epoch, and each resumed one, draws its workers' seed
+            from the random state that the model's dropout uses.
 
     Attributes:
         loader: The DataLoader.
 
     Raises:
         InputTypeError: The loader has no such batch sampler.
-        ConfigError: Its batches are of more samples than its data set has; of fewer is warned of.
+        ConfigError: Its batches cover more samples than its data set has; covering fewer is a warning.
 
     Example:
         >>> import torch, memkit as mk
@@ -240,7 +241,7 @@ class ResumableLoader:
         self.loader = loader
         self._order: ResumableOrder = order
         self._start = self._num_done = self._num_loads = 0
-        self._told = 0  # the epoch that the data sets are at; where no other is chosen, they keep what they have
+        self._told = 0  # the epoch that the data sets are at; they keep it until another one is chosen
 
     @property
     def epoch(self) -> int:
@@ -248,13 +249,13 @@ class ResumableLoader:
         return self._order.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; the epoch that a state was loaded into goes on where it stood."""
+        """Choose the epoch to iterate next; the epoch of a loaded state continues where it stopped."""
         if epoch != self._order.epoch:
             self._start = self._num_done = 0
         self._order.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the loader's batches of the epoch; after `load_state_dict` once those that are left."""
+        """Yield the loader's batches of the epoch; the first time after `load_state_dict` only the remaining ones."""
         if self._order.epoch != self._told:
             self._told = self._order.epoch
             tell_epoch(self.loader, self._told)
@@ -266,18 +267,18 @@ class ResumableLoader:
             yield batch
 
     def __len__(self) -> int:
-        """Batches of the whole epoch."""
+        """Number of batches in the whole epoch."""
         return len(self.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and how many of its batches the loop has taken."""
+        """Return the epoch and how many of its batches the loop has taken."""
         return self._order.state_dict(num_done=self._num_done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue in the middle of an epoch; a loop that is running is refused its next batch.
+        """Continue in the middle of an epoch; a loop already iterating gets an error at its next batch.
 
         Raises:
-            FileFormatError: The state is of other settings.
+            FileFormatError: The state belongs to other settings.
         """
         self._order.load_state_dict(state)
         self._start = self._num_done = state["num_done"]

@@ -1,4 +1,4 @@
-"""`plan_training` and `prepare`: `memkit.predict` searches, on steps of the wrapper of `memkit.train`."""
+"""`plan_training` and `prepare`: run the search of `memkit.predict` on steps of the `memkit.train` wrapper."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 
 _NUM_FINALISTS = 5
 _NUM_TIMED = 5
-_SLACK = 1.5  # how far predicted times may be off where candidates are timed
+_SLACK = 1.5  # predicted times may be off by this factor when candidates are timed
 
 RunForReal = Callable[[Arrangement], AbstractContextManager[Callable[[], int]]]
 
@@ -64,12 +64,12 @@ def plan_training(
     measure: bool = False,
     selected_fraction: float | None = None,
 ) -> TrainingPlan:
-    """Find the fastest way to take a training step inside a budget of memory, with the gradient of the whole batch.
+    """Find the fastest training step that fits a memory budget, with the gradient of the whole batch.
 
-    The batch is cut into micro-batches, and blocks of the model are recomputed in backward (all of their operators, or
-    the cheap ones only) or wait elsewhere; what saves the most bytes per second goes first. Each candidate is a dry run
-    of the very step that `MemoryEfficientTrainingWrapper` would take, on tensors without data: nothing is returned that
-    was not run so and found to fit. Its time is the sum over the operators of that run.
+    The batch is cut into micro-batches, and blocks of the model are recomputed in backward (all operators, or only the
+    cheap ones) or offloaded; options that save the most bytes per second are tried first. Each candidate is a dry run,
+    on tensors without data, of exactly the step that `MemoryEfficientTrainingWrapper` would take: every plan returned
+    was run this way and found to fit. Its time is the sum over the operators of that run.
 
     Args:
         model: The model, with data, or on the meta device (no memory needed).
@@ -77,33 +77,36 @@ def plan_training(
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
         budget: A card, by its name or as a `GPU`; or a size, as bytes or text such as ``"24GiB"``.
-        target: Where a budget in bytes is meant: a card, or ``"cpu"``, where live bytes are counted. None: where the
-            model is.
-        precisions: What may be chosen. None is the model's own; bf16 changes numbers, so it is taken only if listed.
-        micro_batch_size: Rows of a micro-batch, where you have chosen; ``notes`` say so where parts have another
+        target: Device for a budget in bytes: a card, or ``"cpu"``, where live bytes are counted. None: the model's
+            device.
+        precisions: The precisions to choose from. None is the model's own; bf16 changes the numbers, so it is used only
+            if listed.
+        micro_batch_size: Rows of a micro-batch, to fix it yourself; ``notes`` say if splitting changes the gradient.
+            ``micro_batch_size=len(batch)`` plans only the blocks. None: the plan chooses.
             gradient. ``micro_batch_size=len(batch)`` plans the blocks alone. None: the plan chooses.
-        measure: Whether to run real steps, on a copy of the model, of the up to five candidates that are expected to be
-            the fastest, and to take the one that took the least processor time; and one of each that fits but for what
-            kernels may take inside, to see what they take. Only on the CPU.
+        measure: Whether to run real steps, on a copy of the model, of up to five candidates that are expected to be the
+            fastest, and choose the one with the least processor time; also one step of each candidate whose fit depends
+            on the kernels' workspace, to measure that workspace. CPU only.
         selected_fraction: As for `estimate_memory_usage`.
 
     Returns:
         The plan, with all candidates.
 
     Raises:
-        ConfigError: Nothing fits: the message says what comes nearest and what holds it. Or an argument is wrong.
+        ConfigError: Nothing fits; the message names the closest candidate and its largest holders of memory. Or an
+            argument is invalid.
         InputError: The batch has no rows to split, no card has this name, or a size depends on data.
-        InputTypeError: ``model`` is no module, or ``budget`` or ``target`` neither a size nor a card.
+        InputTypeError: ``model`` is not a module, or ``budget`` or ``target`` is neither a size nor a card.
 
     Warns:
-        MemkitWarning: What the planned step takes may depend on values that were guessed.
+        MemkitWarning: The memory of the planned step may depend on guessed values.
 
     Memory cost:
         No tensor of the model or of the step; with ``measure`` a copy of the model and a step inside the budget. A
         small model with data is also copied to check that its batch may be split (`docs/split-check.md`).
 
     Source:
-        ``docs/plan.md``; held against exhaustive searches in ``benchmarks/cases/planner.py``.
+        ``docs/plan.md``; checked against exhaustive searches in ``benchmarks/cases/planner.py``.
 
     Example:
         >>> import torch
@@ -162,7 +165,7 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
     """The wrapper that `prepare` returns.
 
     Attributes:
-        plan: What it follows.
+        plan: The plan that it follows.
 
     Example:
         >>> import torch
@@ -177,7 +180,7 @@ class PreparedTrainer(MemoryEfficientTrainingWrapper):
     plan: TrainingPlan
 
 
-# The options of a plan are those of plan_training, in full: help() and completion show them here too.
+# The options of plan_training are repeated in full so that help() and completion show them here too.
 def prepare(
     model: nn.Module,
     optimizer: Optimizer,
@@ -193,12 +196,12 @@ def prepare(
     max_grad_norm: float | None = None,
     scheduler: Scheduler | None = None,
 ) -> PreparedTrainer:
-    """Plan a training step, and return the wrapper that takes it.
+    """Plan a training step, and return a wrapper that runs it.
 
     Args:
         model: As for `plan_training`, with data.
-        optimizer: Its optimiser.
-        sample_batch: As for `plan_training`; nothing of it is kept.
+        optimizer: Its optimizer.
+        sample_batch: As for `plan_training`; not kept.
         loss_fn: As for `plan_training`.
         budget: As for `plan_training`.
         target: As for `plan_training`.
@@ -210,8 +213,8 @@ def prepare(
         scheduler: As for `MemoryEfficientTrainingWrapper`.
 
     Returns:
-        A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes than the sample's are cut
-        into as many micro-batches.
+        A `MemoryEfficientTrainingWrapper` with the plan as `plan`. Batches of other sizes are cut into the same number
+        of micro-batches.
 
     Raises:
         ConfigError: As for `plan_training`.
@@ -255,7 +258,7 @@ def prepare(
 def _wrapped(
     model: nn.Module, optimizer: Optimizer, arrangement: Arrangement, *, most_steps: int
 ) -> Iterator[TrainStep]:
-    """The wrapper's own step, with no more micro-batches than that."""
+    """The wrapper's own step, with at most ``most_steps`` micro-batches."""
     num_steps = min(most_steps, arrangement.accumulation_steps)
     with MemoryEfficientTrainingWrapper(
         model,
@@ -269,7 +272,7 @@ def _wrapped(
         def train_step(batch: Any, loss_fn: LossFn) -> int:
             rows = min(count_rows(batch), num_steps * arrangement.micro_batch_size)
             result = trainer.train_step(take_rows(batch, 0, rows), loss_fn)
-            return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may lie in what it was summed from
+            return int(result.losses[-1].value.untyped_storage().nbytes())  # a mean may share storage with its terms
 
         yield train_step
 
@@ -282,7 +285,7 @@ def _on_a_copy(
     optimizer: str | MakeOptimizer | Optimizer,
     arrangement: Arrangement,
 ) -> Iterator[Callable[[], int]]:
-    """The real step of the whole batch, taken once already."""
+    """The real step on the whole batch, on a copy that has already taken one step."""
     if isinstance(optimizer, Optimizer):
         twin, twins_optimizer = copy.deepcopy((model, optimizer))
     else:
@@ -294,7 +297,7 @@ def _on_a_copy(
 
 
 def _time_step(run_for_real: RunForReal, arrangement: Arrangement) -> float:
-    """Processor time of a real step, the shortest of five."""
+    """Processor time of a real step, the shortest of five runs."""
     seconds = []
     with run_for_real(arrangement) as step:
         for _ in range(_NUM_TIMED):
@@ -305,7 +308,7 @@ def _time_step(run_for_real: RunForReal, arrangement: Arrangement) -> float:
 
 
 def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial:
-    """Where it depends on what kernels take inside whether a trial fits: put what they took in place of the bound."""
+    """Replace the workspace bound by the measured workspace, if whether the trial fits depends on it."""
     least_bytes = trial.required_bytes - (trial.estimate.workspace_bytes or 0)
     if not least_bytes <= budget_bytes < trial.required_bytes:
         return trial
@@ -319,7 +322,7 @@ def _settled(trial: Trial, budget_bytes: int, run_for_real: RunForReal) -> Trial
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     try:
         return choose_blocks(unwrap_model(model), "auto")
-    except ConfigError:  # no block of several layers
+    except ConfigError:  # no block with several layers
         return {}
 
 

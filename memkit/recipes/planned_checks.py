@@ -1,4 +1,4 @@
-"""What `plan_training` is asked, checked: precisions, the place that a budget names, and how a batch may be cut."""
+"""Argument checks of `plan_training`: precisions, the device of a budget, and how a batch may be split."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PlannedPrecision = Literal["bf16-mixed", "fp16-mixed"]
 
 
 def check_precisions(precisions: Any) -> None:
-    """Refuse what is no list of precisions."""
+    """Refuse anything that is not a list of precisions."""
     check, known = Checker("plan_training(...)"), (None, *get_args(PlannedPrecision))
     if not check.items("precisions", precisions) or any(each not in known for each in precisions):
         raise check.refuse("precisions", precisions, f"a list of one or more of {known}")
 
 
 def find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None) -> tuple[GPU | None, int]:
-    """Which card, None for the CPU, and how many bytes of it."""
+    """Return the card, None for the CPU, and its budget in bytes."""
     try:
-        num_bytes = parse_bytes(budget, name="budget")  # type: ignore[arg-type]  # of a card it says that it is no size
+        num_bytes = parse_bytes(budget, name="budget")  # type: ignore[arg-type]  # refuses a card as not a size
     except (InputError, InputTypeError):
         if not isinstance(budget, (str, GPU)):
             raise
-        capacity_bytes(budget)  # refuses what is neither a size nor a card, with a word on both
+        capacity_bytes(budget)  # refuses anything that is neither a size nor a card, with a message on both
         gpu = find_gpu(budget)
         if target is not None:
             raise ConfigError(
@@ -48,7 +48,7 @@ def find_place(model: nn.Module, budget: CapacityLike, target: str | GPU | None)
 
 
 def check_measurable(model: nn.Module, gpu: GPU | None) -> None:
-    """Refuse steps that cannot be run here."""
+    """Refuse to measure steps that cannot run here."""
     if gpu is not None or device_of(model).type != "cpu":
         raise ConfigError(
             "plan_training(..., measure=True)",
@@ -59,7 +59,7 @@ def check_measurable(model: nn.Module, gpu: GPU | None) -> None:
 
 
 def rows_to_plan(batch: Any) -> int:
-    """Rows of a batch, one or more."""
+    """Rows of a batch, at least one."""
     try:
         num_rows, got = count_rows(batch), "a batch without rows"
     except InputError as error:
@@ -78,7 +78,7 @@ def rows_to_plan(batch: Any) -> int:
 def allowed_counts(
     model: nn.Module, batch: Any, loss_fn: LossFn, num_rows: int, micro_batch_size: int | None
 ) -> tuple[list[int], list[str], bool | None]:
-    """Numbers of micro-batches to look at, what is to be said of them, and whether parts have the whole's gradient."""
+    """Numbers of micro-batches to try, notes on them, and whether they have the gradient of the whole batch."""
     if micro_batch_size is None:
         counts = micro_batch_counts(num_rows)
     else:
@@ -97,7 +97,7 @@ def allowed_counts(
 
 
 def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | None, str]:
-    """Whether parts have the gradient of the whole, None where that is not known; and why, or why not."""
+    """Whether parts have the gradient of the whole (None if unknown), and the reason."""
     if device_of(model).type == "meta":
         norms = scan_modules(model)
         if norms:
@@ -110,5 +110,5 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
 
 
 def shown(place: object) -> str:
-    """A budget or a target as the user may have written it."""
+    """Show a budget or a target the way the user may have written it."""
     return place.name if isinstance(place, GPU) else repr(place)

@@ -1,4 +1,4 @@
-"""Where a loop stands in its data, so that a resumed one goes on with the very next batch."""
+"""A loop's position in its data, so that a resumed loop continues with the very next batch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _VERSION = 2
 
 
 class Position:
-    """Epoch, and batches of it that are done.
+    """Current epoch, and the number of its batches that are done.
 
-    A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) goes on at once. Any
-    other loader is replayed: the random state of the epoch's start is put back, the loader begins the same epoch, its
-    first batches are passed over, and the random state of now is put back. Samplers and data sets that have a
-    ``set_epoch`` are told the epoch, at any depth.
+    A batch sampler that knows its own position (`ResumableBatchSampler`, `BudgetBatchSampler`) resumes at once. Any
+    other loader is replayed: the random state of the epoch's start is restored, the loader starts the same epoch, its
+    first batches are skipped, and the current random state is restored. Samplers and data sets with a ``set_epoch`` are
+    told the epoch, at any depth.
 
     Args:
-        loader: The batches of an epoch; a `ResumableLoader` is taken for the DataLoader in it.
+        loader: The batches of an epoch; a `ResumableLoader` is replaced by the DataLoader inside it.
 
     Attributes:
-        epoch: Epochs that are done.
-        num_batches: Batches of the current epoch that are done.
+        epoch: Number of finished epochs.
+        num_batches: Number of finished batches of the current epoch.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -39,11 +39,11 @@ class Position:
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         self._order = batch_sampler if isinstance(batch_sampler, ResumableOrder) else None
         self._generator: torch.Generator | None = getattr(self._loader, "generator", None)
-        self._start: dict[str, Any] | None = None  # random state at the epoch's start, in plain types
+        self._start: dict[str, Any] | None = None  # random state at the start of the epoch, as plain types
         self.epoch = self.num_batches = self._num_loads = 0
 
     def batches(self) -> Iterator[Any]:
-        """Return the rest of the epoch; a state that is loaded meanwhile ends it with a `StateError`."""
+        """Return the rest of the epoch; loading a state meanwhile ends it with a `StateError`."""
         return self._give(self._begin())
 
     def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -52,7 +52,7 @@ class Position:
             if num_loads != self._num_loads:
                 refuse_to_go_on("MemoryEfficientTrainLoop")
             yield batch
-        if num_loads != self._num_loads:  # else the end of this epoch would count for the state's
+        if num_loads != self._num_loads:  # otherwise the end of this epoch would count for the loaded state's
             refuse_to_go_on("MemoryEfficientTrainLoop")
 
     def _begin(self) -> Iterator[Any]:
@@ -75,7 +75,7 @@ class Position:
         return batches
 
     def end_epoch(self) -> None:
-        """Go to the start of the next epoch."""
+        """Move to the start of the next epoch."""
         self.epoch, self.num_batches, self._start = self.epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Position:
         generator = self._generator.get_state() if self._generator and not self.num_batches else None
         return {
             "version": _VERSION,
-            "generator": generator,  # between two epochs: with it the next one begins
+            "generator": generator,  # between two epochs: the next epoch begins with it
             "epoch": self.epoch,
             "num_batches": self.num_batches,
             "start": self._start,
@@ -91,10 +91,10 @@ class Position:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; `batches` then goes on from there.
+        """Restore `state_dict`; `batches` then continues from there.
 
         Raises:
-            FileFormatError: Another version.
+            FileFormatError: The state is of another version.
         """
         if state.get("version") != _VERSION:
             raise FileFormatError(

@@ -1,4 +1,4 @@
-"""Training in stages of growing resolution: each stage checked before the first step, micro-batches planned anew."""
+"""Training in stages of growing resolution: every stage is planned and checked before the first step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Stage:
     """One stage of `ProgressiveTrainer`.
 
     Attributes:
-        resolution: What ``resize`` is given: a side in pixels or voxels.
-        batch_size: Rows of a step.
+        resolution: Passed to ``resize``: a side in pixels or voxels.
+        batch_size: Rows per step.
         epochs: Passes over the data.
 
     Raises:
-        ConfigError: A number below 1.
+        ConfigError: A number is below 1.
 
     Example:
         >>> import memkit as mk
@@ -53,28 +53,28 @@ class Stage:
 
 @final
 class ProgressiveTrainer:
-    """Trains at growing resolutions; weights, optimiser state and schedule go on from stage to stage.
+    """Trains at growing resolutions; weights, optimizer state and schedule carry over from stage to stage.
 
-    Memory grows with the resolution, so a run of hours can fail in its last stage. Here the micro-batch of each stage
-    is planned, and each stage is checked for fit, before the first step.
+    Memory grows with the resolution, so a run can fail after hours, in its last stage. This trainer plans the
+    micro-batch of every stage and checks that it fits before the first step.
 
-    Memory cost: one batch more than the step's, while rows are put together to a stage's batch size.
+    Memory cost: one batch more than the step's, while rows are regrouped into a stage's batch size.
 
     Args:
         step_fn: ``step_fn(batch, micro_batch_size)`` trains one step on a resized batch on the model's device, such as
-            ``lambda batch, rows: trainer.train_step(batch, loss_fn)``: a wrapper finds the rows that fit by itself.
+            ``lambda batch, rows: trainer.train_step(batch, loss_fn)``: a wrapper finds by itself how many rows fit.
         stages: In order.
-        resize: ``resize(batch, resolution)`` returns the batch at another resolution. It runs on the host's batch, or
-            where the loader left it.
-        plan: ``plan(stage)`` returns the rows of a micro-batch that fit; None: the stage's batch size.
+        resize: ``resize(batch, resolution)`` returns the batch at another resolution. It runs on the host batch, or
+            wherever the loader left it.
+        plan: ``plan(stage)`` returns how many rows fit in a micro-batch; None uses the stage's batch size.
         fits: ``fits(stage, micro_batch_size)`` says whether a stage will fit; None checks nothing.
-        model: Whose batch statistics are estimated anew at the start of each stage but the first (they depend on the
-            resolution), and whose device the batches go to. It is called with the batch, or its first element. A
-            BatchNorm in evaluation mode, beside others in training mode, is frozen, and stays as it is.
-        bn_batches: Batches for that; 0 estimates nothing.
+        model: Its BatchNorm statistics are re-estimated at the start of each stage but the first (they depend on the
+            resolution), and batches go to its device. It is called with the batch, or the batch's first element. A
+            BatchNorm in evaluation mode while others are in training mode counts as frozen and is left unchanged.
+        bn_batches: Batches for that estimate; 0 turns it off.
 
     Raises:
-        ConfigError: No stages.
+        ConfigError: There are no stages.
 
     Example:
         >>> import torch, memkit as mk
@@ -109,21 +109,21 @@ class ProgressiveTrainer:
         self._stages = tuple(stages)
         self._model, self._bn_batches = model, Checker("ProgressiveTrainer(...)").whole("bn_batches", bn_batches)
         self._device = None if model is None else device_of(model)
-        self._done = (0, 0)  # stages, and epochs of the next one
+        self._done = (0, 0)  # stages done, and epochs done of the next one
 
     def run(self, loader: Iterable[Any]) -> int:
-        """Run all stages, or those that are left after `load_state_dict`.
+        """Run all stages, or those left after `load_state_dict`.
 
         Args:
-            loader: Batches of any size, with the rows in dimension 0; iterated once an epoch. Samplers and data sets
-                that have a ``set_epoch`` are told the epoch, which is counted on from stage to stage.
+            loader: Batches of any size, with the rows in dimension 0; iterated once per epoch. Samplers and data sets
+                with a ``set_epoch`` are told the epoch, which keeps counting across stages.
 
         Returns:
-            The steps of this run.
+            The number of steps in this run.
 
         Raises:
-            ConfigError: A stage will not fit; nothing was trained yet.
-            InputError: The loader gave no batch.
+            ConfigError: A stage will not fit; nothing has been trained yet.
+            InputError: The loader yielded no batch.
         """
         sizes = [self._checked_size(stage, number) for number, stage in enumerate(self._stages)]
         num_steps = 0
@@ -154,14 +154,14 @@ class ProgressiveTrainer:
         return num_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stages and epochs that are done."""
+        """Return how many stages and epochs are done."""
         return {"version": _VERSION, "done": list(self._done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; `run` goes on after the last epoch that was done.
+        """Restore `state_dict`; `run` continues after the last finished epoch.
 
         Raises:
-            FileFormatError: Another version.
+            FileFormatError: The state is of another version.
         """
         if state.get("version") != _VERSION:
             raise FileFormatError(
@@ -204,10 +204,10 @@ class ProgressiveTrainer:
 
 @torch.no_grad()
 def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
-    """Estimate the running statistics of a model's BatchNorms anew, as the mean over some batches.
+    """Re-estimate the running statistics of a model's BatchNorms as the mean over some batches.
 
-    Torch's own `update_bn` puts the whole model into training mode, and leaves it there: norms that somebody has frozen
-    would be estimated too, and trained from then on.
+    Torch's own `update_bn` puts the whole model into training mode and leaves it there: norms that the user froze would
+    be re-estimated too, and trained from then on.
     """
     modes = [(module, module.training) for module in model.modules()]
     norms = [each for each, training in modes if isinstance(each, _BATCH_NORMS) and (training or not model.training)]
@@ -216,7 +216,7 @@ def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
         return
     before = [{name: buffer.clone() for name, buffer in each.named_buffers(recurse=False)} for each in norms]
     momenta = [each.momentum for each in norms]
-    if not model.training:  # as a whole, such as after a validation
+    if not model.training:  # the whole model is in eval mode, such as after a validation
         model.train()
     has_batch = False
     try:
@@ -236,7 +236,7 @@ def estimate_batch_norm(batches: Iterable[Any], model: nn.Module) -> None:
 
 
 def _regroup(loader: Iterable[Any], batch_size: int) -> Iterator[Any]:
-    """Yield the same rows in batches of another size; the last one holds what is left."""
+    """Yield the same rows in batches of another size; the last one holds the remainder."""
     waiting: list[Any] = []
     num_waiting = 0
     for batch in loader:

@@ -1,4 +1,4 @@
-"""Figures of an evaluation from its outputs as they come: what is kept is a few numbers, never the outputs."""
+"""Streaming evaluation metrics: a few running numbers are kept, never the outputs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from memkit._core.errors import InputError
 
 
 class Reducer(Protocol):
-    """Takes values batch by batch, and gives one figure."""
+    """Accumulates values batch by batch into one figure."""
 
     def update(self, *values: Tensor) -> None:
-        """Take the values of some rows in."""
+        """Add the values of some rows."""
 
     def result(self) -> Any:
-        """Return the figure; None where nothing came."""
+        """Return the figure; None if there were no values."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
 
 
 @final
@@ -42,23 +42,23 @@ class Mean:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
         self._total, self._count = 0.0, 0
 
     def update(self, *values: Tensor) -> None:
-        """Take values of any shape in; booleans count as 0 and 1."""
+        """Add values of any shape; booleans count as 0 and 1."""
         for each in values:
             self._total += each.sum(dtype=torch.float64).item()
             self._count += each.numel()
 
     def result(self) -> float | None:
-        """Return the mean; None where nothing came."""
+        """Return the mean; None if there were no values."""
         return self._total / self._count if self._count else None
 
 
 @final
 class WeightedMean:
-    """The mean of values with weights, summed in float64. A weight of 0 counts for nothing, even beside a NaN.
+    """The weighted mean of values, summed in float64. A weight of 0 counts for nothing, even with a NaN value.
 
     Memory cost: two numbers.
 
@@ -74,14 +74,14 @@ class WeightedMean:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
         self._total, self._weight = 0.0, 0.0
 
     def update(self, *values: Tensor) -> None:
-        """Take ``(values, weights)`` in, two tensors of the same shape.
+        """Add ``(values, weights)``, two tensors of the same shape.
 
         Raises:
-            InputError: Not two tensors, or of different shapes.
+            InputError: There are not two tensors, or their shapes differ.
         """
         shapes = [tuple(each.shape) for each in values]
         if len(values) != 2 or shapes[0] != shapes[1]:
@@ -91,13 +91,13 @@ class WeightedMean:
         self._weight += weight.sum().item()
 
     def result(self) -> float | None:
-        """Return the mean; None where nothing came that weighs anything."""
+        """Return the mean; None if the total weight is 0."""
         return self._total / self._weight if self._weight else None
 
 
 @final
 class Accuracy:
-    """The share of rows whose class is among the ``top`` highest scores. A row with a NaN among its scores is wrong.
+    """The share of rows whose class is among the ``top`` highest scores. A row with a NaN score counts as wrong.
 
     Args:
         top: How many scores count.
@@ -118,14 +118,14 @@ class Accuracy:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
         self._right, self._count = 0, 0
 
     def update(self, *values: Tensor) -> None:
-        """Take ``(scores, targets)`` in: (N, C) of any float dtype, and (N,) of classes.
+        """Add ``(scores, targets)``: (N, C) of any float dtype, and (N,) class indices.
 
         Raises:
-            InputError: The shapes do not go together.
+            InputError: The shapes do not match.
         """
         shapes = [tuple(each.shape) for each in values]
         if len(shapes) != 2 or len(shapes[0]) != 2 or shapes[1] != shapes[0][:1]:
@@ -139,17 +139,17 @@ class Accuracy:
         self._count += is_right.numel()
 
     def result(self) -> float | None:
-        """Return the share; None where nothing came."""
+        """Return the share; None if there were no rows."""
         return self._right / self._count if self._count else None
 
 
 @final
 class ConfusionCounts:
-    """How often each class was taken for each: exact counts, from which precision, recall and IoU follow.
+    """Confusion matrix: exact counts, from which precision, recall and IoU follow.
 
     Args:
         num_classes: C.
-        ignore_index: Elements whose target is this are left out.
+        ignore_index: Elements with this target are left out.
 
     Memory cost: C x C int64 on the host.
 
@@ -168,14 +168,14 @@ class ConfusionCounts:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset to the initial state."""
         self._counts = torch.zeros(self._num_classes, self._num_classes, dtype=torch.int64)
 
     def update(self, *values: Tensor) -> None:
-        """Take ``(predictions, targets)`` in: classes, integers of one shape.
+        """Add ``(predictions, targets)``: integer class indices of the same shape.
 
         Raises:
-            InputError: Different shapes, or a class outside of 0 to C - 1.
+            InputError: The shapes differ, or a class is outside 0 to C - 1.
         """
         shapes = [tuple(each.shape) for each in values]
         if len(values) != 2 or shapes[0] != shapes[1]:
@@ -195,11 +195,11 @@ class ConfusionCounts:
         self._counts += torch.bincount(pairs, minlength=self._num_classes**2).view_as(self._counts).cpu()
 
     def result(self) -> Tensor:
-        """Return the counts so far, (C, C) int64: row the true class, column the predicted one."""
+        """Return the counts so far, (C, C) int64: rows are true classes, columns predicted ones."""
         return self._counts.clone()
 
     def iou(self) -> Tensor:
-        """Return each class's intersection over union, (C,) float64; NaN for a class that never came."""
+        """Return each class's intersection over union, (C,) float64; NaN for a class that never occurred."""
         hits = self._counts.diagonal().double()
         return hits / (self._counts.sum(0) + self._counts.sum(1) - hits)
 

@@ -1,4 +1,4 @@
-"""Write a report of a memory log: `memkit.report` makes the pages, `memkit.predict` knows the cards."""
+"""Write a report from a memory log: `memkit.report` builds the page, `memkit.predict` knows the cards."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def write_report(
     language: str = "en",
     sections: Sequence[SectionMaker] = (),
 ) -> None:
-    """Write a report of a memory log, as a page for people. It needs neither torch nor a device.
+    """Write a human-readable report of a memory log. It needs neither torch nor a device.
 
     Args:
-        log: What `read_memory_events` returned.
-        path: The file to write; its suffix says the format: ``.html`` (one file that loads nothing), ``.md``,
-            ``.txt`` or ``.json`` (sizes in bytes). The file appears whole or not at all. An earlier report is
-            replaced, any other file is left alone.
-        baseline: Another log, which this one is compared with.
-        gpu: Name of the card that the run was on, as for `find_gpu`, where the log does not say its capacity.
+        log: The log that `read_memory_events` returned.
+        path: The file to write; its suffix sets the format: ``.html`` (one self-contained file), ``.md``, ``.txt`` or
+            ``.json`` (sizes in bytes). The file is written atomically. An earlier report is replaced, any other file is
+            left alone.
+        baseline: Another log to compare this one with.
+        gpu: Name of the card that the run used, as for `find_gpu`, if the log does not state its capacity.
         language: ``"en"``, or ``"zh"`` for Chinese.
-        sections: Sections of your own: callables that take the log and the language and return a
-            ``memkit.report.nodes.Section``, or None for none.
+        sections: Custom sections: callables that take the log and the language and return a
+            ``memkit.report.nodes.Section``, or None for no section.
 
     Raises:
-        InputTypeError: ``log`` or ``baseline`` is no log, or a section of your own is none.
-        InputError: The log has no events; the suffix names no format; the file is there and no report; no card has the
-            name ``gpu``.
-        ConfigError: ``language`` is another one.
+        InputTypeError: ``log`` or ``baseline`` is not a log, or a custom section is not a section.
+        InputError: The log has no events; the suffix is not a known format; the file exists and is not a report; no
+            card is named ``gpu``.
+        ConfigError: ``language`` is not supported.
         OSError: The file cannot be written.
 
     Memory:
-        About the size of the log in host memory again; the file is below 300 kB also for 100,000 events.
+        About the size of the log again in host memory; the file stays below 300 kB even for 100,000 events.
 
     Example:
         >>> import pathlib, tempfile
@@ -68,7 +68,7 @@ def make_report(
     language: str = "en",
     sections: Sequence[SectionMaker] = (),
 ) -> Report:
-    """Make a report without writing it; arguments and errors as for `write_report`."""
+    """Build a report without writing it; arguments and errors as for `write_report`."""
     return build_report(
         log,
         cards=[CatalogueRow(each.name, each.usable_bytes, each.confidence) for each in all_gpus()],

@@ -1,4 +1,4 @@
-"""A SIGTERM as a wish to stop, which a loop obeys between two steps."""
+"""A SIGTERM as a request to stop, which a loop honors between two steps."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Self
 
 
 class StopSignal:
-    """Notes a SIGTERM while the block runs. Elsewhere than in the main thread, where no handler can be, it is inert."""
+    """Records a SIGTERM while the block runs. Outside the main thread, where no handler can be set, it does nothing."""
 
     def __init__(self) -> None:
         self._is_set = False
 
     def is_set(self) -> bool:
-        """Whether a SIGTERM came in the last block."""
+        """Whether a SIGTERM arrived in the last block."""
         return self._is_set
 
     def __enter__(self) -> Self:
         self._is_set = False
         self._before = signal.getsignal(signal.SIGTERM)
-        # None: a handler that was not installed from Python, and could not be put back.
+        # None: a handler that was not installed from Python and could not be restored.
         self._is_ours = threading.current_thread() is threading.main_thread() and self._before is not None
         if self._is_ours:
             signal.signal(signal.SIGTERM, self._note)

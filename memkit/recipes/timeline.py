@@ -1,4 +1,4 @@
-"""Where a training's time goes, phase by phase, and what the device holds: a line for people, figures for a writer."""
+"""Where the training time goes, phase by phase, and memory figures: a readable line, and values for a writer."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from memkit._machine import devices
 class Timeline:
     """Adds up the seconds of named phases since the last restart, by the host's clock.
 
-    An accelerator may still work when a phase is over; what it does shows in the phase that waits for it.
+    An accelerator may still be working when a phase ends; that work shows up in the phase that waits for it.
     """
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Start over."""
         self.seconds: dict[str, float] = {}
         self.num_steps = 0
 
     def phase(self, name: str) -> TimedBlock:
-        """A context whose time counts for ``name``."""
+        """Return a context manager whose time counts for ``name``."""
         return TimedBlock(self.seconds, name)
 
     def line(self) -> str:
@@ -37,7 +37,7 @@ class Timeline:
 
 
 class TimedBlock:
-    """A block whose time is added to its name; a class, because it runs several times in every step."""
+    """Adds a block's time to its name; a class, because it runs several times in every step."""
 
     __slots__ = ("_name", "_seconds", "_start")
 
@@ -54,7 +54,7 @@ class TimedBlock:
 
 
 def memory_figures(device: torch.device) -> dict[str, int]:
-    """Return what is known: a device's allocated, reserved and peak bytes, and the host's resident ones."""
+    """Return the known figures: a device's allocated, reserved and peak bytes, and the host's resident bytes."""
     counters = devices.allocator_counters(device)
     figures = {
         "allocated_bytes": counters.allocated_bytes,

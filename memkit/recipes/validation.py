@@ -1,4 +1,4 @@
-"""Validation beside a training: whether it gets better, and figures that need no more memory than one batch."""
+"""Validation during training: whether the model improves, and metrics that need the memory of only one batch."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ ValidationFn = Callable[[nn.Module, Any], Mapping[str, Any]]
 
 @final
 class ValidationMonitor:
-    """Says after each validation whether it is the best so far, and whether to stop.
+    """Tells after each validation whether it is the best so far and whether to stop.
 
     Args:
         patience: Validations without a new best after which `should_stop` is true; None never stops.
-        mode: ``"min"`` for a loss, ``"max"`` for an accuracy. None is ``"min"`` for a metric whose name is that of a
-            loss, an error or a distance; of any other it must be said, or the worst would be kept as the best.
-        metric: Which figure of a validation a loop hands over.
-        min_delta: By how much a value must beat the best one to count as better.
+        mode: ``"min"`` for a loss, ``"max"`` for an accuracy. None means ``"min"`` for a metric named like a loss, an
+            error or a distance; for any other metric the mode must be given, or the worst state might be kept as the
+            best.
+        metric: The validation figure that a loop passes to the monitor.
+        min_delta: How much a value must beat the best one to count as an improvement.
 
     Attributes:
         best: The best value; None before there is one.
-        plateau: Validations since the best one. A NaN is never the best, and counts as one without.
+        plateau: Validations since the best one. A NaN is never the best and counts as no improvement.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
 
     Example:
         >>> import memkit as mk
@@ -81,20 +82,20 @@ class ValidationMonitor:
 
     @property
     def should_stop(self) -> bool:
-        """Whether there was no new best for ``patience`` validations."""
+        """Whether there has been no new best for ``patience`` validations."""
         return self.patience is not None and self.plateau >= self.patience
 
     def update(self, value: float | Tensor) -> bool:
-        """Take the value of a validation.
+        """Record the value of a validation.
 
         Args:
-            value: A number, or a tensor of one element, which is read.
+            value: A number, or a one-element tensor, which is read back to the host.
 
         Returns:
-            True when it is the best so far.
+            True if it is the best so far.
 
         Raises:
-            InputTypeError: It is no number: None, as of a mean over nothing, or a matrix.
+            InputTypeError: The value is not a number: None, as from a mean over nothing, or a matrix.
         """
         try:
             number = float(value)
@@ -116,14 +117,14 @@ class ValidationMonitor:
         return 0.0 if value == best else best - value if self.mode == "min" else value - best  # inf - inf is NaN
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and how long ago it was."""
+        """Return the best value and how long ago it was reached."""
         return {"version": _VERSION, "mode": self.mode, "best": self.best, "plateau": self.plateau}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: Another version, or the other mode.
+            FileFormatError: The state is of another version, or has the other mode.
         """
         if (state.get("version"), state.get("mode")) != (_VERSION, self.mode):
             raise FileFormatError(
@@ -144,29 +145,29 @@ def validate(
     reducers: Mapping[str, Reducer] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
-    """Run a validation; what a batch gives leaves the device at once, and only figures are kept.
+    """Run a validation; each batch's results leave the device at once, and only the figures are kept.
 
-    The random state is afterwards as it was, so a training goes on as without the validation.
+    The random state is restored afterwards, so training continues as if no validation had run.
 
     Args:
-        evaluate: What ``with trainer.evaluation() as evaluate`` gives.
+        evaluate: The object that ``with trainer.evaluation() as evaluate`` yields.
         loader: The batches.
-        fn: ``fn(model, batch)`` returns a mapping: for each figure what its reducer takes, one row for each row of the
-            batch, a tensor or a tuple of them.
+        fn: ``fn(model, batch)`` returns a mapping: for each figure the input of its reducer, one row per row of the
+            batch, as a tensor or a tuple of tensors.
         device: Where the model is.
-        reducers: By name. A figure without one is a `Mean`, or of a tuple ``(values, weights)`` a `WeightedMean`.
-        should_stop: Asked before each batch.
+        reducers: By name. A figure without one uses `Mean`, or `WeightedMean` for a tuple ``(values, weights)``.
+        should_stop: Called before each batch.
 
     Returns:
-        The figures; None where it was stopped.
+        The figures; None if the validation was stopped.
 
     Raises:
-        InputError: There was no batch; a figure is one number of a whole batch, of which a mean would be one of means;
-            a reducer has a name that no figure has.
-        InputTypeError: ``fn`` gives no mapping, or figures that are no tensors.
+        InputError: There was no batch; a figure is a single number for a whole batch, so its mean would be a mean of
+            means; or a reducer is named after no figure.
+        InputTypeError: ``fn`` does not return a mapping, or a figure is not a tensor.
         MemkitOutOfMemoryError: Even one row does not fit.
 
-    Memory cost: the outputs of one batch on the host, and on the device what one part of it takes.
+    Memory cost: the outputs of one batch on the host, and those of one part of it on the device.
     """
     given = {} if reducers is None else dict(reducers)
     for reducer in given.values():
@@ -229,7 +230,7 @@ def _refuse_unused(names: list[str], figures: Mapping[str, Any]) -> NoReturn:
 
 
 def _check_rows(name: str, values: Any, num_rows: int | None) -> None:
-    """Refuse one number of a whole batch: a mean of such would weigh a smaller last batch like the others."""
+    """Refuse a single number for a whole batch: its mean would weight a smaller last batch like the others."""
     parts = values if isinstance(values, tuple) else (values,)
     for each in parts:
         if not isinstance(each, Tensor):
@@ -255,7 +256,7 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
     """Return the figure that a monitor watches.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No figure has that name.
     """
     if monitor.metric not in figures:
         raise ConfigError(
@@ -268,9 +269,9 @@ def metric_of(figures: Mapping[str, Any], monitor: ValidationMonitor) -> Any:
 
 
 def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
-    """Turn a training's loss function into one for `validate`: the exact mean over everything, as ``"loss"``.
+    """Turn a training loss function into a function for `validate`: the exact mean over all rows, as ``"loss"``.
 
-    A batch without common rows needs a `Loss` with a count: nothing else says what its mean weighs.
+    A batch without a common row dimension needs a `Loss` with a count: nothing else gives the weight of its mean.
     """
 
     def rows_fn(model: nn.Module, batch: Any) -> dict[str, tuple[Tensor, Tensor]]:
@@ -278,7 +279,7 @@ def rows_of_loss(loss_fn: Callable[[nn.Module, Any], Any]) -> ValidationFn:
         count = None if loss.count is None else read_count(loss.count, stay_on_device=False, call=_CALL_COUNT)
         try:
             num_rows = count_rows(batch)
-        except InputError as error:  # packed, for split_fn: then the loss says its weight, and the batch is not cut
+        except InputError as error:  # packed, for split_fn: the loss gives its own weight, and the batch is not split
             num_rows = 1
             if count is None:
                 raise InputError(

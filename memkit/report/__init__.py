@@ -1,11 +1,11 @@
-"""Logs of memory as pages for people. Nothing here imports torch."""
+"""Readable reports of memory logs. Nothing here imports torch."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from memkit._events.reader import read_memory_events as read_memory_events
     from memkit.report.exports import export_log as export_log
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # because of `__getattr__` a type checker would accept any name
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

@@ -1,4 +1,4 @@
-"""What to change, by the figures: each piece of advice names its evidence, and the most that it can save."""
+"""Advice from the figures: each recommendation gives its evidence and the most it can save."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from memkit.report.words import Words, share_text
 Horizon = Literal["short", "middle", "long"]
 HORIZONS: tuple[Horizon, ...] = ("short", "middle", "long")
 
-_LARGE_PART = 0.25  # of the peak: a smaller part is not worth a change of the program
-_LARGE_CACHE = 0.2  # of what is reserved; below, fragmentation costs less than the change is worth
+_LARGE_PART = 0.25  # of the peak: a smaller part is not worth a code change
+_LARGE_CACHE = 0.2  # of the reserved bytes; below, fragmentation costs less than a fix is worth
 _TIGHT, _ROOMY = 0.1, 0.5  # of the device, free at the peak
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """One thing to change.
+    """One recommended change.
 
     Attributes:
-        horizon: ``"short"``: today, by a setting or a line. ``"middle"``: a change of the program. ``"long"``: of the
-            model or the hardware.
-        action: What to do.
-        evidence: The figures that call for it.
-        saves_bytes: The most that it can take from the peak, as derived from the log; None where the log cannot tell.
+        horizon: ``"short"``: today, by a setting or one line. ``"middle"``: a change of the program. ``"long"``: a
+            change of the model or the hardware.
+        action: Recommended action.
+        evidence: The figures that support it.
+        saves_bytes: The most it can take off the peak, derived from the log; None if the log cannot tell.
     """
 
     horizon: Horizon
@@ -38,7 +38,7 @@ class Recommendation:
 
 
 def recommend(figures: ReportFigures, words: Words) -> tuple[Recommendation, ...]:
-    """Give the advice that the figures call for, by horizon, within it the largest saving first."""
+    """Return the advice that the figures support, by horizon, and within it by largest saving."""
     found = [*_about_components(figures, words), *_about_cache(figures, words), *_about_growth(figures, words)]
     found += [*_about_work(figures, words), *_about_room(figures, words), *_about_log(figures, words)]
     return tuple(sorted(found, key=lambda each: (HORIZONS.index(each.horizon), -(each.saves_bytes or 0))))
@@ -76,7 +76,7 @@ def _about_growth(figures: ReportFigures, words: Words) -> Iterator[Recommendati
 
 
 def _about_work(figures: ReportFigures, words: Words) -> Iterator[Recommendation]:
-    """Advise about what is there beside what was loaded: activations and temporaries."""
+    """Advise on memory besides the loaded components: activations and temporaries."""
     if figures.peak is None or figures.components.whole_bytes is None:
         return
     peak = figures.peak.num_bytes

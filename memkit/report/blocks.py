@@ -1,4 +1,4 @@
-"""A log's curve as blocks of memory, in the form of a CUDA memory snapshot, for PyTorch's memory viewer."""
+"""A log's memory curve as blocks, in the format of a CUDA memory snapshot, for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memkit._events.reader import EventLog
 
 
 def snapshot_of(log: EventLog) -> bytes:
-    """Return a pickle of a snapshot: each run is a card, each growth of ``allocated_bytes`` a block.
+    """Return a pickled snapshot: each run is a card, each growth of ``allocated_bytes`` a block.
 
-    Who counted stands under a key of our own. A log knows sums and no blocks: a fall gives the youngest blocks back;
-    where it ends within one, its rest is taken anew, under the name of the block. A peak above both ends of its stage
-    is a block that comes and goes.
+    The source of the count is stored under a key of memkit's own. A log has totals but no blocks: a fall frees the
+    youngest blocks; if it ends within one, the rest is allocated again under the block's name. A peak above both ends
+    of its stage is a block that is allocated and freed.
 
     Raises:
         InputError: No event has ``allocated_bytes`` above zero.
@@ -46,10 +46,10 @@ def snapshot_of(log: EventLog) -> bytes:
 
 
 class _Card:
-    """The blocks of one run, side by side from address zero on: the youngest lie at the end.
+    """The blocks of one run, contiguous from address zero: the youngest at the end.
 
     Attributes:
-        entries: What the allocator would have done.
+        entries: The allocator's simulated actions.
     """
 
     def __init__(self, number: int, events: Iterable[Event]) -> None:
@@ -65,7 +65,7 @@ class _Card:
             self._reach(level, frames, event.wall_s)
 
     def _reach(self, level: int, frames: list[dict[str, Any]], wall_s: float | None) -> None:
-        """Take or give back blocks until so many bytes are held."""
+        """Allocate or free blocks until ``level`` bytes are held."""
         while self._held > level:
             size, old = self._live.pop()
             self._held -= size
@@ -84,7 +84,7 @@ class _Card:
             self.entries.append(entry | time)
 
     def segments(self) -> Iterator[dict[str, Any]]:
-        """One segment with what is held at the end."""
+        """Yield one segment with the blocks held at the end."""
         address = 0
         blocks = []
         for size, frames in self._live:

@@ -1,4 +1,4 @@
-"""Put a report together: figures first, then sections in the order of reading."""
+"""Build a report: first the figures, then the sections in reading order."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def build_report(
     language: str = "en",
     sections: Sequence[SectionMaker] = (),
 ) -> Report:
-    """Make a report of a log.
+    """Build a report of a log.
 
     Args:
-        log: What `read_memory_events` returned.
-        cards: For the fit table.
+        log: The log that `read_memory_events` returned.
+        cards: Cards for the fit table.
         baseline: Another log to compare with.
-        total_bytes: The device's capacity, where the log does not say it.
+        total_bytes: The device's capacity, if the log does not state it.
         language: ``"en"`` or ``"zh"``.
-        sections: Sections of one's own; they come after the built-in ones.
+        sections: Custom sections, placed after the built-in ones.
 
     Raises:
-        InputTypeError: ``log`` or ``baseline`` is no `EventLog`, or a section of one's own is none.
+        InputTypeError: ``log`` or ``baseline`` is not an `EventLog`, or a custom section is invalid.
         InputError: The log has no events.
-        ConfigError: The language is another one.
+        ConfigError: The language is not supported.
     """
     words = Words(language)
     figures = _figures("log", log, total_bytes)
@@ -69,7 +69,7 @@ def build_report(
 
 
 def build_comparison(before: EventLog, after: EventLog, *, language: str = "en") -> Report:
-    """Make a report of nothing but the differences between two logs; errors as for `build_report`."""
+    """Build a report of only the differences between two logs; errors as for `build_report`."""
     words = Words(language)
     old, new = _figures("before", before, None), _figures("after", after, None)
     changes = compare_figures(old, new)
@@ -125,7 +125,7 @@ def _plain(
     fits: Sequence[Fit],
     before: ReportFigures | None,
 ) -> dict[str, Any]:
-    """Return all figures as plain JSON values; names as they stand in the log."""
+    """Return all figures as plain JSON values, with names as in the log."""
     kept = [each.name for each in dataclasses.fields(ReportFigures) if each.name not in ("observed", "header")]
     values = {name: _jsonable(getattr(figures, name)) for name in kept}
     values["header"] = _jsonable(figures.header)

@@ -1,4 +1,4 @@
-"""Which cards hold a run: its largest held bytes against what is usable of each card."""
+"""Cards that hold a run: its peak bytes held against the usable bytes of each card."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from memkit.report.figures import ReportFigures
 from memkit.report.nodes import Node, Paragraph, Share, Size, Table
 from memkit.report.words import Words
 
-_FITS_UP_TO = 0.85  # of what is usable; above, another allocation order or a longer input can be the end
-_NEAR = 6  # rows on either side of the border
+_FITS_UP_TO = 0.85  # of the usable bytes; above this, another allocation order or a longer input may not fit
+_NEAR = 6  # rows on either side of the limit
 
 CardVerdict = Literal["fits", "tight", "no"]
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueRow:
-    """A row of the card catalogue.
+    """A row of the card catalog.
 
     Attributes:
-        name: As people write it.
-        usable_bytes: What torch's allocator can have of it.
-        confidence: How sure that is, such as ``"observed"``.
+        name: Display name.
+        usable_bytes: Bytes available to torch's allocator.
+        confidence: How certain that is, such as ``"observed"``.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Fit:
 
 
 def find_fits(held_bytes: int, cards: Iterable[CatalogueRow]) -> tuple[Fit, ...]:
-    """Compare with every card, the smallest first."""
+    """Compare the run with every card, smallest first."""
     fits = []
     for card in sorted(cards, key=lambda each: (each.usable_bytes, each.name)):
         share = held_bytes / card.usable_bytes
@@ -50,12 +50,12 @@ def find_fits(held_bytes: int, cards: Iterable[CatalogueRow]) -> tuple[Fit, ...]
 
 
 def smallest_card(fits: Iterable[Fit]) -> Fit | None:
-    """Return the smallest card that holds the run with room."""
+    """Return the smallest card that holds the run with headroom."""
     return next((fit for fit in fits if fit.verdict == "fits"), None)
 
 
 def card_nodes(figures: ReportFigures, fits: tuple[Fit, ...], words: Words) -> Iterator[Node]:
-    """Make the fit table: the cards near the border, and all of them folded."""
+    """Build the fit table: the cards near the limit, and all cards in a folded table."""
     if figures.held_bytes is None:
         yield Paragraph(words("cards_none"))
         return

@@ -1,4 +1,4 @@
-"""Two logs side by side: peak, components, stages, steps; what is new, what is gone."""
+"""Compare two logs: peak, components, stages, steps; what is new and what has disappeared."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Presence = Literal["both", "new", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class FigureChange:
-    """One figure in both logs; None where a log does not have it, or knows only a bound.
+    """One figure in both logs; None if a log lacks it, or knows only a bound.
 
     Attributes:
         group: ``"peak"``, ``"component"``, ``"stage"`` or ``"step"``.
         name: Of the component or stage.
         before_bytes: In the baseline.
         after_bytes: In the log.
-        presence: Which of the logs have the row.
+        presence: Which of the logs has the row.
     """
 
     group: str
@@ -35,18 +35,18 @@ class FigureChange:
 
     @property
     def change_bytes(self) -> int | None:
-        """What was added."""
+        """Bytes added."""
         both = self.before_bytes is not None and self.after_bytes is not None
         return self.after_bytes - self.before_bytes if both else None  # type: ignore[operator]
 
     @property
     def share(self) -> float | None:
-        """What was added, as a fraction of the baseline's."""
+        """The change, as a fraction of the baseline's bytes."""
         return self.change_bytes / self.before_bytes if self.change_bytes is not None and self.before_bytes else None
 
 
 def compare_figures(before: ReportFigures, after: ReportFigures) -> tuple[FigureChange, ...]:
-    """Compare two logs by name; the order is the second one's, what is gone comes last."""
+    """Compare two logs by name, in the order of the second; rows only in the first come last."""
     changes = []
     for group in ("peak", "component", "stage", "step"):
         old, new = _named(before, group), _named(after, group)
@@ -71,7 +71,7 @@ def _named(figures: ReportFigures, group: str) -> dict[str, int | None]:
 
 
 def compare_section(before: ReportFigures, after: ReportFigures, words: Words) -> Section:
-    """Make the section that compares with a baseline."""
+    """Build the section that compares with a baseline."""
     return Section(words("compare_title"), tuple(_nodes(before, after, words)))
 
 
@@ -113,7 +113,7 @@ def _name(change: FigureChange, words: Words) -> str:
 
 
 def _settings(before: ReportFigures, after: ReportFigures) -> Iterator[tuple[Cell, ...]]:
-    """Say in what the runs' own settings differ: then a difference of memory may have other causes."""
+    """Yield the settings in which the runs differ: a memory difference may then have other causes."""
     old, new = _flat(before), _flat(after)
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):

@@ -1,4 +1,4 @@
-"""What was loaded, and how much of memory each part takes: differences between events, which are named."""
+"""The loaded components and their share of memory: differences between named events."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from memkit._events.log import Event
 from memkit.report.observed import Observed
 
 _WHOLE = frozenset({"model_loaded", "models_loaded", "all_loaded"})
-# Events of the older form's first program; where one of them is missing, a report says so.
+# Events of the program that first wrote the older format; if one is missing, the report says so.
 _EXPECTED = ("t5_loaded", "vae_loaded", "dit_loaded")
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One component.
+    """One loaded component.
 
     Attributes:
         name: Such as ``"t5"``.
-        num_bytes: What memory grew by; None where its event is missing.
-        since: Name of the event from which it is counted; None where there is none before, so that it includes what
-            was there already.
-        is_record: Whether it is the growth of a record over the run: loading may have taken more for a while than what
-            stayed.
+        num_bytes: Growth of memory; None if its event is missing.
+        since: Name of the event that it is counted from; None if there is none before, so that it includes whatever was
+            there already.
+        is_record: Whether it is the growth of a record over the run: loading may have briefly taken more than remained.
     """
 
     name: str
@@ -34,13 +33,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What was loaded before the work began.
+    """The components loaded before the work began.
 
     Attributes:
         loads: In order of loading; those of missing events come last.
-        before_bytes: What was there before the first one; zero where nothing was recorded.
-        whole_bytes: What was there when all were loaded; None without components.
-        whole_event: Name of the event that says so.
+        before_bytes: Memory in use before the first one; zero if not recorded.
+        whole_bytes: Memory in use once all were loaded; None without components.
+        whole_event: Name of the event that reports it.
     """
 
     loads: tuple[Load, ...] = ()
@@ -50,19 +49,19 @@ class Components:
 
     @property
     def named_bytes(self) -> int:
-        """The bytes that have a name: all components, and what was there before."""
+        """Bytes with a name: all components, plus the memory in use before."""
         return self.before_bytes + sum(load.num_bytes or 0 for load in self.loads)
 
     @property
     def unattributed_bytes(self) -> int | None:
-        """What was there when all were loaded, and belongs to no component."""
+        """Bytes in use once all were loaded that belong to no component."""
         return None if self.whole_bytes is None else self.whole_bytes - self.named_bytes
 
 
 def find_components(observed: Sequence[Observed], *, is_legacy: bool) -> Components:
-    """Find the events that say that something was loaded, and what memory grew by.
+    """Find the events that report a load, and the growth of memory at each.
 
-    Of a log with several runs or processes, the first one that loads anything is taken.
+    In a log with several runs or processes, the first one that loads anything is used.
     """
     marks = [each for each in observed if _component(each.event) or each.event.event in _WHOLE]
     if not marks:
@@ -113,7 +112,7 @@ def _load(name: str, mark: Observed) -> Load:
 
 
 def _level(event: Event) -> tuple[int | None, bool]:
-    """Return the bytes that were there at an event, and whether that is a record over the run."""
+    """Return the bytes in use at an event, and whether that is a record over the run."""
     if event.allocated_bytes is not None:
         return event.allocated_bytes, False
     return event.peak_total_bytes, True

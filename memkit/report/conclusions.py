@@ -1,4 +1,4 @@
-"""The sections around the use of memory: overview, efficiency, advice, findings."""
+"""Sections that draw conclusions: overview, efficiency, advice, findings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUM_PRIORITIES = 3
 
 
 def verdict(figures: ReportFigures, fits: Sequence[Fit], words: Words) -> str:
-    """Say the most important figures in one sentence."""
+    """Summarize the most important figures in one sentence."""
     if figures.peak is None:
         return words("verdict_none", count=f"{figures.num_events:,}")
     parts = [words("verdict_peak", size=words.size(figures.peak.size), event=clean(figures.peak.event))]
@@ -36,7 +36,7 @@ def verdict(figures: ReportFigures, fits: Sequence[Fit], words: Words) -> str:
 def highlights(
     figures: ReportFigures, rating: Rating, fits: Sequence[Fit], words: Words
 ) -> tuple[tuple[str, Cell], ...]:
-    """Return the figures that stand at the top."""
+    """Return the headline figures."""
     held, total, card = figures.held_bytes, figures.layers.total_bytes, smallest_card(fits)
     return (
         (words("fact_peak"), figures.peak.size if figures.peak else None),
@@ -47,7 +47,7 @@ def highlights(
 
 
 def overview(log: EventLog, figures: ReportFigures, words: Words) -> Section:
-    """Make the section about the run and where it ran."""
+    """Build the section about the run and its environment."""
     facts = tuple(_facts(log, figures, words))
     rows = tuple(fact for fact in facts if words.cell(fact[1]) != words("not_recorded"))
     missing = [name for name, value in facts if words.cell(value) == words("not_recorded")]
@@ -76,7 +76,7 @@ def overview(log: EventLog, figures: ReportFigures, words: Words) -> Section:
 
 
 def clean_sentence(text: str) -> str:
-    """Make a sentence about a file fit for a page; it may be longer than a name."""
+    """Make a sentence from a file safe for a page; it may be longer than a name."""
     return printable(text[:500])
 
 
@@ -123,7 +123,7 @@ def _date(wall_s: float) -> str:
 
 
 def efficiency(rating: Rating, words: Words) -> Section:
-    """Make the section with efficiency figures and the rating."""
+    """Build the section with efficiency figures and the rating."""
     total = sum(each.rule.weight for each in rating.marks if each.mark is not None)
     rows = tuple(
         (
@@ -147,7 +147,7 @@ def efficiency(rating: Rating, words: Words) -> Section:
 
 
 def advice_section(advice: Sequence[Recommendation], words: Words) -> Section:
-    """Make the section with advice in three horizons."""
+    """Build the section with short-, middle- and long-term advice."""
     nodes: list[Node] = []
     columns = (words("col_advice"), words("col_evidence"), words("col_saves"))
     for horizon in HORIZONS:
@@ -167,7 +167,7 @@ def _saving(num_bytes: int | None, words: Words) -> Cell:
 def conclusions(
     figures: ReportFigures, rating: Rating, advice: Sequence[Recommendation], fits: Sequence[Fit], words: Words
 ) -> Section:
-    """Make the section with findings, priorities and deployment."""
+    """Build the section with findings, priorities and deployment."""
     priorities = sorted(advice, key=lambda each: -(each.saves_bytes or 0))[:_NUM_PRIORITIES]
     card = smallest_card(fits)
     if figures.held_bytes is None:

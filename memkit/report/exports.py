@@ -1,4 +1,4 @@
-"""A log in forms that other programs open: a trace, a table, JSON lines, a snapshot for PyTorch's memory viewer."""
+"""Export a log for other programs: a trace, a table, JSON lines, or a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ _COUNTERS = {
     "device_used_bytes": "used on the device",
     "host_rss_bytes": "host memory",
 }
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet takes for a formula when a cell begins with it
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet reads a cell that begins with one of these as a formula
 
 
 def export_log(log: EventLog, path: str | os.PathLike[str]) -> None:
-    """Write a log for other programs; the file appears whole or not at all.
+    """Export a log for other programs; the file is written atomically.
 
-    `read_memory_events` reads the traces, the JSON lines and the snapshots back: of traces and JSON lines every value,
-    of a snapshot the curve of ``allocated_bytes``.
+    `read_memory_events` can read the traces, the JSON lines and the snapshots back: from traces and JSON lines every
+    value, from a snapshot the curve of ``allocated_bytes``.
 
     Args:
-        log: What `read_memory_events` returned.
-        path: A new file. ``.json`` is a trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open:
-            phases as slices, sizes as counters, other events as marks, one process for each rank. A log without a
-            clock has its events a millisecond apart. ``.csv`` is a table with a row for each event, sizes in bytes; a
-            text that a spreadsheet would take for a formula gets an apostrophe before it, and control and direction
-            characters are spelled out. ``.jsonl`` is our own form.
-            ``.pickle`` is a snapshot for pytorch.org/memory_viz and ``torch.cuda._memory_viz``: a log knows sums and no
-            blocks, so each growth of ``allocated_bytes`` is one block there, named after its event, and a fall gives
-            the youngest blocks back.
+        log: The log that `read_memory_events` returned.
+        path: A new file. ``.json`` is a trace in Chrome's format, for ui.perfetto.dev and chrome://tracing: phases as
+            slices, sizes as counters, other events as marks, one process per rank. Events of a log without a clock are
+            placed a millisecond apart. ``.csv`` is a table with one row per event, sizes in bytes; text that a
+            spreadsheet would read as a formula is prefixed with an apostrophe, and control and direction characters are
+            escaped. ``.jsonl`` is memkit's own format. ``.pickle`` is a snapshot for pytorch.org/memory_viz and
+            ``torch.cuda._memory_viz``: a log has totals but no blocks, so each growth of ``allocated_bytes`` becomes
+            one block named after its event, and a fall frees the youngest blocks.
 
     Raises:
-        InputError: The suffix is another one; something is there already; a snapshot is asked for of a log without
+        InputError: The suffix is not supported; the path already exists; or a snapshot is requested of a log without
             ``allocated_bytes``.
         OSError: The file cannot be written.
 
@@ -71,7 +70,7 @@ def check_new(path: str | os.PathLike[str]) -> Path:
     """Refuse a path that no export can be written to.
 
     Raises:
-        InputError: Its suffix names no form, or something is there.
+        InputError: Its suffix is not a known format, or the path already exists.
     """
     target = Path(path)
     call = f"the export {str(target)!r}"
@@ -117,13 +116,13 @@ def _trace_events(log: EventLog) -> Iterator[dict[str, Any]]:
 
 
 def _values(event: Event) -> dict[str, Any]:
-    """Everything that an event says."""
+    """Return all values of an event."""
     values = {name: getattr(event, name) for name in (*EVENT_KEYS, "run")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _lines(log: EventLog) -> bytes:
-    """The runs one after the other; a log of the older form is a run that nobody knows the beginning of."""
+    """Return the runs one after another; a log in the older format is one run with an unknown start."""
     headers = log.headers or (LogHeader(run_id="imported", wall_s=None),)
     runs: list[list[Event]] = [[] for _ in headers]
     for event in log.events:

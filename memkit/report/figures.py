@@ -1,4 +1,4 @@
-"""All figures of a report, read from a log once. No text for people is made here."""
+"""All figures of a report, read from a log once. No text for readers is produced here."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from memkit.report.stages import EventStage, LoggedSteps, find_stages, find_step
 _PEAK_FIELDS = ("peak_total_bytes", "peak_bytes", "allocated_bytes")
 _SPLITS = ("peak_by_category", "peak_by_module", "peak_by_operator", "peak_by_line", "peak_by_phase")
 
-_LEAST_RANKS = 2  # a table of one says nothing
+_LEAST_RANKS = 2  # a table with one row is pointless
 _KINDS = ("small", "large")
 
 
 @dataclass(frozen=True, slots=True)
 class LogPeak:
-    """The largest bytes in tensors of the whole log.
+    """The peak bytes in tensors over the whole log.
 
     Attributes:
         num_bytes: The bytes.
-        event: Name of the first event that knows of them.
-        step: Its step.
-        rank: Its process.
-        origin: Who counted.
-        is_exact: Whether a counter over the whole run says so, or a prediction; else it is what was held at some event
-            or in some stage, and the peak is at least this.
+        event: Name of the first event that reports them.
+        step: Step of that event.
+        rank: Process of that event.
+        origin: Source of the count.
+        is_exact: Whether the value is a counter over the whole run, or a prediction; otherwise it is the most that was
+            held at some event or in some stage, and the real peak is at least this.
     """
 
     num_bytes: int
@@ -44,13 +44,13 @@ class LogPeak:
 
     @property
     def size(self) -> Size:
-        """The bytes, or that they are at least so many."""
+        """The bytes, exact or as a lower bound."""
         return Size(self.num_bytes, self.num_bytes if self.is_exact else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """What lies around the tensors at the worst of times, each the largest of the log; None: not recorded.
+    """Memory around the tensors, each value the largest in the log; None if not recorded.
 
     Attributes:
         requested_bytes: In tensors, before the allocator rounded sizes up.
@@ -69,11 +69,11 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The peak taken apart, as a `Tracker` does and a mark's note can hold.
+    """The peak broken down, as done by a `Tracker` and stored in a mark's note.
 
     Attributes:
         name: The note's key, such as ``"peak_by_category"``.
-        event: The event whose note it is.
+        event: The event that has the note.
         parts: Name and bytes, largest first.
         whole_bytes: The sum of the parts.
     """
@@ -86,16 +86,16 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class SegmentFigures:
-    """What the allocator's segments of one kind held at the end, as the note of a CUDA memory snapshot says.
+    """Contents of the allocator's segments of one kind at the end, from the note of a CUDA memory snapshot.
 
     Attributes:
         kind: ``"small"``, for blocks of up to 1 MiB, or ``"large"``.
-        num_segments: How many there are.
+        num_segments: Number of segments.
         num_blocks: Blocks in use in them.
-        requested_bytes: In these blocks, as asked for.
-        allocated_bytes: In these blocks, rounded up.
-        reserved_bytes: In all of the segments.
-        largest_free_bytes: The largest block that is free.
+        requested_bytes: Bytes in these blocks, as requested.
+        allocated_bytes: Bytes in these blocks, rounded up.
+        reserved_bytes: Total bytes of the segments.
+        largest_free_bytes: The largest free block.
     """
 
     kind: str
@@ -109,13 +109,13 @@ class SegmentFigures:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """An allocation for which there was no room.
+    """An allocation that failed for lack of memory.
 
     Attributes:
         event: The event's name.
-        asked_bytes: What was asked for.
-        free_bytes: What was free on the device.
-        allocated_bytes: What was in tensors.
+        asked_bytes: Bytes requested.
+        free_bytes: Bytes free on the device.
+        allocated_bytes: Bytes in tensors.
     """
 
     event: str
@@ -126,12 +126,12 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """A run that was over when another one began to write the same log. The figures are not about it.
+    """A run that had ended before another one began to write to the same log. The figures do not cover it.
 
     Attributes:
-        wall_s: When it began, in seconds since 1970.
-        num_events: Its events.
-        peak: Its largest bytes in tensors, as far as it tells.
+        wall_s: Start time, in seconds since 1970.
+        num_events: Number of its events.
+        peak: Its peak bytes in tensors, as far as known.
     """
 
     wall_s: float | None
@@ -141,25 +141,25 @@ class EarlierRun:
 
 @dataclass(frozen=True, slots=True)
 class ReportFigures:
-    """What a report is about.
+    """The figures of a report.
 
     Attributes:
         num_events: Events of the run.
-        earlier: Runs in the log that were over when the last one began.
-        num_predicted: Predicted events that were left out, since others were measured.
-        ranks: Largest bytes of each process of a distributed run; empty where there is one.
-        seconds: From the first event to the last; None without clock.
-        header: The last run's.
-        peak: None where no event knows the bytes in tensors.
-        is_cumulative: Whether peaks are records that nobody restarts.
-        layers: Around the tensors.
-        components: What was loaded.
+        earlier: Runs in the log that had ended before the last one began.
+        num_predicted: Predicted events that were left out, because others were measured.
+        ranks: Peak bytes of each process of a distributed run; empty for a single process.
+        seconds: From the first event to the last; None without a clock.
+        header: Header of the last run.
+        peak: None if no event reports the bytes in tensors.
+        is_cumulative: Whether peaks are records that are never reset.
+        layers: Memory around the tensors.
+        components: Loaded components.
         stages: In order of first appearance.
-        steps: None where the log has no steps.
-        splits: The peak taken apart.
-        segments: Of an allocator at the end; empty where they are not recorded.
-        shortages: Where memory ran out.
-        num_survived: Out-of-memory errors after which a training went on, as marks ``"oom"`` say.
+        steps: None if the log has no steps.
+        splits: The peak broken down.
+        segments: Of an allocator at the end; empty if not recorded.
+        shortages: Allocations that failed.
+        num_survived: Out-of-memory errors that training survived, by ``"oom"`` marks.
         observed: The events that count.
     """
 
@@ -183,13 +183,13 @@ class ReportFigures:
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the run computed on the host, whose capacity is no card's."""
+        """Whether the run computed on the host, whose capacity is not a card's."""
         device = self.header.device if self.header else None
         return device is not None and device.backend == "cpu"
 
     @property
     def held_bytes(self) -> int | None:
-        """What the device has to hold: the allocator's peak, and where that is not recorded, the tensors' own."""
+        """Memory the device has to hold: the allocator's peak, or if that is not recorded, the tensors' own."""
         tensors = self.peak.num_bytes if self.peak else None
         return max((each for each in (tensors, self.layers.reserved_bytes) if each is not None), default=None)
 
@@ -205,11 +205,11 @@ _SEGMENT_NUMBERS = tuple(each.name for each in fields(SegmentFigures) if each.na
 
 
 def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
-    """Read a log's figures: of the last run, where one began after another was over.
+    """Read a log's figures; if runs follow one another, those of the last one.
 
     Args:
         log: The log.
-        total_bytes: Capacity of the device where the log does not say it.
+        total_bytes: Capacity of the device, if the log does not state it.
     """
     runs = _events_by_run(log)
     is_over = _find_earlier(log, runs)
@@ -255,12 +255,12 @@ def _events_by_run(log: EventLog) -> dict[int | None, list[Event]]:
 
 
 def _find_earlier(log: EventLog, runs: Mapping[int | None, list[Event]]) -> set[int]:
-    """Find the runs that were over when another one of the same process rank began.
+    """Find the runs that ended before another one of the same rank began.
 
-    Cards of one snapshot, or ranks, are runs side by side. A run without events is none to choose.
+    Cards of one snapshot, or ranks, are runs side by side. A run without events is never the one to report.
     """
     walls = [(each.wall_s, run) for run, each in enumerate(log.headers) if each.wall_s is not None and runs.get(run)]
-    found, newest = set(), dict[int, float]()  # by rank, when the last run began
+    found, newest = set(), dict[int, float]()  # by rank, when its last run began
     for begun, run in sorted(walls, reverse=True):
         ended = max((event.wall_s for event in runs[run] if event.wall_s is not None), default=begun)
         last = newest.setdefault(log.headers[run].rank, begun)
@@ -285,7 +285,7 @@ def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) 
     is_exact = origin.kind == "predicted" or (name == "peak_total_bytes" and origin.kind != "sampled")
     for split in splits if not is_exact else ():
         watched = split.whole_bytes - dict(split.parts).get("workspace", 0)
-        if split.name == "peak_by_category" and watched > best:  # a tracker saw more than any event
+        if split.name == "peak_by_category" and watched > best:  # a tracker saw more than any event did
             event = next(event for event in events if event.event == split.event and event.note)
             return LogPeak(watched, event.event, event.step, event.rank, Origin("dispatch", "measured"), is_exact=False)
     if winner is None:
@@ -294,7 +294,7 @@ def _find_peak(log: EventLog, events: Sequence[Event], splits: Iterable[Split]) 
 
 
 def _is_cumulative(events: Sequence[Event]) -> bool:
-    """Say whether the only peaks are records over the whole run."""
+    """Whether the only peaks are records over the whole run."""
     num_records = sum(event.peak_total_bytes is not None for event in events)
     return num_records > 1 and all(event.peak_bytes is None for event in events)
 
@@ -321,7 +321,7 @@ def _seconds(events: Iterable[Event]) -> float | None:
 
 
 def _find_splits(events: Iterable[Event]) -> Iterable[Split]:
-    """Find in the notes what a `Tracker` took apart; of each kind the one with the largest whole."""
+    """Find the breakdowns that a `Tracker` stored in notes; of each kind the one with the largest total."""
     best: dict[str, Split] = {}
     for event in events:
         for name in _SPLITS if event.note else ():

@@ -1,4 +1,4 @@
-"""A report as one HTML file: own curves, a small script, and nothing that is fetched from anywhere."""
+"""Render a report as one self-contained HTML file: charts, a small script, and nothing loaded from elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memkit.report.markdown import is_right
 from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Report, Share, Size, Table
 from memkit.report.words import Words, bytes_text, gib_text, share_text
 
-# The page may run its own script and style, and load nothing.
+# The page may run its own script and style, and load nothing else.
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
 )
-_WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page stretches them
+_WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page scales them
 _NUM_COLOURS = 4
 
 
 def to_html(report: Report, mark: str) -> str:
-    """Write a report as one HTML file."""
+    """Render a report as one HTML file."""
     words = Words(report.language)
     links = (f'<li><a href="#s{n}">{_text(section.title)}</a></li>' for n, section in enumerate(report.sections))
     tiles = (f"<div><dt>{_text(name)}</dt><dd>{_cell(value, words)}</dd></div>" for name, value in report.highlights)
@@ -151,7 +151,7 @@ def _key(number: int, name: str) -> str:
 
 
 def _data(chart: Lines, start: float, end: float, bottom: float, top: float) -> str:
-    """Embed the points for the script. No text in it can end the element."""
+    """Embed the points for the script. No text in them can end the element."""
     lines = [
         {"n": line.name, "x": [round(x, 4) for x in line.x], "y": line.y, "t": line.labels} for line in chart.lines
     ]
@@ -161,7 +161,7 @@ def _data(chart: Lines, start: float, end: float, bottom: float, top: float) -> 
 
 
 def _scale(smallest: int, largest: int) -> tuple[float, float, list[str]]:
-    """Choose the ends of an axis in bytes, and the texts of its marks from the bottom up; zero is one of them."""
+    """Choose the range of an axis in bytes, and its tick labels from the bottom up; zero is one of them."""
     low, high = min(smallest, 0) / GIB, max(largest, 0) / GIB
     gib = high - low or 1 / GIB
     step = 10 ** math.floor(math.log10(gib / 4))
@@ -172,7 +172,7 @@ def _scale(smallest: int, largest: int) -> tuple[float, float, list[str]]:
 
 
 def _marks(start: float, end: float) -> list[str]:
-    """Choose the texts under an axis, evenly spaced; counts get whole numbers."""
+    """Choose evenly spaced tick labels for an axis; counts get whole numbers."""
     num = 4
     if start == int(start) and end == int(end) and end - start < 40:
         num = next(each for each in (4, 3, 2, 1) if (end - start) % each == 0)

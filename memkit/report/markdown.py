@@ -1,4 +1,4 @@
-"""A report as Markdown, which hosting sites show as they do their own pages, and as plain text."""
+"""Render a report as Markdown, for hosting sites, and as plain text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from memkit.report.nodes import Bars, Bullets, Cell, Lines, Node, Paragraph, Rep
 from memkit.report.textcharts import align, bar_lines, curve_lines
 from memkit.report.words import Words
 
-# Names come from a file: none of them may become a link, a tag, emphasis, or a new cell.
+# Names come from a file: none of them may turn into a link, a tag, emphasis, or a new cell.
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.", re.IGNORECASE)
 _AT_START = re.compile(r"^(\d*)([#+=-]|(?<=\d)[.)](?=\s|$))")
 
 
 def to_markdown(report: Report, mark: str) -> str:
-    """Write a report as Markdown."""
+    """Render a report as Markdown."""
     words = Words(report.language)
     lines = [f"<!-- {mark} -->", f"# {escape(report.title)}", "", f"**{escape(report.verdict)}**", ""]
     names, values = zip(*report.highlights, strict=True)
@@ -29,7 +29,7 @@ def to_markdown(report: Report, mark: str) -> str:
 
 
 def to_text(report: Report, mark: str) -> str:
-    """Write a report as plain text."""
+    """Render a report as plain text."""
     words = Words(report.language)
     lines = [f"{report.title} ({mark})", "", report.verdict]
     for section in report.sections:
@@ -40,13 +40,13 @@ def to_text(report: Report, mark: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Make a text that Markdown shows as it is, on one line."""
+    """Escape text so that Markdown shows it literally, on one line."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def _start(text: str) -> str:
-    """Escape a text that begins a line: it may not become a heading or a list."""
+    """Escape text at the start of a line, so that it cannot become a heading or a list."""
     return _AT_START.sub(r"\1\\\2", escape(text))
 
 
@@ -58,7 +58,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
             marks = (f"{number}." if node.is_numbered else "-" for number in range(1, len(node.items) + 1))
             yield from (f"{mark} {_start(item)}" for mark, item in zip(marks, node.items, strict=True))
         case Table():
-            # GitHub and others fold; what does not know the tag shows its content.
+            # GitHub and others fold this; renderers that do not know the tag show its content.
             count = words("show_rows", count=len(node.rows))
             if node.caption:
                 yield f"**{escape(node.caption)}**"
@@ -71,7 +71,7 @@ def _markdown(node: Node, words: Words) -> Iterator[str]:
         case Bars() | Lines():
             yield f"{escape(node.caption)}:"
             yield ""
-            # Indented code: no name can end it, as it could a fence.
+            # Indented code: no name can end it, as it could end a fence.
             yield from (f"    {line}" for line in _chart(node))
 
 
@@ -107,7 +107,7 @@ def _chart(node: Bars | Lines) -> list[str]:
 
 
 def is_right(num_columns: int, rows: tuple[tuple[Cell, ...], ...]) -> list[bool]:
-    """Say which columns hold more figures than texts, and stand on the right."""
+    """Tell which columns are mostly figures and are right-aligned."""
     balance = [0] * num_columns
     for row in rows:
         for column, cell in enumerate(row):

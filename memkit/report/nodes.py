@@ -1,6 +1,6 @@
-"""What a report is made of, before it is Markdown, HTML, text or JSON: sections of a few kinds of parts.
+"""The parts of a report, before rendering as Markdown, HTML, text or JSON: sections made of a few kinds of nodes.
 
-Sizes stay numbers down to the renderers, so that every format shows the same figures.
+Sizes stay numbers until they are rendered, so that every format shows the same figures.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Size:
     """A number of bytes, as far as it is known.
 
     Attributes:
-        low: It is at least this; None where that is not known.
-        high: It is at most this; None where that is not known. Equal to ``low`` where the size is known.
-        is_change: Whether it is a difference, which is written with its sign.
+        low: Lower bound; None if unknown.
+        high: Upper bound; None if unknown. Equal to ``low`` if the size is known exactly.
+        is_change: Whether it is a difference, which is shown with its sign.
 
     Example:
         >>> from memkit.report.nodes import Size
@@ -36,18 +36,18 @@ class Size:
 
     @classmethod
     def of(cls, num_bytes: int | None, *, is_change: bool = False) -> Size:
-        """Make one that is known, or, of None, one that is not recorded."""
+        """Make a size that is known, or for None one that is not recorded."""
         return cls(num_bytes, num_bytes, is_change)
 
     @property
     def is_known(self) -> bool:
-        """Whether it is one number."""
+        """Whether it is a single number."""
         return self.low is not None and self.low == self.high
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A fraction, written as a percentage; None where it is not recorded."""
+    """A fraction, shown as a percentage; None if not recorded."""
 
     value: float | None
     is_change: bool = False
@@ -66,7 +66,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Bullets:
-    """A list of plain texts, numbered or not."""
+    """A list of plain texts, numbered or bulleted."""
 
     items: tuple[str, ...]
     is_numbered: bool = False
@@ -77,10 +77,10 @@ class Table:
     """A table. The first column names the row.
 
     Attributes:
-        columns: Their headings.
-        rows: As many cells each.
-        caption: What it shows.
-        is_folded: Whether HTML shows it only when asked, since it is long.
+        columns: Column headings.
+        rows: Rows with one cell per column.
+        caption: Caption of the table.
+        is_folded: Whether HTML folds it because it is long.
     """
 
     columns: tuple[str, ...]
@@ -95,8 +95,8 @@ class Bars:
 
     Attributes:
         rows: Name and bytes.
-        caption: What it shows.
-        whole_bytes: What a full bar stands for; None takes the largest.
+        caption: Caption of the chart.
+        whole_bytes: Bytes of a full bar; None uses the largest row.
     """
 
     rows: tuple[tuple[str, int], ...]
@@ -106,7 +106,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve: places along the axis, bytes, and a name for each point."""
+    """One curve: positions on the axis, bytes, and a label for each point."""
 
     name: str
     x: tuple[float, ...]
@@ -116,12 +116,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A chart of bytes along time, steps or events.
+    """A chart of bytes over time, steps or events.
 
     Attributes:
         lines: The curves.
-        x_name: What the horizontal axis counts.
-        caption: What it shows.
+        x_name: Unit of the horizontal axis.
+        caption: Caption of the chart.
     """
 
     lines: tuple[Curve, ...]
@@ -134,7 +134,7 @@ Node = Paragraph | Bullets | Table | Bars | Lines
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what stands under it.
+    """A heading and the nodes under it.
 
     Example:
         >>> from memkit.report.nodes import Paragraph, Section
@@ -153,10 +153,10 @@ class Report:
     Attributes:
         title: Its heading.
         verdict: The most important figures in one sentence.
-        highlights: Those figures one by one: what it is, and its value.
-        sections: In the order of reading.
+        highlights: Those figures one by one: label and value.
+        sections: In reading order.
         language: ``"en"`` or ``"zh"``.
-        figures: Makes the numbers behind it, as plain JSON values.
+        figures: Returns the underlying numbers, as plain JSON values.
     """
 
     title: str
@@ -168,14 +168,14 @@ class Report:
 
 
 class SectionMaker(Protocol):
-    """A section of one's own: called with the log and the language, it returns the section, or None for none."""
+    """A custom section: called with the log and the language, it returns the section, or None for no section."""
 
     def __call__(self, log: EventLog, language: str, /) -> Section | None:
-        """Make the section."""
+        """Build the section."""
 
 
 def clean(name: str) -> str:
-    """Make a name from a file fit for a page: one line, no control or direction characters, not endless."""
+    """Make a name from a file safe for a page: one line, no control or direction characters, limited length."""
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 1]}…"
     return printable(name)

@@ -1,4 +1,4 @@
-"""What each event says about memory, told apart: a stage's own peak, a record that nobody restarts, what was held."""
+"""Interpret each event's memory figures: a stage's own peak, a record that is never reset, or memory held."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _STEP = re.compile(r"step[_ -]?(\d{1,18})", re.ASCII)
 
 
 class Observed(NamedTuple):
-    """One event, with what can be concluded from its place.
+    """One event, with conclusions from its position in the log.
 
     Attributes:
         event: The event.
-        track: Which run of which process it belongs to: only there are differences of figures true.
-        before: The last event before it on its track that knows what was held, or a record.
+        track: The run and process it belongs to: figures may be subtracted only within a track.
+        before: The last earlier event on its track that reports memory held, or a record.
         step: Number of the training step that it ends; None for other events.
-        low: Its stage's peak is at least this: what was held at its end, and whatever was seen inside of it.
-        high: Its stage's peak is at most this.
+        low: Lower bound of its stage's peak: the memory held at its end, and anything seen inside it.
+        high: Upper bound of its stage's peak.
     """
 
     event: Event
@@ -33,12 +33,12 @@ class Observed(NamedTuple):
 
 
 def observe(log: EventLog) -> tuple[list[Observed], int]:
-    """Take a log's events apart.
+    """Interpret a log's events.
 
-    Where some events were measured and others only predicted, the predicted ones are left out.
+    If some events were measured and others only predicted, the predicted ones are left out.
 
     Returns:
-        The events, and how many were left out.
+        The events, and the number left out.
     """
     predicted = [
         any(origin.kind == "predicted" for name, origin in header.fields.items() if name in _DEVICE_FIELDS)
@@ -49,24 +49,24 @@ def observe(log: EventLog) -> tuple[list[Observed], int]:
         for event in log.events
         if event.kind != "predicted" and (event.kind is not None or event.run is None or not predicted[event.run])
     ]
-    # A mark without any number says nothing about how the others came about.
+    # A mark without any number does not tell how the others were obtained.
     events = measured if any(_device_bytes(event) is not None for event in measured) else list(log.events)
     inside = _Inside()
     return [inside.widen(each) for each in _observe(events)], len(log.events) - len(events)
 
 
 class _Inside:
-    """What was seen inside of blocks that are still open: a step, or a phase, whose line comes at its end."""
+    """Records what is seen inside blocks still open: a step or a phase, whose line comes at its end."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, int] = {}  # of each track, since its last step
+        self._steps: dict[int, int] = {}  # per track, since its last step
         self._phases: dict[tuple[int, str], list[tuple[int, int]]] = {}  # time and bytes, by the phase's path
 
     def widen(self, each: Observed) -> Observed:
-        """Raise what a block's peak is at least to what was seen inside of it, where no more is known."""
+        """Raise the lower bound of a block's peak to what was seen inside it, if nothing better is known."""
         event, track = each.event, each.track
         lows = [each.low]
-        if event.time_ns is None:  # no clock, no blocks: a log of single events, such as the older form
+        if event.time_ns is None:  # no clock, no blocks: a log of single events, such as the older format
             return each
         if each.step is not None:
             lows.append(self._steps.pop(track, None))
@@ -85,9 +85,9 @@ class _Inside:
 
 
 def _outer(event: Event, *, is_block: bool) -> Iterator[str]:
-    """Yield the paths of the phases that an event lies in."""
+    """Yield the paths of the phases that contain an event."""
     path = event.phase or ""
-    path = path.rpartition("/")[0] if is_block else path  # a phase does not lie in itself
+    path = path.rpartition("/")[0] if is_block else path  # a phase does not contain itself
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -105,7 +105,7 @@ def _observe(events: Iterable[Event]) -> Iterator[Observed]:
         run, record = event.run, event.peak_total_bytes
         known = records.get(run)
         if run not in tracks or (record is not None and known is not None and record < known):
-            # A counter of largest values that falls was restarted: what came before tells nothing about what follows.
+            # A falling peak counter was reset: earlier values say nothing about later ones.
             tracks[run] = num_tracks
             num_tracks += 1
             last.pop(run, None)
@@ -119,7 +119,7 @@ def _observe(events: Iterable[Event]) -> Iterator[Observed]:
 
 
 def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | None, int | None]:
-    """Bound the peak since the event before, or of the phase: below and above."""
+    """Return bounds of the peak since the event before, or of the phase: lower and upper."""
     if event.peak_bytes is not None:
         return event.peak_bytes, event.peak_bytes
     if record is None:
@@ -131,7 +131,7 @@ def _peak(event: Event, record: int | None, known: int | None) -> tuple[int | No
 
 
 def step_of(event: Event) -> int | None:
-    """Return the number of the step that an event ends, by its field or by a name such as ``step_12``."""
+    """Return the number of the step that an event ends, from its field or from a name such as ``step_12``."""
     match = _STEP.fullmatch(event.event) if event.event.startswith("step") else None
     if match:
         return int(match[1])
@@ -139,6 +139,6 @@ def step_of(event: Event) -> int | None:
 
 
 def _device_bytes(event: Event) -> int | None:
-    """Return the largest bytes of the device's tensors that an event knows of."""
+    """Return the largest bytes in device tensors that an event reports."""
     sizes = (event.allocated_bytes, event.peak_bytes, event.peak_total_bytes)
     return max((size for size in sizes if size is not None), default=event.incremental_bytes)

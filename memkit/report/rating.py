@@ -1,4 +1,4 @@
-"""Efficiency figures, and a rating of which every weight and curve is public. Missing figures never count as good."""
+"""Efficiency figures, and a rating with public weights and curves. Missing figures never count as good."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RatedFigure:
     """One figure of the rating.
 
     Attributes:
-        name: What it is.
-        weight: Its part in the rating, as far as it is recorded.
-        points: The curve from the figure to a mark between 0 and 1: straight lines between these pairs.
+        name: Name of the figure.
+        weight: Its weight in the rating, if recorded.
+        points: The curve from the figure to a mark between 0 and 1: linear between these points.
     """
 
     name: str
@@ -24,7 +24,7 @@ class RatedFigure:
     points: tuple[tuple[float, float], ...]
 
     def mark(self, value: float) -> float:
-        """Return the mark of a value."""
+        """Return the mark for a value."""
         (before, low), *rest = self.points
         if value <= before:
             return low
@@ -47,7 +47,7 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """One rule's figure and its mark from 0 to 1; None where it is not recorded."""
+    """One rule's figure and its mark from 0 to 1; None if not recorded."""
 
     rule: RatedFigure
     value: float | None
@@ -60,7 +60,7 @@ class Rating:
 
     Attributes:
         marks: One for each of `RULES`.
-        points: From 0 to 100: the mean of the marks that there are, by weight; None of fewer than three.
+        points: From 0 to 100: the weighted mean of the available marks; None with fewer than three.
         least_inputs: Three.
     """
 
@@ -70,7 +70,7 @@ class Rating:
 
     @property
     def num_inputs(self) -> int:
-        """How many marks there are."""
+        """Number of available marks."""
         return sum(each.mark is not None for each in self.marks)
 
 

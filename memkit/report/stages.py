@@ -1,4 +1,4 @@
-"""Peaks of stages, and how memory changes from step to step."""
+"""Peak of each stage, and how memory changes from step to step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Literal
 from memkit.report.nodes import Size
 from memkit.report.observed import Observed
 
-_LEAST_FOR_TREND = 8  # steps: below, the interval of a slope says nothing
-_MOST_FOR_TREND = 200  # of evenly chosen steps: the slopes of all pairs are looked at
-_LEAST_GROWTH_BYTES = 2**20  # for each step; a smaller one is no leak that anybody looks for
+_LEAST_FOR_TREND = 8  # steps; with fewer, the interval of a slope is meaningless
+_MOST_FOR_TREND = 200  # evenly chosen steps: the slopes of all pairs are computed
+_LEAST_GROWTH_BYTES = 2**20  # per step; anything smaller is not a leak worth looking for
 
 Measure = Literal["incremental", "held", "record"]
 
@@ -24,10 +24,10 @@ class EventStage:
 
     Attributes:
         name: Path of the phase, or the event's name.
-        num_events: How many.
-        peak: Largest bytes in tensors meanwhile, as far as the log tells.
-        added_bytes: Largest of what the events say they added; None where it is not recorded.
-        host_ns: Host time of all; None where it is not recorded.
+        num_events: Number of events.
+        peak: Peak bytes in tensors during it, as far as known.
+        added_bytes: The largest recorded addition; None if not recorded.
+        host_ns: Total host time; None if not recorded.
     """
 
     name: str
@@ -39,13 +39,13 @@ class EventStage:
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """One step; of several processes the largest figures.
+    """One step; for several processes the largest figures.
 
     Attributes:
-        number: As the log counts.
-        peak: Largest bytes meanwhile.
-        held_bytes: In tensors at its end.
-        change_bytes: By `LoggedSteps.measure`; None where it is not recorded, and for the first step of a difference.
+        number: Number in the log.
+        peak: Peak bytes during the step.
+        held_bytes: Bytes in tensors at its end.
+        change_bytes: Change by `LoggedSteps.measure`; None if not recorded, and for the first step of a difference.
     """
 
     number: int
@@ -56,9 +56,9 @@ class LoggedStep:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Growth of what is held, in bytes for each step: the median slope of all pairs, and its 95 % interval.
+    """Growth of held memory, in bytes per step: the median slope of all pairs, and its 95 % interval.
 
-    Where the log says what steps added, and not what was held, it is the growth of their sum.
+    If the log has only what steps added, not what was held, it is the growth of their sum.
     """
 
     slope: float
@@ -67,22 +67,23 @@ class Trend:
 
     @property
     def is_growth(self) -> bool:
-        """Whether it is certain, and large enough to be looked for."""
+        """Whether growth is certain, and large enough to matter."""
         return self.low > 0 and self.slope >= _LEAST_GROWTH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedSteps:
-    """All steps, in the order of their numbers.
+    """All steps, in order of their numbers.
 
     Attributes:
         steps: The steps.
-        num_missing: Numbers between the first and the last one that the log does not have.
-        measure: What a change is: ``"incremental"``, as the program wrote it; ``"held"``, the difference of what was
-            held at the ends of two steps; ``"record"``, the growth of a record over the run; None without any.
-        trend: Growth of what is held, or of the sum of what the steps added; None for too few steps, and where a record
-            says that what they added was given back, or may have been.
-        rise: What the steps added together, and by how much a record rose over them, where that is less; else None.
+        num_missing: Numbers between the first and the last one that the log lacks.
+        measure: How a change is measured: ``"incremental"``, as the program wrote it; ``"held"``, the difference
+            between the memory held at the ends of two steps; ``"record"``, the growth of a record over the run; None
+            without any.
+        trend: Growth of held memory, or of the sum of what the steps added; None for too few steps, and if a record
+            shows that what they added was freed, or may have been.
+        rise: The sum of what the steps added, and the rise of a record over them, if that is less; else None.
     """
 
     steps: tuple[LoggedStep, ...]
@@ -93,7 +94,7 @@ class LoggedSteps:
 
     @property
     def spread(self) -> float | None:
-        """How far the steps' peaks lie apart: (largest - smallest) / largest; None where not all are known."""
+        """Spread of the steps' peaks: (largest - smallest) / largest; None unless all are known."""
         peaks = [step.peak.low for step in self.steps if step.peak.is_known and step.peak.low is not None]
         if len(peaks) < max(2, len(self.steps)) or max(peaks) <= 0:
             return None
@@ -101,7 +102,7 @@ class LoggedSteps:
 
     @property
     def growth_bytes(self) -> float | None:
-        """Growth over all steps: by the trend, or else by how much a record rose that did not stand above them."""
+        """Growth over all steps: by the trend, or else by the rise of a record that did not stand above them."""
         if self.trend is not None:
             num_steps = self.steps[-1].number - self.steps[0].number
             return max(0.0, self.trend.slope) * num_steps if self.trend.low > 0 else 0.0
@@ -110,7 +111,7 @@ class LoggedSteps:
 
 @dataclass(slots=True)
 class _Bounds:
-    """The largest of several peaks that are known in part."""
+    """The largest of several peaks, each known only within bounds."""
 
     low: int | None = None
     high: int | None = 0
@@ -139,7 +140,7 @@ class _OneStep:
 
 
 def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
-    """Gather the events of each stage; steps are no stages."""
+    """Collect the events of each stage; steps are not stages."""
     found: dict[str, _Bounds] = {}
     for each in observed:
         if each.step is None and any(
@@ -152,7 +153,7 @@ def find_stages(observed: Iterable[Observed]) -> tuple[EventStage, ...]:
 
 
 def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
-    """Gather the steps, by number."""
+    """Collect the steps, by number."""
     found: dict[int, _OneStep] = {}
     for each in observed:
         if each.step is not None:
@@ -180,7 +181,7 @@ def find_steps(observed: Sequence[Observed]) -> LoggedSteps | None:
 
 
 def _summed(added: Sequence[tuple[int, int | None]]) -> list[tuple[int, int]]:
-    """Add up what steps added; nothing where one of them does not say it."""
+    """Return running sums of what steps added; empty if one of them does not report it."""
     sums = itertools.accumulate(num_bytes or 0 for _, num_bytes in added)
     is_whole = all(num_bytes is not None for _, num_bytes in added)
     return [(number, total) for (number, _), total in zip(added, sums, strict=True)] if is_whole else []
@@ -197,7 +198,7 @@ def _add_step(one: _OneStep, each: Observed) -> None:
 def _choose_change(
     steps: Iterable[_OneStep],
 ) -> tuple[Measure | None, Callable[[_OneStep, int | None], int | None]]:
-    """Choose the best figure of change that the log has."""
+    """Choose the best measure of change in the log."""
     steps = list(steps)
     if any(one.bounds.added is not None for one in steps):
         return "incremental", lambda one, _: one.bounds.added
@@ -209,7 +210,7 @@ def _choose_change(
 
 
 def _find_trend(held: Sequence[tuple[int, int]]) -> Trend | None:
-    """Estimate a slope by Theil and Sen, with the interval of Kendall's statistic."""
+    """Estimate a slope by Theil and Sen, with an interval from Kendall's statistic."""
     if len(held) < _LEAST_FOR_TREND:
         return None
     stride = math.ceil(len(held) / _MOST_FOR_TREND)

@@ -1,4 +1,4 @@
-"""Charts of characters, for plain text and Markdown."""
+"""Text-mode charts, for plain text and Markdown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_NAME = 36
 
 
 def bar_lines(bars: Bars) -> list[str]:
-    """Draw bars, one line each; a part of a bar is rounded, but what is there shows."""
+    """Draw bars, one line each; lengths are rounded, but a nonzero bar always shows."""
     whole = bars.whole_bytes or max((size for _, size in bars.rows), default=0) or 1
     names = [_shorten(name) for name, _ in bars.rows]
     width = max((display_width(name) for name in names), default=0)
@@ -28,7 +28,7 @@ def bar_lines(bars: Bars) -> list[str]:
 
 
 def curve_lines(chart: Lines) -> list[str]:
-    """Draw each curve as one line of heights; each place shows the largest value that falls on it."""
+    """Draw each curve as one line of block heights; each cell shows the largest value that falls on it."""
     start = min(min(line.x) for line in chart.lines)
     end = max(max(line.x) for line in chart.lines)
     top = max(max(line.y) for line in chart.lines)
@@ -50,18 +50,18 @@ def _curve(line: Curve, start: float, end: float, top: int) -> str:
 
 
 def display_width(text: str) -> int:
-    """Count the columns that a text takes in a terminal: Chinese characters take two."""
+    """Count the terminal columns of a text: Chinese characters take two."""
     return sum(2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in text)
 
 
 def pad(text: str, width: int, *, right: bool = False) -> str:
-    """Fill up with spaces."""
+    """Pad with spaces."""
     spaces = " " * (width - display_width(text))
     return spaces + text if right else text + spaces
 
 
 def align(rows: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
-    """Set rows in columns."""
+    """Align rows in columns."""
     widths = [max(display_width(row[column]) for row in rows) for column in range(len(is_right))]
     return [
         "  ".join(

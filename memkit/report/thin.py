@@ -1,4 +1,4 @@
-"""Long series made short without losing a peak: of each bucket the smallest and the largest point are kept."""
+"""Downsample long series without losing a peak: each bucket keeps its smallest and its largest point."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 from memkit.report.nodes import Curve, clean
 
-_NUM_BUCKETS = 240  # two points each, finer than the pixels of a chart on a phone, as fine as those on paper
+_NUM_BUCKETS = 240  # two points each; finer than a phone's chart pixels, and as fine as print
 
 
 def thin(name: str, points: Sequence[tuple[float, int, str]]) -> Curve:
     """Make a curve of at most 482 points.
 
-    Every local peak that is the largest of its bucket stays, and so the largest of all, with its name; so do both ends.
+    Every local peak that is the largest of its bucket is kept, and so is the global peak with its name; so are both
+    ends.
 
     Args:
         name: The curve's name.
-        points: Place, bytes and label. They are put in the order of their places: a clock can be set back.
+        points: Position, bytes and label. They are sorted by position: a clock can be set back.
 
     Example:
         >>> from memkit.report.thin import thin

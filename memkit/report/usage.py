@@ -1,4 +1,4 @@
-"""The sections about where the memory goes: layers, components, stages, steps, time."""
+"""Sections on where the memory goes: layers, components, stages, steps, time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from memkit.report.stages import EventStage, LoggedStep, LoggedSteps
 from memkit.report.thin import thin
 from memkit.report.words import Words
 
-MOST_ROWS = 40  # of a table; what is left out is counted
+MOST_ROWS = 40  # of a table; the number left out is shown
 _MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
-# The older form's first program, as in components.py.
+# The program that first wrote the older format, as in components.py.
 _EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
 _T = TypeVar("_T")
 
 
 def usage_sections(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterator[Section]:
-    """Make all sections about the use of memory."""
+    """Build all sections about memory usage."""
     yield Section(words("layers_title"), tuple(_layers(figures, words)))
     yield Section(words("components_title"), tuple(_components(figures, words)))
     yield Section(words("stages_title"), tuple(_stages(figures, words, is_legacy=is_legacy)))
@@ -54,7 +54,7 @@ def _layers(figures: ReportFigures, words: Words) -> Iterator[Node]:
     for key, level in levels:
         extra = None if level is None or below is None else max(0, level - below)
         share = Share(extra / layers.total_bytes if extra is not None and layers.total_bytes else None)
-        # Where the tensors are at least this, the layer around them adds at most that.
+        # If the tensors are at least this, the layer around them adds at most that.
         is_least = key in {"layer_tensors", "layer_rounding"} and level is not None and not is_exact
         added = Size(extra, None) if is_least else Size(None, extra) if was_least else Size.of(extra)
         rows.append((words(key), added, Size(level, None) if is_least else Size.of(level), share))
@@ -200,7 +200,7 @@ def _steps(steps: LoggedSteps | None, words: Words) -> Iterator[Node]:
 
 
 def rise_text(rise: tuple[int, int], words: Words) -> str:
-    """Say that a record rose by less than what the steps added."""
+    """Say that a record rose by less than the steps added."""
     added, grown = (words.size(Size.of(each)) for each in rise)
     return words("steps_rise", added=added, grown=grown)
 
@@ -271,7 +271,7 @@ def _time_lines(events: Sequence[Observed], places: Sequence[float], words: Word
 
 
 def shortage_texts(figures: ReportFigures, words: Words) -> Iterator[str]:
-    """Say where memory ran out, and how far; and how often a training went on after it."""
+    """Say where memory ran out and how much was missing, and how often training continued after it."""
     shown, num_left = _cut(figures.shortages, _MOST_SHORTAGES)
     for each in shown:
         asked, free, held = (
@@ -310,7 +310,7 @@ def _pattern(figures: ReportFigures, words: Words) -> Iterator[str]:
 
 
 def _cut(rows: Sequence[_T], most: int) -> tuple[Sequence[_T], int]:
-    """Return the first rows, and how many are left out."""
+    """Return the first rows, and the number left out."""
     return rows[:most], max(0, len(rows) - most)
 
 

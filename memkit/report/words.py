@@ -22,7 +22,7 @@ class Words:
         language: ``"en"`` or ``"zh"``.
 
     Raises:
-        ConfigError: It is another one.
+        ConfigError: The language is not supported.
 
     Example:
         >>> from memkit.report.words import Words
@@ -42,11 +42,11 @@ class Words:
         self.language = language
 
     def __call__(self, key: str, **values: object) -> str:
-        """Return a text with its places filled."""
+        """Return a text with its placeholders filled in."""
         return texts()[key][self.language].format(**values)
 
     def size(self, size: Size, *, exact: bool = True) -> str:
-        """Write a size in GiB with two decimals, and in bytes where ``exact``."""
+        """Format a size in GiB with two decimals, and also in bytes if ``exact``."""
         low, high = size.low, size.high
         if size.is_known or (low is None) != (high is None):
             text = self._bytes(high if low is None else low, size, exact=exact)
@@ -61,7 +61,7 @@ class Words:
         return f"{gib} ({plain})" if exact else gib
 
     def cell(self, cell: Cell, *, exact: bool = True) -> str:
-        """Write one entry of a table."""
+        """Format one table cell."""
         if isinstance(cell, Size):
             return self.size(cell, exact=exact)
         if isinstance(cell, Share):
@@ -71,7 +71,7 @@ class Words:
         return self("not_recorded") if cell is None else cell
 
     def join(self, parts: Iterable[str]) -> str:
-        """Put clauses together."""
+        """Join clauses."""
         return self("separator").join(parts)
 
 
@@ -84,22 +84,22 @@ def texts() -> dict[str, dict[str, str]]:
 
 
 def gib_text(num_bytes: int, *, is_change: bool = False) -> str:
-    """Write bytes in GiB; what rounds to nothing has no sign."""
+    """Format bytes in GiB; a change that rounds to zero has no sign."""
     text = f"{num_bytes / GIB:+.2f}" if is_change else f"{num_bytes / GIB:.2f}"
     return f"{text.lstrip('+-') if float(text) == 0 else text} GiB"
 
 
 def bytes_text(num_bytes: int, size: Size) -> str:
-    """Write bytes in full."""
+    """Format bytes in full."""
     return f"{num_bytes:+,} B" if size.is_change and num_bytes else f"{num_bytes:,} B"
 
 
 def share_text(share: Share) -> str:
-    """Write a share that is recorded."""
+    """Format a share that is recorded."""
     value = share.value or 0.0
     return f"{value:+.1%}" if share.is_change and value else f"{value:.1%}"
 
 
 def describe(values: dict[str, Any]) -> str:
-    """Write a few settings in one line."""
+    """Format a few settings on one line."""
     return ", ".join(f"{clean(str(key))} {clean(str(value))}" for key, value in values.items())

@@ -1,4 +1,4 @@
-"""Write a report to a file, in the format that its name asks for, and never over something else."""
+"""Write a report to a file, in the format of its suffix, without overwriting anything but a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUFFIXES = (*_FORMATS, ".json")
 
 
 def render_report(report: Report, suffix: str) -> str:
-    """Return a report as text of the format of a suffix: ``".md"``, ``".html"``, ``".txt"`` or ``".json"``."""
+    """Render a report as text in the format of a suffix: ``".md"``, ``".html"``, ``".txt"`` or ``".json"``."""
     return _to_json(report) if suffix == ".json" else _FORMATS[suffix](report, MARK)
 
 
@@ -29,7 +29,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     """Refuse a path that no report can be written to.
 
     Raises:
-        InputError: It names no format, or a file that is no report.
+        InputError: Its suffix is not a known format, or the file exists and is not a report.
         OSError: The file cannot be read.
     """
     target = Path(path)
@@ -61,7 +61,7 @@ def check_target(path: str | os.PathLike[str]) -> Path:
 
 
 def save_report(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write a report, whole or not at all; see `check_target` for the errors."""
+    """Write a report atomically; see `check_target` for the errors."""
     target = check_target(path)
     write_text(target, render_report(report, target.suffix.lower()))
 

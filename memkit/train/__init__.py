@@ -1,4 +1,4 @@
-"""One training step that fits."""
+"""Training steps that fit in memory."""
 
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from memkit.train.state_offload import offload_state as offload_state
     from memkit.train.transaction import atomic_steps as atomic_steps
     from memkit.train.wrapper import MemoryEfficientTrainingWrapper as MemoryEfficientTrainingWrapper
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # a type checker would accept any name through `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

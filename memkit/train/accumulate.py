@@ -1,4 +1,4 @@
-"""Gradient accumulation that equals the full batch, for any split, any remainder and any weights."""
+"""Gradient accumulation that matches the full batch, for any split, any remainder and any weights."""
 
 from __future__ import annotations
 
@@ -17,41 +17,42 @@ from memkit.train.gradient_sum import GradientSum
 
 
 class GradientAccumulator(Uncopied, Closing):
-    """Accumulates micro-batches into one optimiser step with the full batch's gradient.
+    """Accumulates micro-batches into one optimizer step with the full batch's gradient.
 
     The usual ``(loss / steps).backward()`` is right only when all micro-batches weigh the same. Here each micro-batch
-    says what it weighs, the weighted sum accumulates, and one scale at the step divides by the weight that really came
-    (deferred normalisation). So ragged tails, padding, class weights and short last groups are exact, and nothing has
+    comes with its weight, the weighted sum accumulates, and one scaling at the step divides by the total weight
+    (deferred normalization). So ragged tails, padding, class weights and short last groups are exact, and nothing has
     to be known in advance.
 
     Memory cost: none beyond the plain loop's gradients; between ranks, one bucket of 25 MiB. Time cost: one in-place
-    multiplication of the gradients per optimiser step, none where the factor is one.
+    multiplication of the gradients per optimizer step, none where the factor is one.
 
     Args:
-        optimizer: One optimiser, or several that step together (sharing ``scaler``, clipped jointly).
-        steps: Micro-batches per optimiser step.
-        max_grad_norm: Clip the gradient's total norm to this, after normalisation and unscaling.
-        scaler: A `torch.amp.GradScaler`. Order per step: unscale, clip, step each optimiser, update once. Give each
-            accumulator a scaler of its own.
+        optimizer: One optimizer, or several that step together (sharing ``scaler``, clipped jointly).
+        steps: Micro-batches per optimizer step.
+        max_grad_norm: Clip the gradient's total norm to this, after normalization and unscaling.
+        scaler: A `torch.amp.GradScaler`. Order per step: unscale, clip, step each optimizer, update once. Give each
+            accumulator its own scaler.
         model: The model as wrapped by DistributedDataParallel (or several). Then no rank communicates in forward or
-            backward, and `step` exchanges one explicit sum; ranks may have different numbers of batches. Parameters
-            sharded by ``fully_shard`` are recognised by themselves.
+            backward, and `step` performs one explicit all-reduce; ranks may have different numbers of batches.
+            Parameters sharded by ``fully_shard`` are detected automatically.
         objective: ``"mean"``: the gradient of the weighted mean over the whole group. ``"sum"``: of the sum.
         gradients_of: ``"optimizer"``: `backward` adds to the gradients of this accumulator's parameters only, so a
-            GAN's two accumulators never mix. ``"all"``: to every leaf of the graph. The step is not for leaves that
-            are not its own: they keep the group's sum, divided by a power of two (`expect` makes it the mean).
-        accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, for 2 bytes more
-            from a group's second micro-batch on (with DistributedDataParallel or a scaler, in each step).
-        guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole, and
-            go on (``docs/optimizer-step.md``).
-        check_weights: Warn once where the micro-batches' losses were visibly divided by something that their counts do
-            not follow (a short last micro-batch, padding), and where a batch normalization sees each by itself.
+            GAN's two accumulators never mix. ``"all"``: to every leaf of the graph. `step` does not finish the
+            gradients of other leaves: they keep the group's sum, divided by a power of two (`expect` makes it the
+            mean).
+        accumulate_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32, at 2 extra bytes
+            per element from a group's second micro-batch on (with DistributedDataParallel or a scaler, in each step).
+        guard_steps: If ``optimizer.step()`` runs out of memory, keep each parameter consistent with its state, and
+            continue the step (``docs/optimizer-step.md``).
+        check_weights: Warn once if the micro-batches' losses were visibly divided by something other than their counts
+            (a short last micro-batch, padding), or if a batch normalization sees each micro-batch by itself.
 
     Raises:
-        ConfigError: A setting is wrong: ``steps`` below 1, an optimiser that needs a closure, a scaler over float16
+        ConfigError: A setting is invalid: ``steps`` below 1, an optimizer that needs a closure, a scaler over float16
             parameters, a half-precision ``accumulate_dtype``.
 
-    Source: the deferred normalisation of torchtune's recipes, extended to any weight.
+    Source: the deferred normalization of torchtune's recipes, extended to any weight.
 
     Example:
         >>> import torch, memkit as mk
@@ -100,7 +101,7 @@ class GradientAccumulator(Uncopied, Closing):
 
     @property
     def steps(self) -> int:
-        """Micro-batches per optimiser step; may be changed between groups."""
+        """Micro-batches per optimizer step; may be changed between groups."""
         return self._steps
 
     @steps.setter
@@ -117,17 +118,17 @@ class GradientAccumulator(Uncopied, Closing):
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches in the group that is under way."""
+        """Micro-batches in the current group."""
         return self._sum.num_microbatches
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps that really happened."""
+        """Number of optimizer steps actually taken."""
         return self._sum.num_steps
 
     @property
     def is_torn(self) -> bool:
-        """Whether an error stopped a backward in the middle; the group can only be discarded."""
+        """Whether an error interrupted a backward; the group can then only be discarded."""
         return self._sum.is_torn
 
     @property
@@ -148,18 +149,18 @@ class GradientAccumulator(Uncopied, Closing):
 
         Args:
             loss: 0-dim loss of the micro-batch, with its graph.
-            count: What the mean was divided by: rows, valid tokens, or a sum of class weights. Defaults to 1: all
-                weigh the same. With 0 the micro-batch contributes exactly nothing, even where its mean is NaN. A
-                tensor on an accelerator is read, which waits for it; with ``reduction="sum"`` only at the step.
+            count: The divisor of the mean: rows, valid tokens, or a sum of class weights. Defaults to 1: all
+                micro-batches weigh the same. With 0 the micro-batch contributes exactly nothing, even if its mean is
+                NaN. Reading a tensor on an accelerator synchronizes; with ``reduction="sum"`` only at the step.
             reduction: ``"mean"``: ``loss`` is the mean over ``count``. ``"sum"``: ``loss`` is the sum over ``count``.
             retain_graph: As in `torch.Tensor.backward`.
-            all_or_nothing: Compute the whole gradient before any of it is added (one more set of gradients): an error
-                in the middle then leaves the group as it was, and not `is_torn`. Ignored where it is not possible:
+            all_or_nothing: Compute the whole gradient before adding any of it (one more set of gradients): an error
+                in the middle then leaves the group unchanged, and not `is_torn`. Ignored where it is not possible:
                 sharded parameters, ``gradients_of="all"``, reentrant checkpoints, post-accumulate-grad hooks.
 
         Raises:
             InputError: The loss is not a scalar with a graph, or ``count`` is negative, not finite or missing.
-            StateError: The group's gradients are gone (somebody called ``optimizer.zero_grad()``) or torn.
+            StateError: The group's gradients are gone (``optimizer.zero_grad()`` was called) or torn.
         """
         check_loss(loss)
         check_reduction(reduction, has_count=count is not None, needs_count=self._objective == "mean")
@@ -180,45 +181,45 @@ class GradientAccumulator(Uncopied, Closing):
             self._weights.add(note)
 
     def expect(self, count: float) -> None:
-        """Say, between two groups, what the next one will weigh if that is known: its step need not normalise then."""
+        """Announce the next group's total weight, if known, between two groups; its step need not normalize then."""
         self._sum.expect(count)
 
     def step(self) -> bool:
-        """Step the optimisers if the group is complete; call it after every `backward`.
+        """Step the optimizers if the group is complete; call it after every `backward`.
 
         Returns:
-            True when an optimiser really stepped: not inside a group, not when the scaler found an infinity or the
-            group weighed nothing. After a complete group the gradients are gone either way.
+            True if an optimizer actually stepped; False inside a group, and when the scaler found an infinity or the
+            group's weight is zero. After a complete group the gradients are gone either way.
         """
         return self._sum.end()[0] if self.num_microbatches >= self._steps else False
 
     def discard(self) -> None:
-        """Drop the group that is under way, with its gradients."""
+        """Drop the current group and its gradients."""
         self._sum.discard()
 
     def flush(self) -> bool:
-        """Step with the incomplete last group, exactly weighted; does nothing where none is under way.
+        """Step with the incomplete last group, exactly weighted; does nothing if there is none.
 
-        Under DDP every rank must call it at the end of its data. A rank that ran out of data first waits here and takes
-        part, with weight zero, in the steps of the others.
+        Under DDP every rank must call it at the end of its data. A rank that runs out of data first waits here and
+        joins the other ranks' steps with weight zero.
 
         Returns:
-            True when an optimiser really stepped.
+            True if an optimizer actually stepped.
         """
         return self._sum.end_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types and, in the middle of a group, its gradients so far: save them before the next step."""
+        """Return the state as plain types, plus the gradients of an unfinished group: save it before the next step."""
         return self._sum.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; the next `backward` goes on in the same group, bit for bit.
+        """Restore `state_dict`; the next `backward` continues the same group, bit for bit.
 
         Raises:
-            FileFormatError: Another version, or gradients of another set of parameters.
+            FileFormatError: The state has another version, or gradients of another set of parameters.
         """
         self._sum.load_state_dict(state)
 
     def close(self) -> None:
-        """Leave model and parameters as they were found: DDP synchronises in backward, gradients have their dtype."""
+        """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
         self._sum.close()

@@ -1,4 +1,4 @@
-"""Step each parameter as soon as backward has its gradient, so that the gradients never lie there all at once."""
+"""Step each parameter as soon as backward has its gradient, so that the gradients never coexist in memory."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _CALL = "step_in_backward(optimizer)"
 
 @contextlib.contextmanager
 def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
-    """Let ``loss.backward()`` step each parameter when its gradient is complete, and free the gradient at once.
+    """Make ``loss.backward()`` step each parameter when its gradient is complete, and free the gradient at once.
 
-    Call ``optimizer.step()`` after each backward as before: it finds no gradients left, and runs your step hooks and
-    what schedules count. Parameters and state are bit-identical to the plain loop's.
+    Call ``optimizer.step()`` after each backward as before: it finds no gradients left, runs your step hooks and counts
+    for schedulers. Parameters and state are bit-identical to the plain loop's.
 
-    It is exact where a step needs one parameter's gradient only. So there is no clipping by the total norm, no loss
-    scaler (an infinity is found when half of the parameters are stepped), no accumulation, no other ranks. Whatever
-    reads a gradient between backward and ``optimizer.step()``, or adds to it, raises. An out-of-memory in the backward
-    leaves some parameters stepped: a step cannot be taken back, so `MemoryEfficientTrainingWrapper` and
-    `GradientAccumulator` refuse such an optimiser.
+    This is exact if a step needs one parameter's gradient only. So it excludes clipping by the total norm, loss scalers
+    (an infinity would be found after half of the parameters are stepped), accumulation and several ranks. Anything
+    that reads a gradient between backward and ``optimizer.step()``, or adds to it, raises. An out-of-memory in the
+    backward leaves some parameters stepped: a step cannot be undone, so `MemoryEfficientTrainingWrapper` and
+    `GradientAccumulator` refuse such an optimizer.
 
     Args:
-        optimizer: One of torch's own optimisers but LBFGS, or several.
+        optimizer: Any of torch's own optimizers except LBFGS, or several.
 
     Raises:
-        ConfigError: The optimiser needs more than one parameter's gradient, backward steps its parameters already, or
+        ConfigError: The optimizer needs more than one parameter's gradient, backward already steps its parameters, or
             there are several ranks.
-        StateError: From what needs a gradient that is freed: a second backward before ``optimizer.step()``, clipping by
-            the total norm, a loss scaler. The scaler's error comes when its first backward has stepped already. From
-            ``optimizer.step()`` where a parameter was unfrozen or added in the block: backward does not step it.
+        StateError: From anything that needs a freed gradient: a second backward before ``optimizer.step()``, clipping
+            by the total norm, a loss scaler. The scaler's error comes after its first backward has already stepped.
+            From ``optimizer.step()`` if a parameter was unfrozen or added in the block: backward does not step it.
 
     Memory:
-        The largest gradient, and the temporary results of its step, in place of all gradients.
+        The largest gradient and the temporary results of its step, instead of all gradients.
 
     Example:
         >>> import torch, memkit as mk
@@ -75,15 +75,15 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
 
 
 def steps_in_backward(optimizer: Optimizer) -> bool:
-    """Say whether an optimiser's parameters are stepped by backward."""
+    """Return whether backward steps an optimizer's parameters."""
     trainable = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
-    first = next(trainable, None)  # one stands for all: this is asked for each micro-batch
+    first = next(trainable, None)  # one stands for all: this is called for each micro-batch
     hooks = (None if first is None else accumulate_hooks(first)) or {}
     return any(isinstance(hook, _Hook) for hook in hooks.values())
 
 
 class _Hook:
-    """Called by autograd with a parameter whose gradient is complete."""
+    """Hook that autograd calls with a parameter whose gradient is complete."""
 
     def __init__(self, optimizer: Optimizer, group: Group) -> None:
         self._optimizer, self._group = optimizer, group
@@ -95,7 +95,7 @@ class _Hook:
 
 
 class _Freed(torch.Tensor):
-    """Stands in the place of a gradient, without memory, so that nobody who needs it goes on without."""
+    """Zero-memory stand-in for a freed gradient that raises when it is used."""
 
     @staticmethod
     def __new__(cls: type[_Freed], gradient: torch.Tensor) -> _Freed:

@@ -1,4 +1,4 @@
-"""Keep the activations of chosen blocks small, each in its way, without touching the user's classes."""
+"""Reduce the activation memory of chosen blocks, without touching the user's classes."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 class Checkpointing(Closing):
-    """Keeps the activations of chosen blocks small, in any loop, until `close` or the end of a ``with`` block.
+    """Reduces the activation memory of chosen blocks, in any loop, until `close` or the end of a ``with`` block.
 
     Gradients are bit-equal to the plain model's: torch's, NumPy's and Python's random state are replayed, and buffers
-    (BatchNorm statistics, spectral-norm vectors) change once. Names, ``state_dict`` and classes stay; a deep copy or a
-    pickle of the model is treated too.
+    (BatchNorm statistics, spectral-norm vectors) change once. Names, ``state_dict`` and classes do not change; a deep
+    copy or a pickle of the model is treated too.
 
     Args:
         model: The model; also compiled, or in DistributedDataParallel.
-        choice: ``"auto"`` takes the repeated blocks; a list holds `fnmatch` patterns over ``named_modules()``; a
-            callable ``(name, module) -> bool`` decides; all of these run again in backward. A mapping from names or
-            patterns says for each block ``"full"``: it runs again; ``"selective"``: only what is cheap runs again, the
-            results of `KEPT_OPERATORS` are kept; ``"offload"``: all that it saves waits on the disk, or beside an
-            accelerator in host memory. A block's own name counts before patterns. What lies inside a chosen block
-            goes with it.
+        choice: ``"auto"`` selects the repeated blocks; a list holds `fnmatch` patterns over ``named_modules()``; a
+            callable ``(name, module) -> bool`` selects blocks; all of these are recomputed in backward. A mapping from
+            names or patterns gives each block's treatment. ``"full"``: recompute it. ``"selective"``: recompute only
+            the cheap operators and keep the results of `KEPT_OPERATORS`. ``"offload"``: move everything it saves to
+            disk or, with an accelerator, to host memory. A block's own name takes precedence over patterns. Modules
+            inside a chosen block are treated with it.
 
     Attributes:
         blocks: The chosen modules by name.
-        treatments: What is done with each.
+        treatments: The treatment of each block.
 
     Raises:
         ConfigError: Nothing was chosen, a pattern matches no module, or a mapping is ambiguous.
-        StateError: From the model's forward: a block that would run again in backward has changed its input in place.
+        StateError: From the model's forward: a block to be recomputed in backward has changed its input in place.
 
-    Memory cost: what ``choice`` says stays of a block until backward, and the peak of the block that needs most.
+    Memory cost: whatever ``choice`` keeps of each block until backward, plus the peak of the largest block.
 
     Source: `docs/checkpointing.md`.
 
@@ -74,18 +74,18 @@ class Checkpointing(Closing):
         elsewhere = Elsewhere()
         self._installed: dict[str, TreatedForward] = {}
         for name, block in self.blocks.items():
-            if not isinstance(self._before[name], TreatedForward):  # another wrapper's: it is treated already
+            if not isinstance(self._before[name], TreatedForward):  # another wrapper already treats it
                 self._installed[name] = TreatedForward(name, block, self.treatments[name], elsewhere)
                 block.__dict__["forward"] = self._installed[name]  # on the instance, not on the class
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the blocks that run again in backward, in whole or in part."""
+        """Names of the blocks that are recomputed in backward, in whole or in part."""
         return tuple(name for name, treatment in self.treatments.items() if treatment != "offload")
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """In the block, let every block run as it is."""
+        """Disable all treatments inside the ``with`` block."""
         for each in self._installed.values():
             each.is_suspended = True
         try:
@@ -95,10 +95,10 @@ class Checkpointing(Closing):
                 each.is_suspended = False
 
     def close(self) -> None:
-        """Give every block its own forward back."""
+        """Restore every block's own forward."""
         for name, installed in self._installed.items():
             block = self.blocks[name]
-            if block.__dict__.get("forward") is not installed:  # somebody has put another one on top: it is theirs
+            if block.__dict__.get("forward") is not installed:  # someone replaced it: leave theirs
                 continue
             del block.__dict__["forward"]
             if self._before[name] is not None:
@@ -114,7 +114,7 @@ def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:
         chosen = {name: module for name, module in model.named_modules() if name and choice(name, module)}
     else:
         chosen = _match(model, choice)
-    if not chosen and not isinstance(choice, Mapping):  # a mapping that names nobody lets all blocks be
+    if not chosen and not isinstance(choice, Mapping):  # an empty mapping treats no block
         raise ConfigError(
             f"checkpoint={choice!r}",
             got=f"no block of {type(model).__name__} chosen",
@@ -125,7 +125,7 @@ def choose_blocks(model: nn.Module, choice: Choice) -> dict[str, nn.Module]:
 
 
 def _treatments(blocks: Mapping[str, nn.Module], choice: Choice) -> dict[str, Treatment]:
-    """Say what is done with each block: what its own name says, or all patterns that match it or its container."""
+    """Return each block's treatment, from its own name or from the patterns that match it or its container."""
     if not isinstance(choice, Mapping):
         return dict.fromkeys(blocks, "full")
     treatments: dict[str, Treatment] = {}
@@ -153,13 +153,13 @@ def _treatments(blocks: Mapping[str, nn.Module], choice: Choice) -> dict[str, Tr
 
 
 def _names(key: str, name: str) -> bool:
-    """Say whether a name or pattern names a block, or a container that it lies in."""
+    """Return whether a name or pattern matches a block, or a container around it."""
     parts = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:count]), key) for count in range(1, len(parts) + 1))
 
 
 def _refuse_other(name: str, before: object, treatment: Treatment) -> None:
-    """A block that somebody else treats already must be treated as is asked for now."""
+    """Refuse a block that is already treated in another way."""
     if isinstance(before, TreatedForward) and before.treatment != treatment:
         raise ConfigError(
             f"checkpoint={{{name!r}: {treatment!r}}}",
@@ -204,7 +204,7 @@ def _match(model: nn.Module, patterns: Sequence[str] | Mapping[str, Treatment]) 
 
 
 def _open_containers(chosen: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Replace a ModuleList, which has no forward of its own, by what is in it."""
+    """Replace a ModuleList or ModuleDict, which has no forward of its own, with its children."""
     for name, module in chosen.items():
         if isinstance(module, _CONTAINERS):
             yield from _open_containers({f"{name}.{key}": child for key, child in module.named_children()})
@@ -213,10 +213,10 @@ def _open_containers(chosen: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Mod
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost blocks of several layers whose class occurs more than once.
+    """Find the outermost multi-layer blocks whose class occurs more than once.
 
     A trunk (a module that holds a stack of such blocks) saves little as a whole, since its recomputation needs all its
-    activations at once; a single layer saves nothing, since what it would recompute is what it must keep.
+    activations at once; a single layer saves nothing, since it would recompute exactly what it must keep.
     """
     candidates = {
         name: module

@@ -1,4 +1,4 @@
-"""Checks of what a caller hands to the accumulator, each with the way out in its message."""
+"""Checks of the arguments of accumulator, wrapper and SplitLoss; each error message suggests a fix."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def check_loss(loss: object, *, call: str = "GradientAccumulator.backward(loss)"
 def read_count(
     count: float | torch.Tensor, *, stay_on_device: bool, call: str = "GradientAccumulator.backward(loss, count=...)"
 ) -> float | torch.Tensor:
-    """Check a micro-batch's weight, and turn it into a float unless it may stay on its device until the step.
+    """Check a micro-batch's weight, and convert it to a float unless it may stay on its device until the step.
 
     Raises:
         InputError: The weight is not a single finite number of zero or more.
     """
-    if type(count) in {int, float} and 0 <= count < math.inf:  # nearly always: a step asks for each micro-batch
+    if type(count) in {int, float} and 0 <= count < math.inf:  # fast path: called for each micro-batch
         return float(count)
     if isinstance(count, torch.Tensor) and count.numel() == 1 and stay_on_device:
         # Metal has no float64; float32 counts exactly up to 16 million.
@@ -68,7 +68,7 @@ def read_count(
 
 
 def check_total(total: float) -> None:
-    """Check what a group weighs, where `read_count` could not see each weight.
+    """Check a group's total weight, when `read_count` could not read each weight.
 
     Raises:
         InputError: One of them was negative or not finite.
@@ -87,7 +87,7 @@ def _refuse_weight(call: str, got: str) -> NoReturn:
 
 
 def check_weightless(loss: torch.Tensor) -> None:
-    """Check the loss of a micro-batch that weighs nothing, where its backward must run all the same."""
+    """Check the loss of a micro-batch with weight zero whose backward must still run."""
     if not bool(torch.isfinite(loss)):
         raise InputError(
             "GradientAccumulator.backward(loss, count=0)",
@@ -98,10 +98,10 @@ def check_weightless(loss: torch.Tensor) -> None:
 
 
 def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> None:
-    """Check how the loss was reduced; a sum cannot be made a mean without a count.
+    """Check the loss reduction; a sum cannot become a mean without a count.
 
     Raises:
-        InputError: Another reduction, or a sum without the count that the objective needs.
+        InputError: The reduction is unknown, or a sum comes without the count that the objective needs.
     """
     if reduction not in {"mean", "sum"}:
         got, fix = repr(reduction), "say how the loss was reduced."
@@ -124,13 +124,13 @@ def check_steps(steps: object, name: str = "steps", *, call: str = "GradientAccu
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...], *, call: str = "GradientAccumulator") -> None:
-    """Check a setting that has a few values."""
+    """Check that a setting is one of its choices."""
     if value not in choices:
         refuse(name, value, f"one of {', '.join(map(repr, choices))}", call=call)
 
 
 def check_callable(name: str, value: object, *, call: str) -> None:
-    """Check a function of the user's before anything runs."""
+    """Check that a user's function is callable before anything runs."""
     if not callable(value):
         raise InputTypeError(
             f"{call}({name}=...)",
@@ -141,14 +141,14 @@ def check_callable(name: str, value: object, *, call: str) -> None:
 
 
 def check_norm(max_grad_norm: object, *, call: str = "GradientAccumulator") -> None:
-    """Check what gradients are clipped to."""
+    """Check the gradient-clipping norm."""
     is_number = not isinstance(max_grad_norm, bool) and isinstance(max_grad_norm, numbers.Real)
     if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):  # type: ignore[arg-type] # it is one
         refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping", call=call)
 
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return the optimisers as a list; each must be a torch optimiser that needs no closure."""
+    """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
     optimizers = as_list(optimizer)
     if not optimizers:
         refuse("optimizer", optimizers, "at least one optimiser")
@@ -164,7 +164,7 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
 
 
 def _check_prepared(optimizer: Optimizer) -> None:
-    """Refuse an optimiser that accelerate has prepared to unscale, or to leave out steps: losses are scaled here."""
+    """Refuse an optimizer prepared by accelerate to unscale or skip steps: losses are scaled here."""
     if getattr(optimizer, "scaler", None) is not None:
         got, fix = "a loss scaler of its own", "Accelerator(mixed_precision='no') and precision='fp16-mixed' here"
     elif getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1) > 1:
@@ -180,7 +180,7 @@ def _check_prepared(optimizer: Optimizer) -> None:
 
 
 def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimisers whose parameters backward steps, so that nothing could add up or be taken back."""
+    """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
     for each in optimizers:
         if steps_in_backward(each):
             refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
@@ -189,7 +189,7 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
 def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
     """Refuse optimizers that hold no parameter of a model with trainable ones: no step would train it.
 
-    One optimizer of several may belong to something else, such as a criterion with parameters of its own.
+    One optimizer of several may belong to another module, such as a criterion with its own parameters.
     """
     held = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
     if any(parameter.requires_grad for parameter in model.parameters()) and held.isdisjoint(
@@ -207,7 +207,7 @@ def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str)
 
 
 def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is checked
-    """Refuse a call after `close`: precision, hooks and the exchange between ranks are gone by then."""
+    """Refuse a call after `close`: precision, hooks and communication between ranks are gone by then."""
     if is_closed:
         raise StateError(
             call,
@@ -223,7 +223,7 @@ def refuse(name: str, value: object, expected: str, *, call: str = "GradientAccu
 
 
 def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) -> None:
-    """Check that a state is an accumulator's over so many parameters."""
+    """Check that a state dict is an accumulator's over this many parameters."""
     gradients = state["gradients"] if state.get("version") == version else []
     if gradients is not None and len(gradients) != num_parameters:
         raise FileFormatError(
@@ -235,7 +235,7 @@ def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) 
 
 
 def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
-    """Refuse to go on with a group whose gradients somebody has zeroed."""
+    """Refuse to continue a group whose gradients were zeroed."""
     raise StateError(
         "GradientAccumulator",
         got=f"no gradient left of the {num_microbatches} micro-batches of this group",
@@ -245,7 +245,7 @@ def refuse_lost_gradients(num_microbatches: int) -> NoReturn:
 
 
 def refuse_missing_gradients() -> NoReturn:
-    """Refuse a step of shards to which no backward has given a gradient: nothing would be trained."""
+    """Refuse a step of shards that got no gradient from backward: nothing would be trained."""
     raise StateError(
         "GradientAccumulator, a step of sharded parameters",
         got="no gradient on any rank, from micro-batches that weigh something",
@@ -256,7 +256,7 @@ def refuse_missing_gradients() -> NoReturn:
 
 
 def warn_of_idle_step() -> None:
-    """Warn that a step had nothing to do, though its group weighed something."""
+    """Warn that a step had no gradients though its group has nonzero weight."""
     warnings.warn(
         "GradientAccumulator.step: nothing was trained, as no parameter of the optimizer got a gradient from this "
         "group's losses. Compute the loss from these parameters; see whether they are all frozen "
@@ -267,7 +267,7 @@ def warn_of_idle_step() -> None:
 
 
 def warn_of_foreign_gradients() -> None:
-    """Warn that gradients from another backward were there when a group began."""
+    """Warn that gradients from another backward were present when a group began."""
     warnings.warn(
         "GradientAccumulator.backward: gradients that another backward() left on this optimiser's parameters were "
         "dropped at the start of the group. If they belong to the step, send their loss through "

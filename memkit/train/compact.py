@@ -1,7 +1,7 @@
-"""Metadata of a data set in a few NumPy arrays, so that DataLoader workers do not copy it page by page.
+"""Dataset metadata in a few NumPy arrays, so that DataLoader workers do not copy it page by page.
 
-A Python object holds its own reference count. A forked worker that only reads a list of strings writes those counts,
-and each write copies a page: in the end every worker holds its own list. An array is one object, however long.
+A Python object holds its own reference count. A forked worker that only reads a list of strings updates those counts,
+and each write copies a page, so every worker ends up with its own list. An array is one object, however long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBERS = (bool, int, float)
 
 @final
 class CompactStrings(Sequence[str]):
-    """Strings, such as file names, in one array of UTF-8 bytes and one of offsets. It reads like a tuple of strings.
+    """Strings, such as file names, in one array of UTF-8 bytes and one of offsets; reads like a tuple of strings.
 
     Args:
         strings: The strings; they are read once.
@@ -29,9 +29,9 @@ class CompactStrings(Sequence[str]):
         nbytes: Bytes of the two arrays.
 
     Raises:
-        InputTypeError: Something else than a string.
+        InputTypeError: An item is not a string.
 
-    Memory cost: the UTF-8 bytes, and 8 for each string.
+    Memory cost: the UTF-8 bytes, and 8 bytes per string.
 
     Example:
         >>> import memkit as mk
@@ -46,7 +46,7 @@ class CompactStrings(Sequence[str]):
         for each in strings:
             if not isinstance(each, str):
                 _refuse_type("CompactStrings(strings)", each, "strings")
-            text += each.encode(errors="surrogatepass")  # file names that are no UTF-8 hold surrogates
+            text += each.encode(errors="surrogatepass")  # file names that are not UTF-8 hold surrogates
             ends.append(len(text))
         self._text = np.frombuffer(bytes(text), dtype=np.uint8)
         self._ends = np.asarray(ends, dtype=np.int64)
@@ -72,20 +72,20 @@ class CompactStrings(Sequence[str]):
 
 @final
 class CompactRecords(Sequence[dict[str, Any]]):
-    """Dictionaries with the same keys, such as annotations, in one array for each key. It reads like a tuple of dicts.
+    """Dictionaries with the same keys, such as annotations, in one array per key; reads like a tuple of dicts.
 
     Args:
         records: The dictionaries. Values are strings, numbers, booleans, or NumPy arrays of one shape; the values of a
-            key are of one type, so that they come back as they were.
+            key are of one type, so that they come back unchanged.
 
     Attributes:
         nbytes: Bytes of the arrays.
 
     Raises:
-        InputError: A record has other keys than the first, or there is none.
-        InputTypeError: A value has another type than the first of its key, or one that no array holds.
+        InputError: A record has different keys from the first, or there are no records.
+        InputTypeError: A value's type differs from the first of its key, or does not fit into an array.
 
-    Memory cost: 8 bytes a number, 1 a boolean, and the UTF-8 bytes and 8 for each string.
+    Memory cost: 8 bytes per number, 1 per boolean, and the UTF-8 bytes plus 8 per string.
 
     Example:
         >>> import memkit as mk

@@ -1,4 +1,4 @@
-"""The exact gradient of a loss over all embeddings of a batch, with the activations of one chunk at a time."""
+"""Exact gradient of a loss over all embeddings of a batch, with the activations of one chunk at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memkit.train.split_check import SplitVerdict, check_split
 
 _CALL = "cached_backward(encoder, ...)"
 _WHOLE = "or raise chunk_size to the rows of the batch"
-# For each encoder, in which modes and on batches of what structure it was looked at. A cache: a loop pays once.
+# Per encoder, the modes and batch structures in which it was checked, so that a loop pays once.
 _LOOKED_AT: weakref.WeakKeyDictionary[nn.Module, set[object]] = weakref.WeakKeyDictionary()
 
 
@@ -35,42 +35,42 @@ def cached_backward(
 ) -> torch.Tensor:
     """Compute the gradient of a contrastive loss over a whole batch, in chunks of its rows.
 
-    Such a loss compares every row with every other, so that a batch cannot be split. Its embeddings are small, though:
-    all chunks are encoded without keeping activations, the loss and its gradient are taken on all embeddings at once,
-    and each chunk is encoded once more as backward reaches it. The gradient is the whole batch's, not an approximation.
+    Such a loss compares every row with every other, so a batch cannot be split. Its embeddings are small, though: all
+    chunks are encoded without keeping activations, the loss and its gradient are computed on all embeddings at once,
+    and each chunk is encoded again as backward reaches it. The gradient is the whole batch's, not an approximation.
 
     The second encoding repeats the first: the same dropout masks (torch's, NumPy's and Python's random state are
     replayed), the autocast state of the call, and buffers that change once.
 
-    That holds where each row's embedding depends on that row alone, which is looked at on a few rows, once for each
-    encoder, mode and structure of the batch. A BatchNorm in training mode, or a normalization by hand, sees one
-    chunk's statistics: that is warned of, and so is state that each chunk changes. An encoder that mixes its rows in
-    evaluation mode as well is refused.
+    This requires that each row's embedding depends on that row alone, which is checked on a few rows, once for each
+    encoder, mode and batch structure. A BatchNorm in training mode, or a custom normalization, sees one chunk's
+    statistics: this gives a warning, and so does state that each chunk changes. An encoder that mixes its rows even
+    in evaluation mode is refused.
 
     Args:
         encoder: Called as ``encoder(chunk)``. For several towers, one module that returns a tuple or dict.
         batch: Pytree of tensors (N, ...), see `count_rows`.
-        loss_on_embeddings: Gets what the encoder returns for all N rows: a pytree of tensors (N, ...). It may use
+        loss_on_embeddings: Takes the encoder's output for all N rows: a pytree of tensors (N, ...). It may use
             parameters of its own, such as a temperature. Returns a 0-dim loss.
         chunk_size: Rows encoded at a time.
         backward: Called with the loss instead of ``loss.backward()``: ``accumulator.backward``, or
             ``lambda loss: scaler.scale(loss).backward()``.
-        check: Whether to look at the encoder.
+        check: Whether to check the encoder.
 
     Returns:
         The loss, 0-dim and detached.
 
     Raises:
         ConfigError: ``chunk_size`` is not a positive int; the encoder mixes its rows.
-        InputTypeError: ``encoder`` is not a module, or returns something else than tensors.
-        InputError: The batch has no rows, or the encoder does not return one row per row.
+        InputTypeError: ``encoder`` is not a module, or does not return tensors.
+        InputError: The batch has no rows, or the encoder does not return one output row per input row.
 
     Warns:
-        MemkitWarning: Chunks do not give the whole batch's gradient, or leave other buffers, or that could not be
-            checked.
+        MemkitWarning: Chunks do not give the whole batch's gradient, or end with different buffers, or this could not
+            be checked.
 
-    Memory cost: the activations of one chunk, all embeddings with their gradient, and what the loss keeps; per chunk
-    some 30 KB of random state. Time cost: one more forward; at first, three of at most 8 rows, with their backwards.
+    Memory cost: the activations of one chunk, all embeddings with their gradient, and the loss's own graph; per chunk
+    about 30 KB of random state. Time cost: one more forward; at first, three of at most 8 rows, with their backwards.
 
     Source: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
 
@@ -109,9 +109,9 @@ def cached_backward(
 
 
 def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Changes | None:
-    """See on a few rows whether chunks give the whole's gradient; return what is to look at the buffers meanwhile.
+    """Check on a few rows whether chunks give the whole's gradient; return the watch over the buffers.
 
-    None where this encoder was looked at in these modes, on batches of this structure.
+    None if this encoder was already checked in these modes, on batches of this structure.
     """
     leaves = list_leaves(batch)
     structure = [(each.dtype, each.dim()) if isinstance(each, torch.Tensor) else type(each) for each in leaves]
@@ -138,7 +138,7 @@ def _look(encoder: nn.Module, batch: Any, num_rows: int, chunk_size: int) -> _Ch
 
 
 def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Sum embeddings with a weight for each element, as the gradient of a loss has: from row and column."""
+    """Sum embeddings, each element weighted by its row and column like the gradient of some loss."""
     flat = (torch.view_as_real(embeddings) if embeddings.is_complex() else embeddings).reshape(len(numbers), -1)
     rows, columns = torch.meshgrid(numbers.double() + 1, torch.arange(flat.shape[1]).double() + 1, indexing="ij")
     weights = torch.cos(1.7 * rows * columns.sqrt() + columns).to(flat.device, flat.dtype)
@@ -146,7 +146,7 @@ def _weighed(embeddings: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _tell(verdict: SplitVerdict) -> None:
-    """Refuse or warn as the verdict says."""
+    """Raise or warn according to the verdict."""
     if verdict.loss in {"rows", "weights"}:
         error = "" if verdict.error is None else f", off by {verdict.error:.2g} in chunks"
         raise ConfigError(
@@ -174,7 +174,7 @@ def _tell(verdict: SplitVerdict) -> None:
 
 
 class _Changes:
-    """Finds buffers that several chunks change: they end as no step on the whole batch would leave them."""
+    """Finds buffers that several chunks change, which a step on the whole batch would leave in another state."""
 
     def __init__(self, encoder: nn.Module, verdict: SplitVerdict) -> None:
         self._encoder, self._verdict = encoder, verdict
@@ -182,7 +182,7 @@ class _Changes:
         self._found: dict[str, None] = {}
 
     def note(self) -> None:
-        """Call after each chunk. The first one may fill a cache; from the second on a change is one too many."""
+        """Call after each chunk. The first may fill a cache; a change after it is one too many."""
         # By value: a BatchNorm changes its statistics without raising their version.
         now = {name: buffer for name, buffer in self._encoder.named_buffers() if not self._is_told(name)}
         for name, value in (self._before or {}).items():
@@ -191,7 +191,7 @@ class _Changes:
         self._before = {name: buffer.clone() for name, buffer in now.items()}
 
     def tell(self) -> None:
-        """Warn of state that the embeddings depend on, or else of the buffers alone."""
+        """Warn of changed state that the embeddings depend on, or else of the changed buffers."""
         names = ", ".join([*(self._verdict.state or self._found)][:5])
         if self._verdict.loss == "state":
             names = names or "something that memkit cannot name"
@@ -211,9 +211,9 @@ class _Changes:
 
 
 def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> Any:
-    """Run a module without its activations; the backward runs it again, with the same random numbers and buffers."""
-    # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. And
-    # as the graph is whole, any backward works on it: an accumulator's, which stops at its own parameters, too.
+    """Run a module without keeping activations; backward runs it again, with the same random numbers and buffers."""
+    # Measured: as little memory as a first pass under no_grad and a second one against the embeddings' gradient. Since
+    # the graph is complete, any backward works, even an accumulator's, which stops at its own parameters.
     replay = Replay(watch)
     return checkpoint(encoder, chunk, use_reentrant=False, context_fn=lambda: (replay, replay.again))
 

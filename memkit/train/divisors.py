@@ -1,4 +1,4 @@
-"""What a loss was divided by, read from its graph: it tells means over rows from means over tokens or classes."""
+"""Read the divisors of a loss from its graph, to tell means over rows from means over tokens or classes."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from memkit.train.gradients import graph_nodes
 _TOLERANCE = 1e-4
 _MAX_NODES = 64  # at the head of a graph, where numbers are added and scaled
 _BATCH_NORMS = {"NativeBatchNormBackward", "CudnnBatchNormBackward", "MiopenBatchNormBackward", "BatchNormBackward"}
-_WEIGHTS = "weights of rows"  # where a term ends in them
-_MAX_TERMS = 8  # more terms than this are not told apart
+_WEIGHTS = "weights of rows"  # operator name for a term that ends in them
+_MAX_TERMS = 8  # losses with more terms are not analyzed
 
 Factor = float | Tensor
 
 
 class Term(NamedTuple):
-    """A term of a loss: the operators from the loss to where many numbers become one, and what divides on the way."""
+    """A term of a loss: the operators from the loss to its reduction, and the divisors on the way."""
 
     operators: tuple[str, ...]
     factors: tuple[Factor, ...]
 
 
-Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and what `divisors` read from its loss
+Note = tuple[Factor, tuple[Term, ...]]  # a micro-batch's weight, and the result of `divisors` on its loss
 
 
 def divisors(loss: Tensor) -> tuple[Term, ...]:
-    """Read from a loss's graph what each of its terms was divided by, without waiting for a device.
+    """Read the divisor of each term of a loss from its graph, without waiting for a device.
 
     Args:
         loss: 0-dim, with its graph.
 
     Returns:
         For each term the factors of its divisor, numbers or 0-dim tensors; the terms come in the order of the graph.
-        Empty where there are many terms.
+        Empty if there are too many terms.
     """
-    # A mode that is active (a FLOP counter) would get a number that torch has saved as a tensor, and not know it.
+    # An active mode (a FLOP counter) would see numbers that torch saved as tensors, and not know them.
     with without_modes(), torch.no_grad():
-        terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # not in a simulation: it has no values
+        terms = list(_walk(loss.grad_fn)) if type(loss) is Tensor else []  # a simulation has no values
     return tuple(terms) if len(terms) <= _MAX_TERMS else ()
 
 
 def normalizes_over_batch(loss: Tensor) -> bool:
-    """Say whether a batch normalization in training mode, of whatever module or function, is in a loss's graph."""
+    """Return whether a loss's graph contains a batch normalization in training mode, from any module or function."""
     return any(
         node.name().rstrip("0123456789") in _BATCH_NORMS and saved(node, "training") and not _is_per_sample(node)
         for node in graph_nodes(loss)
@@ -58,7 +58,7 @@ def normalizes_over_batch(loss: Tensor) -> bool:
 
 
 def _is_per_sample(node: Any) -> bool:
-    """Whether it is an instance normalization: torch runs one as a batch normalization of one row, viewed so."""
+    """Return whether it is an instance normalization, which torch runs as a batch normalization of one viewed row."""
     before = [each.name() for each, _ in node.next_functions if each is not None]  # of the input and the weights
     return len(saved(node, "input")) == 1 and any("View" in name or "Repeat" in name for name in before)
 
@@ -85,7 +85,7 @@ def _walk(node: Any) -> Iterator[Term]:
 
 
 def _divisor_of_columns(node: Any) -> Factor | None:
-    """What a mean over columns (tasks, classes) divides the sum of each over the rows by; as one number."""
+    """Combine the per-column divisors of a mean over columns (tasks, classes) of sums over rows into one number."""
     below = node.next_functions[0][0] if node.name().startswith("MeanBackward") else None
     if below is None or not below.name().startswith("DivBackward"):
         return None
@@ -93,13 +93,13 @@ def _divisor_of_columns(node: Any) -> Factor | None:
     is_of_rows = total is not None and total.name().startswith("SumBackward1") and 0 in saved(total, "dim")
     if not isinstance(other, Tensor) or other.numel() < 2 or not is_of_rows:
         return None
-    # Weights that are no whole numbers: columns whose divisors change places do not cancel.
+    # Non-integer weights: columns whose divisors swap places do not cancel.
     weights = torch.arange(1, other.numel() + 1, device=other.device, dtype=torch.float64).sqrt()
     return _on_host((other.detach().reshape(-1) * weights).sum().float())
 
 
 def _weights_of_rows(node: Any) -> Tensor | None:
-    """The constant weights of the numbers that are added up, one for each row."""
+    """Return the constant weights of the summed numbers, one per row; None if there are none."""
     if node.name().startswith("MeanBackward"):
         node = node.next_functions[0][0]
     scale: Factor = 1.0
@@ -118,10 +118,9 @@ def _weights_of_rows(node: Any) -> Tensor | None:
 
 
 def _spread(weights: Tensor) -> Factor:
-    """1 and how much weights differ, if they were divided by their own sum: by what that was stands nowhere.
+    """Return 1 plus the spread of weights that were normalized by their own sum, which the graph does not hold.
 
-    Such weights add up to 1, or to their number, in each micro-batch, whatever they were before. Weights that are all
-    the same are 1.
+    Such weights add up to 1, or to their number, in each micro-batch, whatever they were before. Equal weights give 1.
     """
     total, number = weights.sum(), weights.numel()
     is_normalized = ((total - 1).abs() < _TOLERANCE) | ((total - number).abs() < _TOLERANCE * number)
@@ -129,7 +128,7 @@ def _spread(weights: Tensor) -> Factor:
 
 
 def _read(node: Any) -> tuple[Factor | None, bool]:
-    """Return what a node divides by, and whether it makes one number of many."""
+    """Return a node's divisor, and whether it reduces many numbers to one."""
     name = node.name().rstrip("0123456789")
     if name == "MeanBackward":
         return float(saved(node, "self_sym_numel")), True
@@ -140,12 +139,12 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
         is_mean = saved_or_none(node, "reduction") == 1
         return (float(saved(node, "self").numel()) if is_mean else None), True
     metadata: Any = inputs_of(node)
-    is_one_number = len(metadata) == 1 and not metadata[0].shape  # a micro-batch of one row has vectors of one number
+    is_one_number = len(metadata) == 1 and not metadata[0].shape  # with one row, vectors have one element
     if name in {"DivBackward", "MulBackward"}:
         other = saved_or_none(node, "other")
         if isinstance(other, Tensor):
             if other.numel() != 1 or (other.dim() > 0 and not is_one_number):
-                return None, name == "MulBackward"  # numbers of several rows, weighted each by itself
+                return None, name == "MulBackward"  # elements of several rows, each with its own weight
             other = _on_host(other.reshape(()))
         elif not isinstance(other, (int, float)):
             return None, name == "MulBackward"
@@ -154,7 +153,7 @@ def _read(node: Any) -> tuple[Factor | None, bool]:
 
 
 def _on_host(value: Factor) -> Factor:
-    """Read a number that nobody has to be waited for."""
+    """Convert a number to a float if this needs no synchronization."""
     return value if not isinstance(value, Tensor) else float(value) if value.is_cpu else value.detach()
 
 
@@ -163,16 +162,16 @@ def _is_not_zero(number: Factor) -> bool:
 
 
 class DivisorWatch:
-    """Notices micro-batches whose losses were divided by something that their weights are not in proportion to."""
+    """Detects micro-batches whose losses were divided by something not proportional to their weights."""
 
     def __init__(self) -> None:
         self._pending: Tensor | None = None
         self._arrival: torch.Event | None = None
 
     def is_uneven(self, group: Sequence[Note]) -> bool:
-        """Say of the micro-batches of one step whether their divisors are not in proportion to their weights.
+        """Return whether the divisors of one step's micro-batches are not proportional to their weights.
 
-        Values on an accelerator are read one call later, so that nothing waits for them.
+        Values on an accelerator are read one call later, to avoid a synchronization.
         """
         if len(group) < 2 or any(isinstance(each, Tensor) and type(each) is not Tensor for each, _ in group):
             return False
@@ -187,7 +186,7 @@ class DivisorWatch:
 
     def _later(self, table: list[list[Factor]]) -> bool:
         previous, is_there = self._pending, self._arrival is None or self._arrival.query()
-        if not is_there:  # the host is more than a step ahead: this group is passed over
+        if not is_there:  # the host is more than a step ahead: skip this group
             return False
         device = next(each.device for line in table for each in line if isinstance(each, Tensor) and not each.is_cpu)
         values = _stacked(table, device)
@@ -199,7 +198,7 @@ class DivisorWatch:
 
 
 def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = None) -> Tensor:
-    """Put numbers and 0-dim tensors into one matrix."""
+    """Stack numbers and 0-dim tensors into one matrix."""
     lines = [[torch.as_tensor(each, dtype=torch.float32) for each in line] for line in table]
     return torch.stack(
         [torch.stack([each.reshape(()).to(device, non_blocking=True) for each in line]) for line in lines]
@@ -207,7 +206,7 @@ def _stacked(table: Sequence[Sequence[Factor]], device: torch.device | None = No
 
 
 class WeightCheck:
-    """Warns of an accumulator's groups that are not the mean over their items, as far as the losses' graphs tell."""
+    """Warns of accumulator groups that are not the mean over their items, as far as the losses' graphs tell."""
 
     def __init__(self) -> None:
         self._divisors = DivisorWatch()
@@ -215,7 +214,7 @@ class WeightCheck:
         self._has_warned_of_weights = self._has_looked_for_norms = False
 
     def read(self, loss: Tensor, weight: Factor) -> Note | None:
-        """Read a micro-batch's loss, before backward frees its graph; None where there is nothing more to say."""
+        """Read a micro-batch's loss before backward frees its graph; None if there is nothing more to report."""
         if self._group and not self._has_looked_for_norms:
             self._has_looked_for_norms = True
             if normalizes_over_batch(loss):
@@ -226,22 +225,22 @@ class WeightCheck:
                 )
         if self._has_warned_of_weights:
             return None
-        # Whether counts follow normalized weights nobody can tell here: there is no look.
+        # Without a split check, it is unknown whether counts follow normalized weights.
         terms = divisors(loss)
         return weight, tuple(
             Term(each.operators[:-1], each.factors[:-1]) if each.operators[-1] == _WEIGHTS else each for each in terms
         )
 
     def add(self, note: Note) -> None:
-        """Add a micro-batch whose backward is through."""
+        """Add a micro-batch whose backward is done."""
         self._group.append(note)
 
     def discard(self) -> None:
-        """Forget the group that is under way."""
+        """Forget the current group."""
         self._group.clear()
 
     def end_group(self) -> None:
-        """Warn, once, if the losses of the group were divided by something that their weights do not follow."""
+        """Warn, once, if the group's losses were divided by something not proportional to their weights."""
         if not self._has_warned_of_weights and self._divisors.is_uneven(self._group):
             self._has_warned_of_weights = True
             warn_user(
@@ -252,7 +251,7 @@ class WeightCheck:
 
 
 def _divisor(term: Term, number: int) -> Factor:
-    """A micro-batch's divisor. Normalized weights make it another one in each: nobody knows what it was."""
+    """Return a micro-batch's divisor; for normalized weights a different one in each, since it is unknown."""
     result: Factor = 1.0
     for factor in term.factors:
         result = result * factor
@@ -262,9 +261,9 @@ def _divisor(term: Term, number: int) -> Factor:
 
 
 def _in_step(group: Sequence[Note]) -> list[list[Term]]:
-    """The terms that are the only ones of their kind in each micro-batch, with those of the others.
+    """Match the terms that are the only ones of their kind in each micro-batch across micro-batches.
 
-    Several of a kind are those of a loop over samples, and weigh as the samples do: a mean of each sample's mean.
+    Several of a kind come from a loop over samples, and weigh as the samples do: a mean of each sample's mean.
     """
     kinds = [Counter(each.operators for each in terms) for _, terms in group]
     single = [operators for operators in kinds[0] if all(each[operators] == 1 for each in kinds)]
@@ -272,9 +271,9 @@ def _in_step(group: Sequence[Note]) -> list[list[Term]]:
 
 
 def _is_uneven(table: Sequence[Sequence[float]]) -> bool:
-    """Whether a divisor changes from micro-batch to micro-batch, in another proportion than the weights.
+    """Return whether a divisor changes between micro-batches, but not in proportion to the weights.
 
-    Terms that are constant (a penalty on the weights) are right with any weights.
+    Constant terms (a penalty on the weights) are right with any weights.
     """
     weights, *lines = table
     changing = [line for line in lines if max(line) - min(line) > _TOLERANCE * max(map(abs, line), default=0.0)]

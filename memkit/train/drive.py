@@ -1,4 +1,4 @@
-"""Takes batches through a step: cut, looked at, tried part by part, and recovered from out-of-memory."""
+"""Runs batches through a step: split, check, run micro-batch by micro-batch, and recover from out-of-memory."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from memkit.train.split_ways import Way, once, ways_to_cut
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """How gradients are computed, as far as a look must know.
+    """How gradients are computed, as far as the split check needs to know.
 
     Attributes:
-        parameters: Those that train.
+        parameters: Returns the trained parameters.
         is_mixed: Whether forwards run under autocast.
-        scale: Factor that keeps gradients in float16 from vanishing.
-        adds_up: Losses of parts add up to the batch's.
-        with_hooks: Hooks on parameters see the gradient of each part.
-        is_tight: Memory is known to be short.
-        unchecked: Why a split cannot be looked at; empty where it can.
+        scale: Returns the factor that keeps gradients in float16 from underflowing.
+        adds_up: Whether the losses of the parts add up to the batch's.
+        with_hooks: Whether hooks on parameters see the gradient of each part.
+        is_tight: Whether memory is known to be short.
+        unchecked: Why a split cannot be checked; empty if it can.
     """
 
     parameters: Callable[[], Sequence[nn.Parameter]]
@@ -49,22 +49,22 @@ class Computation:
 
 
 class BatchDriver:
-    """Takes batches of one model through their micro-batches.
+    """Runs one model's batches through their micro-batches.
 
     Args:
         model: The model.
         computation: How gradients are computed.
-        split_watch: Decides which batches are looked at.
-        remedies: What is done about an out-of-memory; None lets it through.
+        split_watch: Decides which batches are checked.
+        remedies: Remedies for an out-of-memory; None lets the error through.
         split_fn: Splits a packed batch; None splits rows.
-        peers: Who decides what is tried next.
-        watches_attributes: Whether modules' attributes are put back.
-        call: What the user called, for messages.
+        peers: Decides what is tried next, alone or together with other ranks.
+        watches_attributes: Whether modules' attributes are restored.
+        call: The user's call, for messages.
 
     Attributes:
-        sizes: What is known of sizes.
-        state_watch: What a forward may change.
-        current: The attempt that the caller runs.
+        sizes: The remembered sizes that fit.
+        state_watch: The state that a forward may change.
+        current: The attempt that the caller is running.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BatchDriver:
         self._model, self._computation = model, computation
         self._split_watch, self._remedies, self._split_fn = split_watch, remedies, split_fn
         self._divisors, self._was_uneven = DivisorWatch(), False
-        self._is_lazy = True  # until it was seen not to be
+        self._is_lazy = True  # until shown otherwise
         self.state_watch, self.sizes = StateWatch(model), SizeMemory()
         self.state_watch.changes_attributes &= watches_attributes
         self.current: Attempt | CheckAttempt | None = None
@@ -90,15 +90,15 @@ class BatchDriver:
         self._means = Means(self.sizes, remedies, self._snapshot, peers or Alone(), unit, call)
 
     def open(self, batch: Any, num_parts: int, sums: Sums) -> BatchRun:
-        """Cut a batch into at least so many micro-batches.
+        """Split a batch into at least this many micro-batches.
 
         Args:
             batch: The batch of one optimizer step.
-            num_parts: Micro-batches that are asked for; more where it is known that these do not fit.
+            num_parts: Requested micro-batches; there are more if these are known not to fit.
             sums: Where the gradients go.
 
         Raises:
-            InputError: The batch has no common rows, and may have to be cut.
+            InputError: The batch has no common rows, and may have to be split.
         """
         if self._remedies is None:
             size = measure_batch(batch, self._split_fn, may_cut=num_parts > 1)
@@ -118,17 +118,17 @@ class BatchDriver:
         )
 
     def attempts(self, run: BatchRun, loss_fn: LossFn | None = None) -> Iterator[Attempt | CheckAttempt]:
-        """Yield attempts, to be run by the caller, until the batch is through.
+        """Yield attempts, to be run by the caller, until the batch is done.
 
         Args:
             run: The batch.
-            loss_fn: What the caller computes; None where the user keeps the loop.
+            loss_fn: The loss function; None if the user owns the loop.
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
             ConfigError: The loss mixes the rows.
         """
-        # Before there are gradients a look takes less than a step; modules that wait for their first input cannot.
+        # A check before there are gradients takes less than a step; lazy modules need a first input before a check.
         self._is_lazy = self._is_lazy and has_lazy_parameters(self._model)
         is_looked_at = run.was_cut and not self._is_lazy
         if is_looked_at:
@@ -151,16 +151,16 @@ class BatchDriver:
                     yield from self._look_at_split(run, loss_fn, is_again=is_looked_at, is_last=True)
 
     def _has_seen_enough(self, run: BatchRun, loss_fn: LossFn | None) -> bool:
-        """Whether all parts are through; in a loop that is kept all but one, so that its last run is a real one."""
+        """Return whether all parts are done; in the user's own loop all but one, so its last run is a real one."""
         return len(run.plan.todo) == (loss_fn is None and len(run.plan.sizes) > 1)
 
     def _look_at_split(
         self, run: BatchRun, loss_fn: LossFn | None, *, is_again: bool = False, is_last: bool = False
     ) -> Generator[CheckAttempt, None, bool]:
-        """Yield attempts at a few rows of the batch where its split is to be checked, then say what came out.
+        """Yield attempts at a few rows of the batch if its split is to be checked, then report the verdict.
 
         Returns:
-            False where memory did not suffice for a look: there is to be another one when the parts have run.
+            False if there was not enough memory for the check: it must be repeated after the parts have run.
         """
         watch, how, is_uneven, sizes = self._split_watch, self._computation, self._was_uneven, run.plan.sizes
         if not watch.is_due(run.batch, loss_fn, sizes, is_uneven=is_uneven, is_again=is_again):
@@ -185,7 +185,7 @@ class BatchDriver:
         return watch.settle(verdict, run, is_last=is_last)
 
     def _look_at_blocks(self, run: BatchRun, loss_fn: LossFn | None) -> Iterator[CheckAttempt]:
-        """Yield attempts at a few rows, with blocks that run once and with blocks that run again."""
+        """Yield attempts at a few rows, without and with recomputed blocks."""
         sizes, remedies = run.plan.sizes, self._remedies
         assert remedies is not None  # noqa: S101 - they took it
         if self._split_watch.is_simulated:
@@ -225,7 +225,7 @@ class BatchDriver:
             self.current = None
 
     def _note_divisors(self, run: BatchRun) -> None:
-        """Note whether the losses of a batch's parts were divided by something that their weights do not follow."""
+        """Note whether the losses of a batch's parts were divided by something not proportional to their weights."""
         if self._split_watch.is_on and not self._computation.adds_up:
             notes = [(each.loss.weight, each.terms) for each in run.done if each.loss is not None]
             self._was_uneven = self._divisors.is_uneven(notes) or self._was_uneven

@@ -1,4 +1,4 @@
-"""A forward without gradients over a batch of any size: as many rows at a time as fit, all results together."""
+"""Forward passes without gradients over a batch of any size: as many rows at a time as fit, results joined."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from memkit.train.split import count_rows, shape_key, split_batch
 
 
 class Evaluation:
-    """What ``with trainer.evaluation() as evaluate:`` gives.
+    """Evaluation function yielded by ``with trainer.evaluation() as evaluate:``.
 
-    ``evaluate(batch, fn)`` returns ``fn(model, batch)``. After an out-of-memory only the part that failed is run again,
-    in halves; the size that fits is remembered per input shape, apart from that of training, which takes more.
+    ``evaluate(batch, fn)`` returns ``fn(model, batch)``. After an out-of-memory only the failed part is rerun, in
+    halves; the size that fits is remembered per input shape, separately from training, which takes more memory.
 
     Args:
         model: The model, in evaluation mode.
-        sizes: What is known of sizes.
-        can_split: Whether an out-of-memory is recovered from; else it passes through.
+        sizes: The remembered sizes that fit.
+        can_split: Whether to recover from an out-of-memory; else the error passes through.
     """
 
     def __init__(self, model: nn.Module, sizes: SizeMemory, *, can_split: bool) -> None:
@@ -43,10 +43,10 @@ class Evaluation:
             What ``fn(model, batch)`` returns.
 
         Raises:
-            InputError: The batch was cut, and ``fn`` does not return one row for each row.
+            InputError: The batch was split, and ``fn`` does not return one output row per input row.
             MemkitOutOfMemoryError: Even one row does not fit.
 
-        Memory cost: the results, twice for a moment where the batch was cut, and what a part takes.
+        Memory cost: the results, briefly twice if the batch was split, plus the memory of one part.
 
         Example:
             >>> import torch

@@ -1,4 +1,4 @@
-"""How large a micro-batch may be before it is tried: two small runs of the step tell what any number of rows takes."""
+"""Predict the largest micro-batch that fits, from two small runs of the step."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from memkit._torch import pytree
 from memkit.train.gradients import list_parameters
 from memkit.train.split import count_rows, shape_key, take_rows
 
-# One row alone can take another path (BatchNorm refuses it, products become matrix-vector products), so not fewer.
+# Not fewer rows: one row can take another path (BatchNorm refuses it, products become matrix-vector products).
 _FEWER_ROWS, _MORE_ROWS = 2, 4
-_NUM_FRESH = 2  # steps at which the size is chosen: the first one makes the optimiser's state
-_MARGIN = 1 / 16  # of what is available: alignment, and workspace that operators take inside
+_NUM_FRESH = 2  # steps at which the size is chosen: the first one creates the optimizer's state
+_MARGIN = 1 / 16  # of the available memory: alignment, and operators' internal workspace
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes that a forward and backward add to what was there, for any number of rows.
+    """Bytes that a forward and backward add, for any number of rows.
 
-    Every moment of the run grows linearly with the rows, each at its own rate, so the peak is the largest of many
-    lines. It may lie at another moment than in the small runs. Lines that are nowhere the highest are left out.
+    Memory at every moment of the run grows linearly with the rows, each at its own rate, so the peak is the maximum of
+    many lines. It may occur at another moment than in the small runs. Lines that are nowhere the highest are dropped.
 
     Attributes:
         num_rows: Rows of the smaller run.
-        added_bytes: Bytes that were added at a moment of that run: float64, shape ``(num_lines,)``.
-        slopes: Bytes per further row, the same shape, rising.
+        added_bytes: Bytes added at moments of that run: float64, shape ``(num_lines,)``.
+        slopes: Bytes per additional row, same shape, ascending.
     """
 
     num_rows: int
@@ -53,7 +53,7 @@ class Forecast:
 
     @classmethod
     def between(cls, fewer: Recording, more: Recording, num_rows: tuple[int, int]) -> Forecast:
-        """Draw the lines through two runs; where their events do not correspond, one line through the peaks.
+        """Fit the lines through two runs; if their events do not correspond, one line through the peaks.
 
         Args:
             fewer: The run with fewer rows.
@@ -68,11 +68,11 @@ class Forecast:
         return cls(num_rows[0], small[highest], slopes[highest])
 
     def peak_bytes(self, num_rows: int) -> int:
-        """Bytes that a micro-batch of so many rows adds at its peak."""
+        """Return the bytes that a micro-batch of this many rows adds at its peak."""
         return math.ceil(float((self.added_bytes + (num_rows - self.num_rows) * self.slopes).max(initial=0)))
 
     def max_rows(self, available_bytes: int, at_most: int) -> int:
-        """The most rows, between 1 and `at_most`, that add no more than what is available; 1 where none do."""
+        """Return the most rows, between 1 and `at_most`, that fit into the available bytes; 1 if none do."""
         low, high = 1, at_most
         while low < high:
             middle = (low + high + 1) // 2
@@ -84,18 +84,18 @@ class Forecast:
 
 
 class Foresight:
-    """Cuts a batch so that each part fits into what is available, before anything is tried.
+    """Splits a batch so that each part fits into the available memory, before anything is tried.
 
     Args:
-        memory: Who knows, or a budget; None for no foresight.
+        memory: A memory manager, or a budget; None turns prediction off.
         model: The model.
-        optimizers: Its optimisers.
-        device: Where the model lies.
-        sum_dtype: What gradients of several parts add up in, at least; None: in their parameters' dtypes.
+        optimizers: Its optimizers.
+        device: The model's device.
+        sum_dtype: Minimum dtype in which gradients of several parts add up; None uses their parameters' dtypes.
         foreseeable: Whether a batch has rows, and this process may run on its own.
 
     Raises:
-        ConfigError: A budget where nothing can be foreseen.
+        ConfigError: A budget was given, but memory use cannot be predicted.
     """
 
     def __init__(
@@ -122,21 +122,21 @@ class Foresight:
         self._sum_itemsize = sum_dtype.itemsize if sum_dtype else 0
         self._forecasts: dict[str, Forecast | None] = {}
         self._failure, self._has_warned = "", False
-        self._plans: dict[str, tuple[int, int]] = {}  # shape -> (steps at which it was made anew, rows that fit)
+        self._plans: dict[str, tuple[int, int]] = {}  # shape -> (number of times planned, rows that fit)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """A phase of the manager, where there is one."""
+        """Return a phase context of the manager, if there is one."""
         return contextlib.nullcontext() if self._watch is None else self._watch.phase(name)
 
     def num_parts(self, batch: Any, at_least: int, rehearse: Callable[[Any], None]) -> int:
-        """Choose into how many parts to cut a batch.
+        """Choose how many parts to split a batch into.
 
         Args:
             batch: The batch.
-            at_least: The fewest parts that are wanted.
-            rehearse: Runs forward and backward on a part and leaves no trace; called twice for each new shape.
+            at_least: Minimum number of parts.
+            rehearse: Runs forward and backward on a part without side effects; called twice for each new shape.
         """
-        if self._failure and not self._has_warned:  # the step itself went well, or nobody would ask again
+        if self._failure and not self._has_warned:  # the step itself succeeded, since this is called again
             self._has_warned = True
             warnings.warn(
                 "MemoryEfficientTrainingWrapper: memory=... is not used where nothing can be foreseen: running "
@@ -146,7 +146,7 @@ class Foresight:
             )
         try:
             key, num_rows = shape_key(batch), count_rows(batch)
-        except InputError as error:  # it may stay whole: who has to cut it will say so
+        except InputError as error:  # it may stay whole: any split reports the error
             self._failure = describe_error(error)
             return at_least
         if key not in self._forecasts:
@@ -170,7 +170,7 @@ class Foresight:
             return recorder.recording()
 
         outcome = attempt(lambda: (record(_FEWER_ROWS), record(_MORE_ROWS)), others=(Exception,))
-        if not isinstance(outcome, Done):  # the step itself will say what is wrong
+        if not isinstance(outcome, Done):  # the step itself reports the error
             self._failure = outcome.description
             return None
         return Forecast.between(*outcome.result, (_FEWER_ROWS, _MORE_ROWS))
@@ -197,10 +197,10 @@ class Foresight:
 def _reader(
     memory: MemoryWatch | int | str | float, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
 ) -> Callable[[], int]:
-    """Return what says how many bytes tensors may still take: the watch itself, or what is left of a budget.
+    """Return a function for the bytes that tensors may still take: the manager's own, or the rest of a budget.
 
-    A budget counts what is allocated on the device; on the CPU, which keeps no count, the model, its gradients and the
-    optimisers' state.
+    A budget counts the bytes allocated on the device; on the CPU, which has no counter, the model, its gradients and
+    the optimizers' state.
     """
     if not isinstance(memory, int | str | float):
         if device.type != "cpu":
@@ -208,7 +208,7 @@ def _reader(
         first: int | None = None
 
         def available() -> int:
-            # The C library keeps what a step has freed, and a later reading would take that for used.
+            # The C library keeps memory that a step has freed, and a later reading would count it as used.
             nonlocal first
             held, now = _held_bytes(model, optimizers), memory.available_bytes()
             first = held + now if first is None else first
@@ -232,13 +232,13 @@ def _held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
 
 
 def _added(recording: Recording) -> npt.NDArray[np.float64]:
-    """Bytes in storages that the run made, after each event."""
+    """Return the bytes in storages that the run created, after each event."""
     was_before = recording.codes["operator"] == _index(recording.names["operator"], "")
     return np.cumsum(np.where(was_before[recording.event_storage], 0, recording.event_bytes), dtype=np.float64)
 
 
 def _upper_envelope(heights: npt.NDArray[np.float64], slopes: npt.NDArray[np.float64]) -> list[int]:
-    """Return the numbers of the lines that are the highest somewhere, by slope: a few of a run's thousands."""
+    """Return the indices of the lines that are highest somewhere, by slope: a few of a run's thousands."""
     kept: list[tuple[float, float, int]] = []
     for i in np.lexsort((heights, slopes)).tolist():
         height, slope = float(heights[i]), float(slopes[i])
@@ -248,7 +248,7 @@ def _upper_envelope(heights: npt.NDArray[np.float64], slopes: npt.NDArray[np.flo
                 if len(kept) == 1:
                     break
                 first_height, first_slope, _ = kept[-2]
-                # Where the new line meets the last but one, is the last one above them?
+                # Is the last line above the intersection of the new line and the second to last?
                 if (first_height - height) * (last_slope - first_slope) > (first_height - last_height) * (
                     slope - first_slope
                 ):

@@ -56,31 +56,31 @@ Actions = Sequence[Callable[[], object]]
 
 
 class GradientSum:
-    """Adds up weighted gradients in ``.grad``, and steps with their mean; what accumulator and wrapper stand on.
+    """Adds up weighted gradients in ``.grad``, and steps with their mean; the basis of accumulator and wrapper.
 
     Args:
         optimizer: One optimizer, or several that step together.
         max_grad_norm: Clip the gradient's total norm to this.
         scaler: A loss scaler.
         model: The model as wrapped for several ranks.
-        objective: Whether the step is with the weighted mean, or with the sum.
+        objective: Whether to step with the weighted mean or with the sum.
         gradients_of: Whether a backward adds to these parameters only, or to every leaf of its graph.
         sum_dtype: ``torch.float32`` sums gradients of half-precision parameters in float32.
-        guard_steps: Let an out-of-memory inside ``optimizer.step()`` leave each parameter and its state whole.
-        on_step: Called before a step with gradients that weigh something.
+        guard_steps: Keep each parameter consistent with its state if ``optimizer.step()`` runs out of memory.
+        on_step: Called before a step whose gradients have nonzero weight.
 
     Attributes:
-        optimizers: As a list.
-        ranks: Processes that share the gradient; None where there is one.
-        predivisor: The sum is kept divided by this, so that it is about as large as the mean: half precision would
-            overflow. A power of two, which rounds nothing, from the first weight that comes; or what `expect` was told.
+        optimizers: The optimizers, as a list.
+        ranks: Ranks that share the gradient; None for a single process.
+        predivisor: The sum is kept divided by this, so that it is about as large as the mean and does not overflow in
+            half precision. A power of two, which adds no rounding, derived from the first weight; or set by `expect`.
         num_microbatches: Micro-batches in the sum.
-        num_steps: Optimizer steps that really happened.
-        is_torn: An error stopped a backward in the middle; the sum can only be discarded.
+        num_steps: Number of optimizer steps actually taken.
+        is_torn: Whether an error interrupted a backward; the sum can then only be discarded.
         grad_norm: Total gradient norm before clipping at the last step; None without clipping.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GradientSum:
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters)
-        # None: the first graph will tell. A sharded parameter is not the tensor in the graph; nothing can stop at it.
+        # None: decided by the first graph. A sharded parameter is not the tensor in the graph; nothing can stop at it.
         may_stop = gradients_of == "optimizer" and self.shards is None
         self._only_own: bool | None = None if may_stop else False
         self.predivisor: float | None = None
@@ -124,7 +124,7 @@ class GradientSum:
 
     @property
     def shards(self) -> Shards | None:
-        """The ranks where the parameters are sharded over them."""
+        """The ranks if the parameters are sharded over them, else None."""
         return self.ranks if isinstance(self.ranks, Shards) else None
 
     def add(
@@ -141,11 +141,11 @@ class GradientSum:
 
         Args:
             loss: 0-dim, with its graph.
-            weight: What the micro-batch weighs.
+            weight: The micro-batch's weight.
             reduction: Whether ``loss`` is the mean or the sum over its weight.
-            expected: What the first micro-batch may take for the sum's weight, where no other was told before.
+            expected: The sum's weight that the first micro-batch assumes, if `expect` was not called.
             retain_graph: As in `torch.Tensor.backward`.
-            all_or_nothing: Compute the whole gradient before any of it is added, where that is possible.
+            all_or_nothing: Compute the whole gradient before adding any of it, where that is possible.
         """
         self._open()
         if self.predivisor is None:
@@ -161,24 +161,24 @@ class GradientSum:
         self.is_torn = False  # only now: between the gradient and its weight an interrupt would mix
 
     def expect(self, count: float) -> None:
-        """Say, between two sums, what the next one will weigh if that is known: its step need not normalize then."""
+        """Announce the next sum's total weight, if known, between two sums; its step need not normalize then."""
         if self.num_microbatches == 0 and count > 0 and self.shards is None:
             self.predivisor = float(count)
 
     def agree_on_weight(self, count: float) -> None:
-        """Say, between two sums, what the next one will weigh; all shards must call it, with any finite weights."""
+        """Announce the next sum's weight between two sums; all shards must call it, with any finite weights."""
         self.predivisor = self._power_of_two(count) or 1.0
 
     def end(self, then: Actions = (), *, is_last: bool = False) -> tuple[bool, bool]:
-        """Step with the mean, and start anew; all ranks must call it together.
+        """Step with the mean, and start a new sum; all ranks must call it together.
 
         Args:
-            then: What belongs to the step (a schedule, a running average), called in order where an optimizer really
-                stepped. Ctrl-C waits for its end.
+            then: Actions that belong to the step (a scheduler, a running average), called in order if an optimizer
+                actually stepped. Ctrl-C waits for their end.
             is_last: This rank has no more data.
 
         Returns:
-            Whether an optimizer really stepped, and whether no rank has more data.
+            Whether an optimizer actually stepped, and whether no rank has more data.
         """
         self._check()
         num_steps = self.num_steps
@@ -191,10 +191,10 @@ class GradientSum:
         return self.num_steps > num_steps, everybody_is_here
 
     def end_all(self, then: Actions = ()) -> bool:
-        """End what is under way, if anything; then take part in the steps of replicas that have more data.
+        """End the current sum, if any; then join the steps of replicas that have more data.
 
         Returns:
-            Whether an optimizer really stepped.
+            Whether an optimizer actually stepped.
         """
         has_stepped, goes_on = False, isinstance(self.ranks, Replicas) or self.num_microbatches > 0
         while goes_on:
@@ -210,12 +210,12 @@ class GradientSum:
         self._has_leftovers = False
 
     def give_up(self) -> None:
-        """Tell the other replicas, who wait at their step, that this rank will not come to it."""
+        """Tell the other replicas, which wait at their step, that this rank will not reach it."""
         if isinstance(self.ranks, Replicas):
             self.ranks.give_up(self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain types and the gradients so far: save them before the next step."""
+        """Return the state as plain types plus the gradients so far: save it before the next step."""
         return {
             "version": _VERSION,
             "predivisor": self.predivisor,
@@ -226,10 +226,10 @@ class GradientSum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`; the next `add` goes on with the same sum, bit for bit.
+        """Restore `state_dict`; the next `add` continues the same sum, bit for bit.
 
         Raises:
-            FileFormatError: Another version, or gradients of another set of parameters.
+            FileFormatError: The state has another version, or gradients of another set of parameters.
         """
         check_state(state, version=_VERSION, num_parameters=len(self._parameters))
         self.discard()
@@ -244,7 +244,7 @@ class GradientSum:
             set_gradient(parameter, moved)
 
     def close(self) -> None:
-        """Leave model and parameters as they were found: DDP synchronizes in backward, gradients have their dtype."""
+        """Restore model and parameters: DDP synchronizes in backward, gradients have their own dtype."""
         if isinstance(self.ranks, Replicas):
             self.ranks.close()
         narrow_gradients(self._parameters, self._sum_dtype)
@@ -270,7 +270,7 @@ class GradientSum:
         self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)  # else not its loss
 
     def _open(self) -> None:
-        """Before the first backward see that no foreign gradient is there; before a later one, that ours are."""
+        """Check for foreign gradients before the first backward, and for our own before a later one."""
         self._check()
         if self.num_microbatches == 0:
             parameters = self._parameters = list_parameters(self.optimizers)  # a parameter group may have been added
@@ -285,7 +285,7 @@ class GradientSum:
             widen_gradients(self._parameters, self._sum_dtype)
 
     def _check(self) -> None:
-        """Refuse to go on after `close`, with half of a backward, or with gradients that somebody has zeroed."""
+        """Refuse to continue after `close`, after half a backward, or with gradients that were zeroed."""
         check_open(self._is_closed, call="GradientAccumulator")
         if self.is_torn:
             raise StateError(
@@ -320,7 +320,7 @@ class GradientSum:
         """Turn the sum into the mean (or the sum of the micro-batches' losses)."""
         factor = (self.predivisor or 1.0) / (total if self._objective == "mean" else 1.0)
         if isinstance(self.ranks, Shards):
-            factor *= self.ranks.num_ranks  # each backward has averaged over the ranks
+            factor *= self.ranks.num_ranks  # each backward averages over the ranks
         if factor != 1.0:
             insist(lambda: multiply_gradients(self._parameters, factor), "normalizing the gradients")
 
@@ -336,13 +336,13 @@ class GradientSum:
         narrow_gradients(self._parameters, self._sum_dtype)
         count_step = functools.partial(setattr, self, "num_steps", self.num_steps + 1)  # no line in it to interrupt
         todo: deque[Callable[[], object]] = deque((count_step, *then))
-        # KeyboardInterrupt finds a step that can be gone on with to its end, but no schedule and no average.
+        # On KeyboardInterrupt a step can be resumed and completed; a scheduler or an average cannot.
         is_finished = are_plain() and not then and (self._guard is None or self._guard.goes_on)
         with contextlib.nullcontext() if is_finished else deferred_signals():
             self._step_and(todo, functools.partial(step_optimizers, active, self._scaler))
 
     def _step_and(self, todo: deque[Callable[[], object]], step: Callable[[], bool]) -> None:
-        """Step, and do what belongs to it."""
+        """Step, then run the actions that belong to it."""
         stepped, guard = False, self._guard
         if guard is not None:
             guard.forget()
@@ -352,7 +352,7 @@ class GradientSum:
             finally:
                 if stepped or (guard is not None and guard.has_stepped):
                     _do_all(todo)
-        finally:  # again, where an interrupt came on the way: what is done is not done again
+        finally:  # again after an interrupt; finished actions are not repeated
             if stepped or (guard is not None and guard.has_stepped):
                 _do_all(todo)
 
@@ -364,6 +364,6 @@ class GradientSum:
 
 
 def _do_all(actions: deque[Callable[[], object]]) -> None:
-    """Call them in order; each is taken out before, so that none is called twice."""
+    """Call the actions in order; each is removed first, so that none is called twice."""
     while actions:
         actions.popleft()()

@@ -1,4 +1,4 @@
-"""Small tools on gradients: scaled steps, gradient dtypes, what a graph can do."""
+"""Gradient utilities: scaled steps, gradient dtypes, graph inspection."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from memkit._torch.tensors import accumulate_hooks, assign_gradient_dtype, gradi
 
 
 def as_list(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Return one optimiser, or several, as a list."""
+    """Return one optimizer, or several, as a list."""
     return list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
 
 
 def list_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
-    """List the trainable parameters of the optimisers, each once."""
+    """List the trainable parameters of the optimizers, each once."""
     listed = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
     unique = set(map(id, listed))
     return listed if len(unique) == len(listed) else list({id(parameter): parameter for parameter in listed}.values())
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients to what the parameters have, bit for bit as autograd does.
+    """Add gradients to the parameters' own, bit for bit as autograd does.
 
-    Never by adopting a tensor: autograd may return one tensor for two parameters, or one that somebody else holds.
+    It never adopts a tensor: autograd may return one tensor for two parameters, or one that is referenced elsewhere.
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
@@ -45,7 +45,7 @@ def add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[torch.
 
 
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients in place; a factor of one touches nothing."""
+    """Multiply all gradients in place; a factor of one does nothing."""
     if factor == 1.0:
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -58,22 +58,22 @@ def multiply_gradients(parameters: Sequence[nn.Parameter], factor: float) -> Non
 
 
 def has_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
-    """Say whether a hook waits for gradients to be accumulated, which `torch.autograd.grad` would not call."""
+    """Return whether any post-accumulate hook exists, which `torch.autograd.grad` would not call."""
     return any(accumulate_hooks(parameter) for parameter in parameters)
 
 
 def has_gradient(optimizer: Optimizer) -> bool:
-    """Say whether any parameter of an optimiser has a gradient."""
+    """Return whether any parameter of an optimizer has a gradient."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def step_optimizers(optimizers: Sequence[Optimizer], scaler: GradScaler | None) -> bool:
-    """Step each optimiser, through the scaler where there is one; return whether any really stepped."""
+    """Step each optimizer, through the scaler if there is one; return whether any actually stepped."""
     if scaler is None:
         for optimizer in optimizers:
             optimizer.step()
         return bool(optimizers)
-    _set_stages(scaler, optimizers, OptState.STEPPED, OptState.UNSCALED)  # where this is a second try
+    _set_stages(scaler, optimizers, OptState.STEPPED, OptState.UNSCALED)  # if this is a retry
     stepped = [_scaled_step(scaler, optimizer) for optimizer in optimizers]
     if optimizers:
         scaler.update()  # once, after all: an update in between would unscale the next one wrongly
@@ -81,7 +81,7 @@ def step_optimizers(optimizers: Sequence[Optimizer], scaler: GradScaler | None) 
 
 
 def forget_unscaling(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
-    """Let a scaler forget that it has unscaled gradients which will not be stepped with."""
+    """Reset a scaler that has unscaled gradients which will not be used for a step."""
     _set_stages(scaler, optimizers, OptState.UNSCALED, OptState.READY)
     _set_stages(scaler, optimizers, OptState.STEPPED, OptState.READY)
 
@@ -94,11 +94,11 @@ def _set_stages(scaler: GradScaler, optimizers: Sequence[Optimizer], before: Opt
 
 
 def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Step through the scaler, and find out whether the optimiser really stepped.
+    """Step through the scaler, and return whether the optimizer actually stepped.
 
-    `torch.amp.GradScaler.step` does not say. It skips by not calling the optimiser, which a hook on the optimiser sees
-    without waiting for the device; a fused optimiser is called in any case and skips by the count of infinities that
-    the scaler lends it.
+    `torch.amp.GradScaler.step` does not tell. It skips by not calling the optimizer, which a hook on the optimizer
+    detects without a synchronization; a fused optimizer is always called and skips based on the infinity count that
+    the scaler passes to it.
     """
     stepped = False
 
@@ -116,7 +116,7 @@ def _scaled_step(scaler: GradScaler, optimizer: Optimizer) -> bool:
 
 
 def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
-    """Go through the nodes of a loss's graph, each once."""
+    """Iterate over the nodes of a loss's graph, each once."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -128,12 +128,12 @@ def graph_nodes(loss: torch.Tensor) -> Iterator[Any]:
 
 
 def has_reentrant_checkpoint(loss: torch.Tensor) -> bool:
-    """Search the graph for `checkpoint(use_reentrant=True)`, which refuses a backward that is told where to stop."""
+    """Return whether the graph has a `checkpoint(use_reentrant=True)`, which refuses a backward with given inputs."""
     return any(node.name() == "CheckpointFunctionBackward" for node in graph_nodes(loss))
 
 
 def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> None:
-    """Change the dtype that autograd keeps a parameter's gradient in, and convert the gradient that is there."""
+    """Change the dtype in which autograd keeps a parameter's gradient, and convert the existing gradient."""
     gradient = None if parameter.grad is None else parameter.grad.to(dtype)  # first: it may run out of memory
     parameter.grad = None
     assign_gradient_dtype(parameter, dtype)
@@ -141,7 +141,7 @@ def set_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> No
 
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Give a parameter a gradient, also one in a wider dtype, as it is in the middle of a group."""
+    """Set a parameter's gradient, also in a wider dtype, as in the middle of a group."""
     parameter.grad = None
     if gradient is not None:
         assign_gradient_dtype(parameter, gradient.dtype)
@@ -149,14 +149,14 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None
 
 
 def clear_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None) -> None:
-    """Drop the gradients; the next ones have their parameters' dtype, whatever `widen_gradients` has done."""
+    """Drop the gradients; the next ones have their parameters' dtype again, even after `widen_gradients`."""
     for parameter in parameters:
         parameter.grad = None
     narrow_gradients(parameters, dtype)
 
 
 def widen_gradients(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, *, missing: bool = False) -> None:
-    """Keep the gradients of half-precision parameters in ``dtype``, with ``missing`` also those that have yet to come.
+    """Keep the gradients of half-precision parameters in ``dtype``; with ``missing`` also those still to come.
 
     None changes nothing.
     """

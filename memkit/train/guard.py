@@ -1,4 +1,4 @@
-"""Out of memory inside an optimiser's step leaves nothing half done."""
+"""Protection of optimizer steps: an out-of-memory inside one leaves nothing half done."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from memkit.train.ranks import local_part
 from memkit.train.transaction import ChunkedStep, close_all
 
 _SMALL_BYTES = 64 * 1024  # not worth a file
-_MOST_BYTES = 2**30  # of a copy that nobody has asked for
-_NUM_GUARDED_STEPS = 2  # the first makes the optimiser's state, the second is the first to have it all
+_MOST_BYTES = 2**30  # of an automatic copy
+_NUM_GUARDED_STEPS = 2  # the first creates the optimizer's state, the second is the first to start with it
 
 
 class StepGuard:
-    """Protects the steps of optimisers that may run out of memory.
+    """Protects the steps of optimizers that may run out of memory.
 
-    One that steps one tensor after the other steps in one piece, and goes on where it was cut off, until memory has run
-    out in a step (`memkit.train.resume`). Torch's others, and those of `register_parameterwise`, step in chunks, which
-    are whole (`atomic_steps`). An
-    optimiser that nobody knows is protected by a copy of all parameters, gradients and state, of all that step
-    together, before the steps that may run out of memory. Those are the first two, when the state is made; in the
-    second one the temporary results are counted. Later ones are those before which so much memory cannot be had: it is
-    asked for, and given back at once. The copy of an accelerator's tensors lies in host memory, that of host tensors in
-    temporary files: it must not take the memory that is short. After an out-of-memory all is put back, and the step is
-    tried once more with the allocator's cache released. A copy of more than `_MOST_BYTES`, or one that does not fit, is
-    not made. Whether it is made, and how large it is, is said once, at the first step.
+    Optimizers that step one tensor after the other run in one piece, resuming where they were interrupted, until a step
+    runs out of memory (`memkit.train.resume`). Torch's other optimizers, and those of `register_parameterwise`, step in
+    atomic chunks (`atomic_steps`).
+
+    An unknown optimizer is protected by a copy of the parameters, gradients and state of all optimizers that step
+    together, made before steps that may run out of memory. These are the first two, when the state is created (the
+    second also measures the temporary results), and later ones before which a trial allocation of the temporary
+    results fails. Accelerator tensors are copied to host memory, host tensors to temporary files, so the copy does not
+    use the scarce memory. After an out-of-memory everything is restored, and the step is retried once with the
+    allocator's cache released. A copy larger than `_MOST_BYTES`, or one that does not fit, is not made. Whether a copy
+    is made, and its size, is reported once, at the first step.
 
     Args:
-        optimizers: The optimisers that step together.
+        optimizers: The optimizers that step together.
 
     """
 
@@ -57,12 +58,12 @@ class StepGuard:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a step that an interrupt cuts off is gone on with to its end."""
+        """Whether an interrupted step is resumed and completed."""
         return self._unknown is None
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the last step in chunks was done to its end, although it may have been interrupted."""
+        """Whether the last step in chunks was completed, even if it was interrupted."""
         return _are_done(self._chunked)
 
     def forget(self) -> None:
@@ -71,10 +72,10 @@ class StepGuard:
             each.forget()
 
     def run(self, step: Callable[[], bool]) -> bool:
-        """Run ``step``, which steps the optimisers; return what it returns.
+        """Run ``step``, which steps the optimizers; return what it returns.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory; the message says whether all is as it was before.
+            MemkitOutOfMemoryError: It ran out of memory; the message says whether everything was restored.
         """
         if self._unknown is None:
             return self._run_in_chunks(step)
@@ -106,20 +107,20 @@ class StepGuard:
             finally:
                 close_all(self._chunked)
         finally:
-            close_all(self._chunked)  # again, where an interrupt came in the middle of it
+            close_all(self._chunked)  # again, in case an interrupt cut it short
 
     def _run_to_the_end(self, step: Callable[[], bool]) -> bool:
         try:
             return _in_two_tries(step, self._chunked)
         except Exception:
             raise
-        except BaseException:  # an interrupt that no signal brought: what has begun is done whole
+        except BaseException:  # an interrupt not raised by a signal: complete a step that has begun
             if any(each.num_stepped for each in self._chunked):
                 step()
             raise
 
     def _counted(self, step: Callable[[], bool]) -> bool:
-        """Run a step, and note how far it rises above both of its ends."""
+        """Run a step, and record how far its peak memory rises above the level at its end."""
         with Recorder() as recorder:
             stepped = step()
         recording = recorder.recording()
@@ -130,7 +131,7 @@ class StepGuard:
         return stepped
 
     def _has_room(self) -> bool:
-        """Whether the step's temporary results fit. In one piece, so no may be wrong, which costs a copy only."""
+        """Return whether the temporary results fit in one block; a wrong False costs only a copy."""
         for _ in range(2):
             if all(has_room(device, num_bytes) for device, num_bytes in self._temporary_bytes.items()):
                 return True
@@ -142,7 +143,7 @@ class StepGuard:
         copied = None
         if num_bytes <= _MOST_BYTES:
             outcome = attempt(_Copy, self._optimizers, others=(OSError,))
-            copied = outcome.result if isinstance(outcome, Done) else None  # else no temporary folder, or no room
+            copied = outcome.result if isinstance(outcome, Done) else None  # else no temporary folder, or no space
         if not self._is_told:
             self._is_told = True
             self._tell(num_bytes, is_copied=copied is not None)
@@ -169,7 +170,7 @@ def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> b
     if isinstance(outcome, Done):
         return outcome.result
     if isinstance(outcome.error, MemkitOutOfMemoryError):
-        raise outcome.error  # of the chunks: nothing smaller is left
+        raise outcome.error  # raised by the chunks: there is nothing smaller to try
     if any(each.was_in_hooks for each in chunked):
         ends = "stepped" if _are_done(chunked) else "as they were before the step"
         raise MemkitOutOfMemoryError(
@@ -178,7 +179,7 @@ def _in_two_tries(step: Callable[[], bool], chunked: Sequence[ChunkedStep]) -> b
             expected="memory for step hooks; those that have run already are not called twice",
             fix="leave more memory free, or do what the hook does after the step.",
         ) from outcome.error
-    return step()  # it failed beside the chunks; what they have stepped stays
+    return step()  # it failed outside the chunks; keep what they have stepped
 
 
 def _are_done(chunked: Sequence[ChunkedStep]) -> bool:
@@ -187,14 +188,14 @@ def _are_done(chunked: Sequence[ChunkedStep]) -> bool:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that accelerate has prepared: its step does nothing but call the inner one's, unless it scales."""
+    """Unwrap an optimizer prepared by accelerate: without a scaler its step only calls the inner one's."""
     inner = getattr(optimizer, "optimizer", None)
     is_prepared = type(optimizer).__module__.startswith("accelerate.") and getattr(optimizer, "scaler", None) is None
     return inner if is_prepared and isinstance(inner, Optimizer) else optimizer
 
 
 def _tensors(optimizers: Sequence[Optimizer]) -> Iterator[torch.Tensor]:
-    """Yield what a copy holds."""
+    """Yield the tensors that a copy holds."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -210,7 +211,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 class _Copy(contextlib.AbstractContextManager["_Copy"]):
-    """Parameters, gradients and optimiser state at one instant; its files go when the context ends."""
+    """A copy of parameters, gradients and optimizer state; its files are deleted when the context ends."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._cleanup = contextlib.ExitStack()
@@ -242,7 +243,7 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write everything back in place."""
+        """Restore everything in place."""
         for parameter, value, gradient, its_value in self._parameters:
             local_part(parameter).copy_(_load(value))
             local_part(gradient).copy_(_load(its_value))  # weight decay may have been added to it
@@ -277,7 +278,7 @@ class _Copy(contextlib.AbstractContextManager["_Copy"]):
 
 
 class _Stored:
-    """A host tensor in a file. Written, not mapped: a full disk is then an error and not a crash."""
+    """A host tensor in a file. It is written, not mapped, so a full disk is an error and not a crash."""
 
     def __init__(self, tensor: torch.Tensor, path: Path) -> None:
         self._path, self._shape, self._dtype, self._nbytes = path, tensor.shape, tensor.dtype, tensor.nbytes

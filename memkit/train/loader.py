@@ -1,4 +1,4 @@
-"""From a data set to the device: a DataLoader that suits the machine, and batches of any containers moved over."""
+"""Data loading: a DataLoader configured for the machine, and moving nested batches to a device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memkit.train.split import Tree, map_leaves
 _LOGGER = logging.getLogger("memkit")
 _MAX_WORKERS = 4
 _PREFETCH = 2
-_RAM_SHARE = 0.25  # of what is available, for batches that wait
+_RAM_SHARE = 0.25  # of available memory, for prefetched batches
 _SHARED_MEMORY_SHARE = 0.5  # of /dev/shm, through which workers hand their batches over
 
 
@@ -33,14 +33,14 @@ def to_device(batch: Tree, device: str | torch.device) -> Tree:
     Args:
         batch: Tensors in dicts and other mappings, lists, tuples, named tuples, dataclasses (frozen ones too), and
             objects with a method ``to(device)``, such as a PyG ``Batch``, in any nesting. Other leaves are left alone.
-        device: Where to; ``"auto"`` is the accelerator of this machine, or the CPU. From pinned memory the host does
+        device: Target device; ``"auto"`` is this machine's accelerator, or the CPU. From pinned memory the host does
             not wait for the copy; back to the host it does.
 
     Returns:
-        The same containers around the moved tensors; a tensor that is there already is itself.
+        The same containers with the moved tensors; a tensor already on the device is returned as is.
 
     Raises:
-        ConfigError: The name is not a device, or this machine does not have it.
+        ConfigError: The device name is unknown, or this machine does not have the device.
 
     Memory cost: the moved tensors.
 
@@ -60,7 +60,7 @@ def _moves_itself(node: Any) -> bool:
 
 def _move(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # Only from pinned memory: any other copy waits anyway, and one to the host must, before the values are read.
+        # Only from pinned memory: any other copy blocks anyway, and one to the host must, before the values are read.
         return leaf.to(device, non_blocking=leaf.device.type == "cpu" != device.type and leaf.is_pinned())
     if _moves_itself(leaf):
         return leaf.to(device)
@@ -74,15 +74,15 @@ def _move(leaf: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LoaderPlan:
-    """How a DataLoader should work on this machine, and why.
+    """DataLoader settings for this machine, and the reasons for them.
 
     Attributes:
-        num_workers: Worker processes; 0 loads in this one.
-        prefetch_factor: Batches that each worker holds ready; None without workers.
-        pin_memory: Whether batches are put into pinned memory, from which copies to the device do not wait.
-        persistent_workers: Whether workers live on from epoch to epoch.
-        batch_bytes: Bytes of the tensors of a batch; None where they are not known.
-        reasons: A sentence for each choice.
+        num_workers: Worker processes; 0 loads in the current process.
+        prefetch_factor: Batches that each worker prefetches; None without workers.
+        pin_memory: Whether batches are put into pinned memory, from which copies to the device do not block.
+        persistent_workers: Whether workers stay alive between epochs.
+        batch_bytes: Bytes of a batch's tensors; None if unknown.
+        reasons: One reason per choice.
 
     Example:
         >>> import torch, memkit as mk
@@ -102,7 +102,7 @@ class LoaderPlan:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a plan is made from. `here` asks this machine."""
+    """Machine properties a plan is based on; `here` reads those of this machine."""
 
     num_cores: int
     available_bytes: int
@@ -112,7 +112,7 @@ class Machine:
 
     @classmethod
     def here(cls, device: torch.device) -> Machine:
-        """Ask this machine and process."""
+        """Read the properties of this machine and process."""
         return cls(
             num_cores=host.usable_cores(),
             available_bytes=devices.host_memory().available_bytes,
@@ -123,11 +123,11 @@ class Machine:
 
 
 def plan_loader(dataset: Dataset[Any], batch_size: int, machine: Machine) -> LoaderPlan:
-    """Choose workers, prefetching and pinning for a data set.
+    """Choose workers, prefetching and pinning for a dataset.
 
-    At most four workers, and one core left to the training; two batches ahead for each; no more batches in flight than
-    fit into a quarter of the available host memory and half of the shared memory. One sample is loaded to see its size;
-    the random state stays as it was.
+    Uses at most four workers and leaves one core to training; each worker prefetches two batches; batches in flight
+    fit into a quarter of the available host memory and half of the shared memory. One sample is loaded to measure its
+    size; the random state is preserved.
     """
     batch_bytes = _batch_bytes(dataset, batch_size)
     num_workers = min(_MAX_WORKERS, machine.num_cores - 1)
@@ -178,26 +178,26 @@ def make_dataloader(
     device: str | torch.device = "auto",
     **torch_kwargs: Any,
 ) -> DataLoader[Any]:
-    """Make a DataLoader with workers, prefetching and pinning that suit this machine and container.
+    """Make a DataLoader with workers, prefetching and pinning chosen for this machine and container.
 
-    What was chosen and why is logged at level INFO to the logger ``"memkit"``, and is the loader's attribute ``plan``
-    (`LoaderPlan`).
+    The choices and their reasons are logged at level INFO to the logger ``"memkit"``, and kept as the loader's ``plan``
+    attribute (`LoaderPlan`).
 
     Args:
-        dataset: Any data set of torch.
-        batch_size: Samples in a batch; with a ``batch_sampler`` about how many, to judge what waiting batches take.
-        device: Where the batches are meant to go; decides about pinning.
-        torch_kwargs: Anything that `torch.utils.data.DataLoader` takes. What is given here is not chosen.
+        dataset: Any torch dataset.
+        batch_size: Samples per batch; with a ``batch_sampler`` an estimate, used to size the prefetched batches.
+        device: Device the batches will be moved to; determines pinning.
+        torch_kwargs: Any arguments of `torch.utils.data.DataLoader`; they override the automatic choices.
 
     Returns:
         A `torch.utils.data.DataLoader`.
 
     Raises:
-        ConfigError: ``batch_size`` is no whole number of 1 or more.
+        ConfigError: ``batch_size`` is not an integer of 1 or more.
 
-    Memory cost: ``num_workers * prefetch_factor`` batches in host memory, and what each worker process takes.
+    Memory cost: ``num_workers * prefetch_factor`` batches in host memory, plus the worker processes themselves.
 
-    Source: the habits of a GAN's training (workers capped at 4, prefetch 2, persistent, pinned).
+    Source: settings from a GAN's training (workers capped at 4, prefetch 2, persistent, pinned).
 
     Example:
         >>> import torch, memkit as mk
@@ -220,14 +220,14 @@ def make_dataloader(
     if "batch_sampler" not in torch_kwargs:
         chosen["batch_size"] = batch_size
     loader = DataLoader(dataset, **(chosen | torch_kwargs))
-    loader.plan = plan  # for people who ask why
+    loader.plan = plan  # for users who want the reasons
     given = [f"{name} as given" for name in torch_kwargs.keys() & chosen.keys()]
     _LOGGER.info("make_dataloader: %s", "; ".join([*plan.reasons, *given]))
     return loader
 
 
 def _batch_bytes(dataset: Dataset[Any], batch_size: int) -> int | None:
-    """Return the bytes of a batch by its first sample; None where there is no index, or nothing is known in bytes."""
+    """Estimate a batch's bytes from its first sample; None if it cannot be indexed or has no tensors or arrays."""
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized) or len(dataset) == 0:
         return None
     with random_state.preserved():

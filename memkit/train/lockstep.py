@@ -1,13 +1,13 @@
 """Keeps the ranks of a model sharded by ``fully_shard`` (FSDP2) in step when one of them runs out of memory.
 
-A rank that fails in the middle of forward or backward would leave the others waiting in a collective. The way out:
+A rank that fails in the middle of forward or backward would leave the others waiting in a collective. The solution:
 
-* FSDP's collectives pass through a `_Channel` each, which counts them. What a micro-batch exchanges does not depend on
-  its rows, so that one rehearsal with two rows tells the sequence.
-* A rank that fails drops its tensors, lets FSDP forget the iteration, and walks along: where the others gather, it
-  gives its true shards, so that they compute with true parameters and meet no NaN; where they reduce, it gives zeros.
-* At the end of the batch one small all_reduce tells all ranks whether one of them failed. Then all start the batch
-  over, from zeroed gradients (`memkit.train.sharded`).
+* Each of FSDP's collectives passes through a `_Channel`, which counts it. The sequence of a micro-batch's collectives
+  does not depend on its rows, so one rehearsal with two rows determines it.
+* A failing rank drops its tensors, resets FSDP's iteration state, and walks along: it joins all-gathers with its real
+  shards, so the others compute with real parameters and get no NaN, and joins reduce-scatters with zeros.
+* At the end of the batch one small all_reduce tells all ranks whether one of them failed. If so, all restart the
+  batch, from zeroed gradients (`memkit.train.sharded`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from memkit.train.ranks import Shards
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One collective. Two micro-batches exchange the same when their calls are equal."""
+    """One collective. Two micro-batches communicate identically if their calls are equal."""
 
     channel: int
     num_elements: int  # of the larger of the two tensors
@@ -44,7 +44,7 @@ class _Call:
 
 
 class _Channel:
-    """A collective of one FSDP module, in the place of FSDP's own, which does the work."""
+    """Wrapper around one collective of an FSDP module, which counts its calls."""
 
     def __init__(self, own: Any, number: int, note: Callable[[_Call], None]) -> None:
         self._own = own
@@ -52,20 +52,20 @@ class _Channel:
         self._note = note
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As FSDP's own."""
+        """Allocate a buffer through FSDP's own collective."""
         buffer: torch.Tensor = self._own.allocate(size, dtype=dtype, device=device)
         return buffer
 
     def __call__(
         self, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **options: Any
     ) -> Any:
-        """As FSDP's own, and counted.
+        """Run FSDP's own collective, and count it.
 
         Raises:
-            StateError: Memory ran out inside of it, which no rank can make good.
+            StateError: Memory ran out inside it, which no rank can recover from.
         """
         larger = max(output_tensor, input_tensor, key=torch.Tensor.numel)
-        if larger.device.type == "cpu":  # gloo copies in the middle of a collective: better fail here than there
+        if larger.device.type == "cpu":  # gloo copies inside the collective: better to fail before it
             torch.empty(2 * larger.numel(), dtype=larger.dtype)
         exchange = functools.partial(self._own, output_tensor=output_tensor, input_tensor=input_tensor, group=group)
         outcome = attempt(functools.partial(exchange, **options))
@@ -76,7 +76,7 @@ class _Channel:
 
 
 class Lockstep:
-    """The collectives of a sharded model: what a micro-batch exchanges, and how far this rank is in it.
+    """The sequence of a sharded model's collectives in a micro-batch, and this rank's position in it.
 
     Args:
         model: The model, with modules sharded by ``fully_shard``.
@@ -84,10 +84,10 @@ class Lockstep:
 
     Attributes:
         is_rehearsed: Whether a micro-batch's sequence is known.
-        is_steady: Whether each micro-batch exchanges the same, so that a rank may walk along.
+        is_steady: Whether all micro-batches communicate identically, so that a rank may walk along.
 
     Raises:
-        AttributeError: This torch keeps FSDP's collectives elsewhere.
+        AttributeError: FSDP's collectives have moved in this torch version.
         AssertionError: A module's parameters lie on several meshes.
     """
 
@@ -105,7 +105,7 @@ class Lockstep:
         self._modules: list[FSDPModule] = []  # of each pair of channels
         self._channels: list[_Channel] = []
         self._close = contextlib.ExitStack()
-        # Only reading and replacing what is set now is not public; a state that several modules share counts once.
+        # Only reading and replacing the current collectives is private API. A state shared by modules counts once.
         sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._states = {state_of(module): module for module in sharded}
         with self._close:
@@ -119,7 +119,7 @@ class Lockstep:
 
     @classmethod
     def find(cls, model: nn.Module, shards: Shards) -> Self | None:
-        """Return the lockstep of a model; None where this torch or the sharding is too strange."""
+        """Return the lockstep of a model; None if this torch version or the sharding is unsupported."""
         if missing_for_lockstep():
             return None
         try:
@@ -128,7 +128,7 @@ class Lockstep:
             return None
 
     def close(self) -> None:
-        """Give FSDP its own collectives back."""
+        """Restore FSDP's own collectives."""
         self._close.close()
 
     def begin_batch(self) -> None:
@@ -138,7 +138,7 @@ class Lockstep:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """In the block, learn what forward and backward exchange, also past FSDP."""
+        """Record the collectives of forward and backward in the block, including those outside FSDP."""
         self._is_learning = True
         try:
             with _Listener() as listener:
@@ -148,7 +148,7 @@ class Lockstep:
         self._foreign = listener.names
 
     def end_rehearsal(self) -> None:
-        """Compare what the ranks have learnt; all must call it. Warn where no rank can walk along."""
+        """Compare the ranks' recorded sequences; all must call it. Warn if no rank can walk along."""
         self.is_rehearsed = True
         obstacle = ""
         if len(self._foreign) != len(self._sequence):
@@ -164,7 +164,7 @@ class Lockstep:
 
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
-        """In the block, count what forward and backward exchange; notice what is not as rehearsed."""
+        """Count the collectives of forward and backward in the block; detect deviations from the rehearsal."""
         self._num_calls, self._is_counting = 0, True
         try:
             yield
@@ -172,11 +172,11 @@ class Lockstep:
             self._is_counting = False
 
     def end_microbatch(self) -> None:
-        """Notice a whole micro-batch that has exchanged less than the rehearsal."""
+        """Detect a complete micro-batch with fewer collectives than the rehearsal."""
         self.is_steady = self.is_steady and self._num_calls == len(self._sequence)
 
     def drop_out(self) -> None:
-        """Forget the failed micro-batch: FSDP's notes of it, gathered parameters, half-added gradients."""
+        """Discard the failed micro-batch: FSDP's iteration state, gathered parameters, half-added gradients."""
         for parameter in self._model.parameters():
             parameter.grad = None  # also that of a gathered parameter, which the next backward would add to
         for state, module in self._states.items():
@@ -184,11 +184,11 @@ class Lockstep:
                 module.reset_iter_state()
 
     def walk_on(self) -> None:
-        """Take part in what is left of the micro-batch's collectives, and add nothing to them."""
+        """Join the micro-batch's remaining collectives without contributing gradients."""
         self.walk(self._num_calls)
 
     def walk(self, start: int = 0) -> None:
-        """Take part in a micro-batch's collectives from number ``start`` on, and add nothing to them."""
+        """Join a micro-batch's collectives from number ``start`` on without contributing gradients."""
         for call in self._sequence[start:]:
             module = self._modules[call.channel // 2]
             if call.channel % 2 == 0:
@@ -198,7 +198,7 @@ class Lockstep:
                 insist(functools.partial(self._reduce_nothing, call), "reducing with the other ranks")
 
     def give_up(self, reason: str) -> None:
-        """No rank can walk along: from now on errors pass through. Warn, on all ranks alike."""
+        """Turn recovery off because no rank can walk along: errors now pass through. Warns on all ranks."""
         self.is_steady = False
         if self._has_warned:
             return
@@ -241,11 +241,11 @@ def _refuse_torn(description: str) -> NoReturn:
         got=f"out of memory inside a collective: {description}",
         expected="memory for what the ranks exchange: the parameters of one fully_shard module",
         fix="call fully_shard on smaller modules too; go on from the last checkpoint, on all ranks.",
-    )  # no out-of-memory for those who catch it: another try would not meet the other ranks
+    )  # not an out-of-memory error: a retry would not match the other ranks
 
 
 class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Writes down the names of all collectives of this process."""
+    """Records the names of all collectives of this process."""
 
     def __init__(self) -> None:
         from torch.distributed.tensor import DTensor
@@ -256,7 +256,7 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, self._sharded) for kind in types):
-            return NotImplemented  # it first turns into plain operators and collectives
+            return NotImplemented  # DTensor first turns it into plain operators and collectives
         if func.namespace in {"c10d", "_c10d_functional"} and "wait" not in func.name() and "wrap" not in func.name():
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What a model is under its wrappers, where it lies, and whether its ranks can do without each other."""
+"""Model inspection: the module under its wrappers, its device, and whether ranks can run independently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter; the CPU where it has none."""
+    """Return the device of a model's first parameter; the CPU if it has none."""
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 
@@ -35,7 +35,7 @@ def device_of(model: nn.Module) -> torch.device:
 def may_recover_alone(
     model: nn.Module, num_ranks: int, *, is_sharded: bool, call: str = "MemoryEfficientTrainingWrapper"
 ) -> bool:
-    """Say whether this process may run a micro-batch again without the others; warn where it may not."""
+    """Return whether this process may rerun a micro-batch without the other ranks; warn if it may not."""
     if not is_sharded and not (num_ranks > 1 and exchanges_statistics(model)):
         return True
     obstacle = is_sharded and (missing_for_lockstep() or "with split_fn=..., or this torch shards in another way")
@@ -51,18 +51,18 @@ def may_recover_alone(
 
 
 def exchanges_statistics(model: nn.Module) -> bool:
-    """Say whether ranks wait for each other inside the forward."""
+    """Return whether ranks wait for each other inside the forward."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:
-    """Say whether a module waits for its first input to make its parameters."""
+    """Return whether a module needs its first input to create its parameters."""
     return any(map(is_lazy, model.parameters()))
 
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode for the block; then every module is in the mode that it was in."""
+    """Put a model into evaluation mode for the block, then restore every module's mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

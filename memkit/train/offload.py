@@ -1,4 +1,4 @@
-"""Activations that wait for backward on the disk or in host memory, under a budget of bytes that may stay."""
+"""Offload saved activations to disk or host memory, with a budget of bytes that may stay."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ _ALIGNMENT = 16  # bytes of the largest element
 
 
 class offload_activations(contextlib.AbstractContextManager["offload_activations"]):  # noqa: N801 - used like a function
-    """Keep what a forward saves for its backward elsewhere: on the disk, or an accelerator's in host memory.
+    """Offload the activations saved for backward: to disk, or from an accelerator to host memory.
 
-    What the forwards in the block save beyond ``budget`` is moved out, the oldest first, as backward needs it last; the
-    backward, which may run after the block, brings it back. Gradients are bit-identical. Several views of one storage
-    are written once, and keep their strides. Parameters and buffers stay, and so does what is smaller than
-    ``min_bytes``. The same object can be entered again for each step.
+    Saved tensors beyond ``budget`` are moved out, oldest first, because backward needs them last; the backward, which
+    may run after the block, brings them back. Gradients are bit-identical. Several views of one storage are written
+    once, and keep their strides. Parameters, buffers and tensors smaller than ``min_bytes`` stay. The same object can
+    be entered again for each step.
 
     Args:
-        to: ``"disk"``: an unlinked temporary file, which is gone with the process, however it ends. ``"host"``: pinned
-            memory, filled and read by a stream of its own, for tensors of an accelerator; those on the CPU stay.
+        to: ``"disk"``: an unlinked temporary file, removed with the process, however it ends. ``"host"``: pinned
+            memory, copied on a separate stream, for tensors of an accelerator; those on the CPU stay.
         budget: Bytes (or text such as ``"2GiB"``) of saved tensors that may stay where they are.
-        min_bytes: Smaller tensors stay, and do not count.
-        model: Its parameters and buffers stay. Without it parameters are recognised, buffers are not.
-        folder: Where the file lies; None is the system's temporary folder. Some systems keep that in memory.
+        min_bytes: Smaller tensors stay, and do not count against the budget.
+        model: Model whose parameters and buffers stay. Without it parameters are recognized, buffers are not.
+        folder: Folder of the file; None is the system's temporary folder, which some systems keep in memory.
 
     Attributes:
-        held_bytes: What counts against the budget now.
-        written_bytes: What was moved out so far.
+        held_bytes: Bytes that currently count against the budget.
+        written_bytes: Bytes moved out so far.
 
     Raises:
-        ConfigError: A setting is wrong.
-        MemkitOutOfMemoryError: From the forward: the disk is full. Everything is as before that operator.
+        ConfigError: A setting is invalid.
+        MemkitOutOfMemoryError: From the forward: the disk is full. The state is unchanged since before that operator.
         StateError: From the backward: a saved tensor that stayed was changed in place since, as plain autograd would
-            also refuse. A tensor that was moved out has the value that it had when it was saved.
+            also refuse. A tensor that was moved out keeps the value that it had when it was saved.
 
     Memory:
-        The budget, and while it is brought back the storage that one operator of the backward needs.
+        The budget, plus the storages that the current backward operator needs.
 
     Example:
         >>> import torch, memkit as mk
@@ -92,12 +92,12 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         self._num_on_cpu, self._has_moved, self._is_told = 0, False, False
 
     def __enter__(self) -> Self:
-        """Begin to offload."""
+        """Start offloading."""
         self._active.append(self.within(self._model))
         return self._active[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Stop; what was saved stays where it is until its backward."""
+        """Stop offloading; saved tensors stay where they are until their backward."""
         self._active.pop().__exit__(*error)
         if self._num_on_cpu and not self._has_moved and not self._is_told:
             self._is_told = True
@@ -109,7 +109,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     @contextlib.contextmanager
     def within(self, model: nn.Module | None) -> Iterator[Self]:
-        """Offload in a block of code; another model's parameters and buffers stay."""
+        """Offload in a ``with`` block; the given model's parameters and buffers stay."""
         lasting = _storages(model) if model is not None else set()
 
         def pack(tensor: torch.Tensor) -> _Packed:
@@ -120,7 +120,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 
     @contextlib.contextmanager
     def around(self, other: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-        """Enter another context, and offload in it."""
+        """Enter another context, and offload inside it."""
         with other, self:
             yield
 
@@ -143,7 +143,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         return True
 
     def _record(self, tensor: torch.Tensor) -> _Record:
-        """Find the record of a tensor's storage, or make one and move out what no longer fits."""
+        """Find the record of a tensor's storage, or make one and move out storages that no longer fit."""
         storage = tensor.untyped_storage()
         record = self._records.get(_address(storage))
         first, size = _extent(tensor)
@@ -161,7 +161,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         return record
 
     def _move_out(self, record: _Record, original: torch.Tensor) -> None:
-        if _version(original) == record.version:  # else backward will say that it was changed
+        if _version(original) == record.version:  # otherwise backward reports the change
             store = self._store_for(original)
             record.handle = store.write(_view_bytes(original, record.first, record.num_bytes))
             record.store = store  # a write that failed has nothing to release
@@ -188,7 +188,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
 def make_offload(
     choice: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], cleanup: contextlib.ExitStack
 ) -> offload_activations | None:
-    """Do what the wrapper's setting asks for, to the next larger memory; return the offload of activations."""
+    """Apply the wrapper's ``offload`` setting, to the next larger memory; return the activation offload, if any."""
     if "optimizer" in choice:
         cleanup.enter_context(moved_state(optimizers))
     if "activations" not in choice:
@@ -197,7 +197,7 @@ def make_offload(
 
 
 class _Record:
-    """The bytes of one storage, or of a small part of it: where they are, kept or moved out."""
+    """The bytes of one storage, or of a small part of it, kept in place or moved out."""
 
     def __init__(self, owner: offload_activations, tensor: torch.Tensor, first: int, num_bytes: int) -> None:
         self._owner = owner
@@ -214,12 +214,12 @@ class _Record:
         self._owner._forget(self)  # noqa: SLF001 - one mechanism in two classes
 
     def covers(self, storage: torch.UntypedStorage, version: int, first: int, size: int) -> bool:
-        """Say whether it holds these bytes of this storage as they are now."""
+        """Return whether it holds these bytes of this storage, in this version."""
         inside = self.first <= first and first + size <= self.first + self.num_bytes
         return inside and self._source() is storage and self.version == version
 
     def load(self) -> tuple[torch.UntypedStorage, int]:
-        """Return a storage with the bytes, and which byte of the record's own storage is its first."""
+        """Return a storage with the bytes, and the offset of its first byte in the original storage."""
         if self.original is not None:
             _check_version(self.original, self.version)
             return self.original.untyped_storage(), 0
@@ -233,7 +233,7 @@ class _Record:
 
 
 class _Packed:
-    """What autograd keeps in place of a tensor."""
+    """Stand-in that autograd keeps for a saved tensor."""
 
     def __init__(self, tensor: torch.Tensor, record: _Record | None) -> None:
         self._record = record
@@ -253,12 +253,12 @@ class _Packed:
 
 
 def _uncompiled(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep torch.compile from compiling a hook, which it does where it has given the layer around it up."""
+    """Keep torch.compile from compiling a hook, as it does after a graph break in the surrounding layer."""
     return torch.compiler.disable(hook) if compiler.is_loaded() else hook  # type: ignore[no-untyped-call]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is nothing but a view of one storage."""
+    """Return whether a tensor is just a view of one storage."""
     plain = type(tensor) in {torch.Tensor, nn.Parameter, FakeTensor} and tensor.layout == torch.strided
     return plain and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
 
@@ -276,7 +276,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return first byte and size of what a view reaches of its storage; the first lies well for every dtype."""
+    """Return first byte and size of a view's range in its storage; the first byte is aligned for every dtype."""
     start = int(tensor.storage_offset()) * tensor.element_size()
     first = start - start % _ALIGNMENT
     return first, start + span(tensor) * tensor.element_size() - first
@@ -289,7 +289,7 @@ def _storages(model: nn.Module) -> set[int]:
 
 
 def _view_bytes(tensor: torch.Tensor, first: int, size: int) -> torch.Tensor:
-    """Return bytes of a tensor's storage as a tensor."""
+    """Return a byte range of a tensor's storage as a tensor."""
     return tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), first, (size,), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Where offloaded tensors lie: ranges of an unlinked temporary file, or pinned host memory beside an accelerator."""
+"""Stores for offloaded tensors: ranges of an unlinked temporary file, or pinned host memory of an accelerator."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from memkit._core.errors import MemkitOutOfMemoryError
 
 
 class Store(Protocol):
-    """Keeps bytes elsewhere. A handle is released by whoever has got it from `write`."""
+    """Storage for offloaded bytes. The caller of `write` must release the handle it gets."""
 
     def write(self, source: torch.Tensor) -> Any:
-        """Keep a one-dimensional tensor of bytes; return its handle."""
+        """Store a one-dimensional tensor of bytes; return its handle."""
 
     def read(self, handle: Any, device: torch.device) -> torch.Tensor:
         """Bring the bytes of a handle back, as a new tensor."""
 
     def release(self, handle: Any) -> None:
-        """Forget a handle; may be called at any instant, also by the garbage collector."""
+        """Release a handle; may be called at any time, also by the garbage collector."""
 
 
 class DiskStore:
-    """Ranges of one temporary file, which has no name: whatever ends the process, the file goes with it.
+    """Ranges of one unnamed temporary file, which disappears with the process however it ends.
 
     Args:
-        folder: Where it lies; None is the system's temporary folder, which on some systems is memory.
+        folder: Folder of the file; None is the system's temporary folder, which on some systems is in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -44,10 +44,10 @@ class DiskStore:
         self._ranges = _Ranges()
 
     def write(self, source: torch.Tensor) -> tuple[int, int]:
-        """Write bytes, from whatever device.
+        """Write bytes, from any device.
 
         Raises:
-            MemkitOutOfMemoryError: The disk is full. Nothing is kept of the tensor; everything written before stays.
+            MemkitOutOfMemoryError: The disk is full. Nothing of the tensor is stored; earlier writes stay valid.
         """
         source = source.detach().cpu()
         data = memoryview(source.numpy())  # type: ignore[arg-type]  # an array has a buffer
@@ -84,15 +84,15 @@ class DiskStore:
         return result.to(device)
 
     def release(self, handle: tuple[int, int]) -> None:
-        """Let later writes have the range."""
+        """Free the range for later writes."""
         self._ranges.give_back(handle)
 
 
 class HostStore:
-    """Pinned host memory, to and from which a stream of its own copies while the accelerator computes on.
+    """Pinned host memory, copied on a separate stream while the accelerator keeps computing.
 
-    The blocks come from torch's pinned allocator, which keeps them for the next step and lends none before the copies
-    that use it are done.
+    The blocks come from torch's pinned allocator, which caches them for the next step and reuses none before the
+    copies that use it are done.
 
     Args:
         device: The accelerator.
@@ -103,18 +103,18 @@ class HostStore:
         self._stream = torch.Stream(device)
 
     def write(self, source: torch.Tensor) -> torch.Tensor:
-        """Begin to copy bytes to the host; nobody waits."""
+        """Start copying bytes to the host, without blocking."""
         block = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         self._follow()
         with self._stream:
             block.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)  # its memory is lent to nobody before it has been copied
+        source.record_stream(self._stream)  # its memory is not reused before it has been copied
         return block
 
     def read(self, handle: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Begin to copy bytes back; what is computed from now on waits for them, on the device."""
+        """Start copying bytes back; later work on the device waits for them."""
         result = torch.empty(len(handle), dtype=torch.uint8, device=device)
-        self._follow()  # its memory may be that of something which is still being computed with
+        self._follow()  # its memory may still be in use by earlier kernels
         with self._stream:
             result.copy_(handle, non_blocking=True)
         result.record_stream(self._stream)
@@ -127,21 +127,21 @@ class HostStore:
         """Nothing to do: the block goes back to torch's allocator with the last reference."""
 
     def _follow(self) -> None:
-        """Let the side stream wait for all that was launched so far."""
+        """Make the side stream wait for all work launched so far."""
         launched = torch.Event(self._device)
         launched.record()
         self._stream.wait_event(launched)
 
 
 class FakeStore:
-    """Keeps nothing of fake tensors, which have no data; what is brought back is new memory, as from other stores."""
+    """Store for fake tensors, which have no data; reading allocates new memory, as in the other stores."""
 
     def write(self, source: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Note how many bytes there are."""
+        """Record the number of bytes."""
         return source.new_empty(0), len(source)
 
     def read(self, handle: tuple[torch.Tensor, int], device: torch.device) -> torch.Tensor:
-        """Make a fake tensor of so many bytes."""
+        """Make a fake tensor of that many bytes."""
         empty, num_bytes = handle
         return empty.new_empty(num_bytes, device=device)
 
@@ -150,7 +150,7 @@ class FakeStore:
 
 
 class _Ranges:
-    """Which parts of a file are free. Handed back ranges join their neighbours when the next one is taken."""
+    """Free ranges of a file. Returned ranges are merged with their neighbors when the next one is taken."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (start, size), sorted, never touching

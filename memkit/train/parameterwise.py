@@ -1,4 +1,4 @@
-"""Which optimisers step each parameter by itself, and their own code run on some of the parameters only."""
+"""Optimizers that step each parameter independently, and running their step on a subset of the parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from memkit.train.gradients import as_list
 Group = dict[str, Any]
 _Kind = TypeVar("_Kind", bound=Optimizer)
 
-# Each element is stepped by itself, so a large parameter can be stepped slice by slice.
+# These step each element independently, so a large parameter can be stepped slice by slice.
 ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.ASGD, optim.Rprop,
 )  # fmt: skip
-# Each parameter is stepped by itself.
+# These step each parameter independently.
 PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, *MUON, optim.SparseAdam)
-# What a subclass may replace without touching the step: how it is built, shown, saved, and how gradients are zeroed.
+# Names a subclass may override without affecting the step: construction, repr, saving, and zeroing gradients.
 _HARMLESS = frozenset(
     (
         *(
@@ -51,22 +51,22 @@ _REGISTERED: weakref.WeakSet[type[Optimizer]] = weakref.WeakSet()
 
 
 def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
-    """Say of an optimizer class that it steps each parameter by itself, as torch's own do: Lion, 8-bit Adam, ....
+    """Register an optimizer class that steps each parameter independently, as torch's own do: Lion, 8-bit Adam, ....
 
-    What memkit does with torch's optimizers it then does with this one: steps that out-of-memory leaves whole
-    (`atomic_steps`, the wrapper, the accumulator) without a copy of everything, and `step_in_backward`. The step runs
-    on some of a group's parameters at a time. It must read nothing but the group's settings, and of each parameter its
-    gradient and its ``optimizer.state``, and change nothing but the parameter, its gradient and its state. A step that
-    visibly keeps something else, in its group or in attributes, is refused when it runs.
+    memkit then treats it like torch's optimizers: steps that stay consistent under out-of-memory (`atomic_steps`, the
+    wrapper, the accumulator) without a copy of everything, and `step_in_backward`. The step runs on some of a group's
+    parameters at a time. It may read only the group's settings and each parameter with its gradient and its
+    ``optimizer.state``, and may change only the parameter, its gradient and its state. A step that visibly keeps
+    anything else, in its group or in attributes, is refused when it runs.
 
     Args:
-        kind: The class; subclasses are not meant. Also as a decorator.
+        kind: The class, not including its subclasses. Also usable as a decorator.
 
     Returns:
         The class.
 
     Raises:
-        InputTypeError: It is no class of optimizers.
+        InputTypeError: It is not an optimizer class.
 
     Example:
         >>> import torch, memkit as mk
@@ -95,14 +95,14 @@ def register_parameterwise(kind: type[_Kind]) -> type[_Kind]:
 
 
 def steps_parameterwise(optimizer: Optimizer) -> bool:
-    """Say whether an optimiser is known to step each parameter by itself, so that its step can go in chunks."""
+    """Return whether an optimizer is known to step each parameter independently, so its step can run in chunks."""
     return known_kind(optimizer) is not None and not optimizer.defaults.get("differentiable", False)
 
 
 def known_kind(optimizer: Optimizer) -> type[Optimizer] | None:
-    """Return the class whose step an optimizer has: torch's own, also of a subclass that leaves it alone; or its own.
+    """Return the known class whose step an optimizer runs: its own, or the torch base whose step it inherits.
 
-    None for a class that may do anything.
+    None for an unknown class.
     """
     kind = type(optimizer)
     if kind in _REGISTERED or kind in PARAMETERWISE:
@@ -112,33 +112,33 @@ def known_kind(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def _leaves_step_alone(kind: type[Optimizer], base: type[Optimizer]) -> bool:
-    """Whether classes between a subclass and its base, mixins too, replace nothing that the base's step may use."""
+    """Return whether classes between a subclass and its base (mixins too) override nothing the base's step uses."""
     theirs = {"param_groups", "state", "defaults"} | {name for each in base.__mro__ for name in vars(each)} - _HARMLESS
     for each in kind.__mro__:
         if each not in base.__mro__ and theirs & (set(vars(each)) - {"step"}):
             return False
-    return inspect.unwrap(kind.step) is inspect.unwrap(base.step)  # torch puts its own around it, in the class
+    return inspect.unwrap(kind.step) is inspect.unwrap(base.step)  # torch wraps it, in the class
 
 
 def known_names(*, with_state: bool = False) -> str:
-    """The classes that are known, for a message; with ``with_state`` those that make their state before they step."""
+    """List the known classes, for a message; with ``with_state`` those that create their state before they step."""
     kinds = [*PARAMETERWISE, *sorted(_REGISTERED, key=lambda each: each.__name__)]
     return ", ".join(kind.__name__ for kind in kinds if not with_state or makes_state(kind))
 
 
 def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
-    """Make an optimiser's state now, and not in its first step: the second step then needs no more than the first.
+    """Create an optimizer's state now instead of in its first step, so the second step needs no more than the first.
 
-    The values are those that the first step would start from. Call it before the first forward. State is made for all
-    trainable parameters, also for those that will never have a gradient. SGD with both momentum and dampening starts
-    from its first gradient, so its state stays for the first step.
+    The values are those that the first step would start from. Call it before the first forward. State is created for
+    all trainable parameters, including those that never get a gradient. SGD with both momentum and dampening starts
+    from its first gradient, so its state is still created in the first step.
 
     Args:
-        optimizer: One of torch's optimisers, or several.
+        optimizer: One of torch's optimizers, or several.
 
     Raises:
-        ConfigError: The optimiser is not one of those that are known to make their state before they step.
-        MemkitOutOfMemoryError: The state does not fit; none was made for the parameter group that failed.
+        ConfigError: The optimizer is not known to create its state before it steps.
+        MemkitOutOfMemoryError: The state does not fit; none was created for the parameter group that failed.
 
     Memory:
         The state: twice the parameters for Adam.
@@ -164,13 +164,13 @@ def materialize_state(optimizer: Optimizer | Sequence[Optimizer]) -> None:
 
 
 def writes_gradients(optimizer: Optimizer, group: Group) -> bool:
-    """Say whether a step may change gradients: SGD adds the momentum to them; fused ones take the loss scale out."""
+    """Return whether a step may change gradients: SGD adds momentum to them; fused steps divide by the loss scale."""
     kind = known_kind(optimizer)
     return kind not in PARAMETERWISE or bool(group.get("fused")) or (kind is optim.SGD and group["nesterov"])
 
 
 def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-    """Run the optimiser's own step on some parameters of a group, without its hooks."""
+    """Run the optimizer's own step on some of a group's parameters, without its hooks."""
     lent = {**group, "params": list(parameters)}
     groups, before = optimizer.param_groups, _kept_elsewhere(optimizer, lent)
     try:
@@ -189,7 +189,7 @@ def step_group(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Te
 
 
 def _kept_elsewhere(optimizer: Optimizer, group: Group) -> list[object] | None:
-    """What a registered optimizer's step has no business to change, as far as that is seen; None for torch's own."""
+    """Return everything visible that a registered optimizer's step must not change; None for torch's own."""
     if type(optimizer) not in _REGISTERED:
         return None
     plain = int, float, str, bool, type(None)
@@ -201,11 +201,11 @@ def _kept_elsewhere(optimizer: Optimizer, group: Group) -> list[object] | None:
 
 
 def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
-    """Make the state of parameters that have none, by the optimiser's own code; all of it or nothing."""
+    """Create missing parameter state with the optimizer's own code; all of it or nothing."""
     own_init = init_group_of(optimizer)
     lists: list[list[Any]] = [[] for _ in list(inspect.signature(own_init).parameters)[1:]]
     states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters}
-    lacking = [parameter for parameter in parameters if parameter.grad is None]  # which it would skip
+    lacking = [parameter for parameter in parameters if parameter.grad is None]  # it would skip these
     try:
         for parameter in lacking:
             dtype = gradient_dtype(parameter) or parameter.dtype
@@ -225,7 +225,7 @@ def create_state(optimizer: Optimizer, group: Group, parameters: Sequence[torch.
 
 
 def put_state(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Give a parameter the state that it had; without any, none."""
+    """Restore a parameter's state; an empty one removes the entry."""
     if state:
         optimizer.state[parameter] = state
     else:
@@ -234,7 +234,7 @@ def put_state(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, An
 
 @contextlib.contextmanager
 def lent_state(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let state that lies elsewhere (`offload_state`) come to its parameters, and go back unless the block fails."""
+    """Bring offloaded state (`offload_state`) to its parameters' device, and write it back unless the block fails."""
     lent = []
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
@@ -266,5 +266,5 @@ def _copy_all(copies: Sequence[Callable[[], object]]) -> None:
 
 
 def _lies_elsewhere(value: object, parameter: torch.Tensor) -> bool:
-    # Counters always lie on the host, and SparseAdam's are no tensors.
+    # Counters are always on the host, and SparseAdam's are not tensors.
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device

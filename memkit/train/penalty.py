@@ -1,4 +1,4 @@
-"""Gradient penalties of a GAN's discriminator, in float32 whatever the precision around them."""
+"""Gradient penalties for a GAN's discriminator, in float32 whatever the surrounding precision."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def gradient_penalty(
     *,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Penalise the discriminator's gradient with respect to its input: R1, or WGAN-GP where ``fake`` is given.
+    """Penalize the discriminator's gradient with respect to its input: R1, or WGAN-GP if ``fake`` is given.
 
     ``real`` alone: the mean over rows of ``||gradient||^2`` (R1; on fake samples alone it is R2). With ``fake``: the
     mean over rows of ``(||gradient|| - 1)^2`` at a random point between each pair (WGAN-GP). Multiply by your weight.
 
-    Autocast is off inside, inputs are float32 (float64 stays), and parameters and buffers in half precision are used
-    as float32 copies, so that the value is the float32 one: in half precision a second derivative has no digits left.
-    Nor does it need a scaled inner gradient: scale the sum of the losses, as ever.
+    Autocast is off inside, inputs are float32 (float64 stays), and half-precision parameters and buffers are used as
+    float32 copies, so the value is the float32 one: in half precision a second derivative has no digits left. The
+    inner gradient needs no loss scaling either: scale the sum of the losses, as usual.
 
     Args:
-        discriminator: A module or function of one tensor. What it returns, (N,), (N, 1) or patches (N, 1, H, W), is
+        discriminator: A module or function of one tensor. Its output, (N,), (N, 1) or patches (N, 1, H, W), is
             summed. It runs once more, so its spectral norms and BatchNorms are updated once more.
         real: Floating tensor (N, ...).
         fake: Like ``real``. Neither gets a gradient.
         generator: Draws the points between the pairs.
 
     Returns:
-        0-dim tensor, float32 or float64, with a graph to the discriminator's parameters where gradients are enabled.
+        0-dim tensor, float32 or float64, with a graph to the discriminator's parameters if gradients are enabled.
 
     Raises:
         InputError: The input is not floating or has no rows, the shapes differ, or the output does not depend on it.
@@ -71,14 +71,14 @@ def gradient_penalty(
                 expected="a discriminator that autograd can follow from its output to its input",
                 fix="do not detach inside the discriminator, and pass the tensor that it judges.",
             )
-        # vector_norm has the gradient zero at zero, where the square root of a sum of squares has none.
+        # vector_norm has gradient zero at zero, where the square root of a sum of squares has none.
         norms = torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1)
         penalty: torch.Tensor = (norms - (0 if fake is None else 1)).square().mean()
         return penalty
 
 
 def _warn_of_norms(discriminator: object) -> None:
-    """Warn, once for each discriminator, of norms that mix rows: a row's gradient would be that of all outputs."""
+    """Warn, once per discriminator, of norms that mix rows: a row's gradient would depend on all outputs."""
     if not isinstance(discriminator, nn.Module) or discriminator in _WARNED_OF:
         return
     names = scan_modules(discriminator)
@@ -116,7 +116,7 @@ def _between(real: torch.Tensor, fake: torch.Tensor, generator: torch.Generator 
 
 
 def _call(discriminator: Callable[[torch.Tensor], torch.Tensor], points: torch.Tensor) -> torch.Tensor:
-    """Call the discriminator, with float32 in the place of parameters and buffers that are in half precision."""
+    """Call the discriminator with half-precision parameters and buffers replaced by float32 copies."""
     if not isinstance(discriminator, nn.Module):
         return discriminator(points)
     widened = {

@@ -1,4 +1,4 @@
-"""The precision seam: autocast, loss scaling, or a model converted as a whole."""
+"""Training precision: autocast, loss scaling, or a fully converted model."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NAMES = ("bf16-mixed", "fp16-mixed", "bf16-true", "auto")
 
 
 class Precision:
-    """How a step computes.
+    """The precision of a step.
 
     Args:
         model: The model; ``"bf16-true"`` converts it until `close`.
-        name: None leaves all as it is; ``"auto"`` is ``"bf16-mixed"`` where the device is good at it, else None.
-        device: Where the model lies.
+        name: None changes nothing; ``"auto"`` is ``"bf16-mixed"`` where the device handles it well, else None.
+        device: The model's device.
 
     Attributes:
-        name: What was chosen; None for nothing.
+        name: The chosen precision; None for no change.
         scaler: The loss scaler of ``"fp16-mixed"``, else None.
 
     Raises:
-        ConfigError: The name is not known.
+        ConfigError: The name is unknown.
     """
 
     def __init__(self, model: nn.Module, name: PrecisionName | None, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Precision:
         return self.name in {"bf16-mixed", "fp16-mixed"}
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context for forward and loss."""
+        """Return a context for forward and loss."""
         match self.name:
             case "bf16-mixed":
                 return torch.autocast(self._device_type, torch.bfloat16)
@@ -78,7 +78,7 @@ class Precision:
                 return contextlib.nullcontext()
 
     def close(self) -> None:
-        """Give a converted model its dtypes back (values and optimiser state keep bfloat16's digits)."""
+        """Restore a converted model's dtypes (values and optimizer state keep bfloat16's digits)."""
         self._cleanup.close()
         for tensor, dtype in self._converted:
             tensor.data = tensor.data.to(dtype)
@@ -89,18 +89,18 @@ class Precision:
     def _convert(self, model: nn.Module) -> None:
         tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
         self._converted = [(tensor, tensor.dtype) for tensor in tensors]
-        for tensor in tensors:  # in place of the data: optimisers hold these very parameters
+        for tensor in tensors:  # replace only the data: optimizers hold these parameters
             tensor.data = tensor.data.to(torch.bfloat16)
         handle = model.register_forward_pre_hook(_convert_inputs, with_kwargs=True)
         self._cleanup.callback(handle.remove)
 
 
 def _convert_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Convert floating-point inputs to the dtype that the module has."""
+    """Convert floating-point inputs to the module's dtype."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     dtypes = (each.dtype for each in tensors if each.is_floating_point())
     dtype = next(dtypes, torch.bfloat16)
-    if dtype != torch.bfloat16 and torch.bfloat16 in dtypes:  # a norm that was put back to float32 is no other model
+    if dtype != torch.bfloat16 and torch.bfloat16 in dtypes:  # norms reset to float32 do not change the model's dtype
         dtype = torch.bfloat16
 
     def convert(leaf: Any) -> Any:

@@ -1,11 +1,11 @@
-"""What several processes must agree on when they accumulate gradients together: counts, gradients, buffers.
+"""Communication between ranks that accumulate gradients together: counts, gradients, buffers.
 
 Two ways of sharing a model need two ways of exchanging gradients:
 
 * `Replicas` (DistributedDataParallel): no communication inside forward or backward at all. Each rank accumulates on its
-  own and the ranks exchange one explicit sum per optimiser step. A rank that runs out of memory, splits its batch or
-  has fewer batches than another cannot make the others wait for a collective that never comes.
-* `Shards` (`fully_shard`, FSDP2): every backward reduce-scatters as usual. Holding back would keep the unsharded
+  own and the ranks perform one explicit all-reduce per optimizer step. A rank that runs out of memory, splits its batch
+  or has fewer batches than another cannot make the others wait for a collective that never comes.
+* `Shards` (`fully_shard`, FSDP2): every backward reduce-scatters as usual. Deferring it would keep the unsharded
   gradients, the very memory that sharding saves.
 """
 
@@ -28,7 +28,7 @@ from memkit.train.gradients import widen_gradients
 
 _NORM = "measuring the gradients' norm"
 _SUM = "summing the gradients over ranks"
-_BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small beside the gradients
+_BUCKET_BYTES = 25 * MIB  # DDP's own bucket size: large enough for the network, small compared with the gradients
 
 
 class Ranks:
@@ -36,7 +36,7 @@ class Ranks:
 
     Args:
         groups: Groups to reduce over, one after the other.
-        device: Where numbers must lie for the groups' backend.
+        device: Device that the groups' backend requires for numbers.
     """
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that share the gradient."""
+        """Number of ranks that share the gradient."""
         num_ranks = 1
         for group in self._groups:
             num_ranks *= dist.get_world_size(group)
@@ -58,12 +58,12 @@ class Ranks:
 
         Args:
             parameters: The same on every rank, in the same order.
-            count: What this rank's gradients weigh.
+            count: The weight of this rank's gradients.
             is_last: Whether this rank has no more data.
 
         Returns:
-            What the gradients of all ranks weigh, for each parameter whether any rank has a gradient, and whether no
-            rank has more data.
+            The total weight of all ranks' gradients, for each parameter whether any rank has a gradient, and whether
+            no rank has more data.
 
         Raises:
             MemkitOutOfMemoryError: Another rank has given up.
@@ -80,15 +80,15 @@ class Ranks:
         return total, [num > 0 for num in num_have], num_last == self.num_ranks
 
     def give_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Tell the others, who come to `agree`, that this rank has run out of memory for good."""
+        """Tell the other ranks, which reach `agree`, that this rank has run out of memory for good."""
         self.sum([1.0, *[0.0] * (2 + len(parameters))])
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Return each number summed over the ranks; all ranks must call it, with equally many numbers."""
+        """Return each number summed over the ranks; all ranks must call it, with the same number of numbers."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[float]) -> list[float]:
-        """Return for each number the largest of the ranks'; all ranks must call it, with equally many numbers."""
+        """Return each number's maximum over the ranks; all ranks must call it, with the same number of numbers."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def _reduce(self, numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
@@ -100,11 +100,11 @@ class Ranks:
 
 
 class Shards(Ranks):
-    """Ranks that hold shards of the parameters; each backward averages the gradient over them by itself."""
+    """Ranks that hold shards of the parameters; each backward averages the gradient over them."""
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of gradients that are spread over the ranks; all of them must call it."""
-        # Whatever is tried twice lies before or after the collective, which must come once.
+        """Return the norm of gradients sharded over the ranks; all of them must call it."""
+        # Only code before or after the collective is retried; the collective itself must run once.
         squared = insist(lambda: _square_norm([local_part(each) for each in gradients]), _NORM)
         for group in self._groups:
             dist.all_reduce(squared, group=group)
@@ -128,7 +128,7 @@ class Replicas(Ranks):
             self._no_sync.enter_context(module.no_sync())
 
     def close(self) -> None:
-        """Let DDP synchronise in backward again."""
+        """Let DDP synchronize in backward again."""
         self._no_sync.close()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter], present: Sequence[bool]) -> None:
@@ -149,7 +149,7 @@ class Replicas(Ranks):
             if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
                 dist.all_reduce(bucket[0], group=self._groups[0])
                 continue
-            # Tried twice before the collective: the other ranks would wait in it for one that has given up.
+            # Retried before the collective: the other ranks would wait in it for one that has given up.
             flat = insist(functools.partial(_flatten, bucket), _SUM)
             dist.all_reduce(flat, group=self._groups[0])
             parts = torch.split(flat, [gradient.numel() for gradient in bucket])
@@ -157,7 +157,7 @@ class Replicas(Ranks):
                 gradient.copy_(part.view(gradient.shape))
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the first rank's buffers, as DDP does before the forward that follows a synchronisation."""
+        """Give every rank the first rank's buffers, as DDP does before the forward that follows a synchronization."""
         group = self._groups[0]
         for module in self._modules:
             if not module.broadcast_buffers:
@@ -169,7 +169,7 @@ class Replicas(Ranks):
 
 @contextlib.contextmanager
 def without_buffer_sync(model: nn.Module) -> Iterator[None]:
-    """Keep DistributedDataParallel from exchanging buffers before a forward that does not count."""
+    """Keep DistributedDataParallel from broadcasting buffers before a forward whose results are dropped."""
     replicated = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
     before = [module.require_forward_param_sync for module in replicated]
     try:
@@ -182,11 +182,11 @@ def without_buffer_sync(model: nn.Module) -> Iterator[None]:
 
 
 def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequence[nn.Parameter]) -> Ranks | None:
-    """Find out how the gradient of ``parameters`` is shared between processes.
+    """Determine how the gradient of ``parameters`` is shared between processes.
 
     Args:
         model: The model or models, as wrapped for distributed training; None for one process or sharded parameters.
-        parameters: What the optimisers update.
+        parameters: The parameters that the optimizers update.
 
     Returns:
         `Replicas` for DDP, `Shards` for parameters sharded by ``fully_shard``, None for a single process.
@@ -227,9 +227,9 @@ def find_ranks(model: nn.Module | Sequence[nn.Module] | None, parameters: Sequen
 
 
 def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None, ranks: Ranks | None) -> None:
-    """Convert the gradients for what the step does with them: adding up over ranks, unscaling, normalising sums.
+    """Convert the gradients to the dtype in which the step reduces, unscales and normalizes them.
 
-    Before the ranks agree: those who have memory would wait in the sum for one that has none.
+    Runs before the ranks agree: a rank that runs out of memory here must not leave the others waiting in the reduction.
     """
     over_ranks = isinstance(ranks, Replicas)  # another rank may have a gradient where this one has none
     widen = functools.partial(widen_gradients, parameters, dtype, missing=over_ranks)
@@ -242,7 +242,7 @@ def widen_for_step(parameters: Sequence[nn.Parameter], dtype: torch.dtype | None
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, shards: Shards | None) -> torch.Tensor:
-    """Scale the gradients down to a total norm; return the norm that they had."""
+    """Clip the gradients to a total norm; return the norm before clipping."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = shards.total_norm(gradients) if shards is not None else insist(lambda: _total_norm(gradients), _NORM)
     insist(lambda: nn.utils.clip_grads_with_norm_(parameters, max_norm, norm), "clipping the gradients")
@@ -250,13 +250,13 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float, shards: 
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor that may be spread over ranks."""
+    """Return this rank's part of a tensor that may be sharded."""
     to_local = getattr(tensor, "to_local", None)  # a DTensor, whose module is slow to import
     return to_local() if to_local else tensor
 
 
 def _total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients together, also of half-precision ones in float32."""
+    """Return the norm of all gradients together, computed in float32 for half-precision ones."""
     half, others = list[torch.Tensor](), list[torch.Tensor]()
     for each in gradients:
         is_half = each.dtype in {torch.bfloat16, torch.float16} and not each.is_sparse

@@ -1,4 +1,4 @@
-"""What is done about an out-of-memory, in order: first what keeps each result bit for bit, and only then a split."""
+"""Remedies for an out-of-memory, in order: first those that keep every result bit for bit, then a split."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ RemedyName = Literal["recompute", "offload"]
 
 
 class Remedies:
-    """Makes a micro-batch that ran out of memory take less, by remedies that change no bit of its gradient.
+    """Reduces the memory of a micro-batch that ran out of it, with remedies that keep its gradient bit for bit.
 
-    The model's repeated blocks run again in backward, if a look at a few rows shows that this keeps the gradient (one
-    that changes attributes would see them changed); then what an accelerator's forward saves waits in host memory. Both
-    stay on, since the next batch is as large. Where they do not suffice and the batch may be split, they are taken
-    back: parts that fit need neither. On the CPU only the disk is left for what forward saves, which takes longer than
-    a split: it comes last. Each is said once.
+    First the model's repeated blocks are recomputed in backward, if a check on a few rows shows that this keeps the
+    gradient (a block that changes attributes would see them changed); then an accelerator's saved activations are
+    offloaded to host memory. Both stay on, since the next batch is as large. If they do not suffice and the batch may
+    be split, they are taken back: parts that fit need neither. On the CPU, activations can only be offloaded to disk,
+    which is slower than a split, so that comes last. Each remedy is reported once.
 
     Args:
         model: The model.
-        call: What the user called, for messages.
-        has: What is on already, or cannot be.
+        call: The user's call, for messages.
+        has: Remedies that are already on, or not possible.
     """
 
     def __init__(self, model: nn.Module, *, call: str, has: Collection[RemedyName] = ()) -> None:
@@ -47,25 +47,25 @@ class Remedies:
 
     @property
     def failures(self) -> Kinds:
-        """Errors of blocks that cannot run again, where some do."""
+        """Errors that mark a block as impossible to recompute; empty if no blocks are recomputed."""
         return (ChangedInputError, CheckpointError) if self._checkpointing is not None else ()
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Names of the blocks that run again in backward."""
+        """Names of the blocks that are recomputed in backward."""
         return self._checkpointing.recomputed if self._checkpointing else ()
 
     @property
     def is_unproven(self) -> bool:
-        """Whether blocks run again, and nobody has looked whether that keeps the gradient."""
+        """Whether blocks are recomputed and it is not yet checked that this keeps the gradient."""
         return self._checkpointing is not None and not self._is_proven
 
     def suspended(self) -> contextlib.AbstractContextManager[None]:
-        """In the block, let blocks run once."""
+        """Disable recomputation inside the ``with`` block."""
         return contextlib.nullcontext() if self._checkpointing is None else self._checkpointing.suspended()
 
     def settle(self, *, is_equal: bool) -> None:
-        """Note whether blocks that run again keep the gradient; let them be where they do not."""
+        """Record whether recomputing blocks keeps the gradient; turn it off if not."""
         if is_equal:
             self._is_proven = True
             self.tell("recompute", *self._message)
@@ -74,16 +74,16 @@ class Remedies:
             self._close_checkpointing()
 
     def around(self) -> contextlib.AbstractContextManager[object] | None:
-        """A context for forward, where there is one."""
+        """Return the context for forward, if there is one."""
         return None if self._offload is None else self._offload.within(self._model)
 
     def improve(self, failure: OutOfMemory | Failed, what: str, *, is_last: bool = False) -> bool:
-        """Take the next remedy; False where none is left.
+        """Apply the next remedy; return False if none is left.
 
         Args:
-            failure: Why the last attempt failed. A block that cannot run again is left alone from now on.
-            what: What failed, for the message.
-            is_last: Parts cannot be made smaller, or may not: all that is left serves, also what was taken back.
+            failure: Failure of the last attempt. If a block could not be recomputed, recomputation stays off.
+            what: Description of the failed attempt, for the message.
+            is_last: Whether parts cannot or may not be made smaller: use all remedies left, also those taken back.
         """
         if is_last and not self._is_last:
             self._is_last = True
@@ -103,26 +103,26 @@ class Remedies:
         return False
 
     def take_back(self) -> None:
-        """Turn off what did not suffice: parts are made smaller instead."""
+        """Turn off remedies that did not suffice: parts are made smaller instead."""
         if not self._is_last:
             self.close()
             self._left = []
 
     def tell(self, kind: str, what: str, done: str) -> None:
-        """Say once of each kind what was done about an out-of-memory."""
+        """Report, once per kind, what was done about an out-of-memory."""
         if kind not in self._told:
             self._told.add(kind)
             warn_user(f"{self._call}: {what}. It goes on: {done}")
 
     def close(self) -> None:
-        """Leave the model as it was found."""
+        """Restore the model."""
         self._close_checkpointing()
         self._offload = None
 
     def _recompute(self) -> str:
         try:
             self._checkpointing = Checkpointing(self._model, "auto")
-        except ConfigError:  # it has no blocks, or they are treated already
+        except ConfigError:  # it has no blocks, or they are already treated
             return ""
         names = list(self._checkpointing.blocks)
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
@@ -154,15 +154,15 @@ def make_remedies(
     checkpoint: object = None,
     offload: Collection[str] = (),
 ) -> Remedies:
-    """Choose what can be done: not what is on already, not inside compiled graphs, nor where ranks exchange parameters.
+    """Choose the possible remedies: none that is already on, none in compiled graphs or with sharded parameters.
 
     Args:
         model: The model.
-        call: What the user called, for messages.
-        may_look: Whether a look may tell that blocks keep the gradient when they run again.
-        is_sharded: Its parameters are sharded over ranks, which all do the same.
+        call: The user's call, for messages.
+        may_look: Whether it may be checked that recomputing blocks keeps the gradient.
+        is_sharded: Whether its parameters are sharded over ranks, which must all do the same.
         checkpoint: The user's choice of blocks; None for none.
-        offload: What the user moves elsewhere.
+        offload: The user's ``offload`` setting.
     """
     has_compiled = any(is_compiled(each) for each in model.modules())
     can_recompute = may_look and checkpoint is None and not has_compiled and not is_sharded

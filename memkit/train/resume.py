@@ -1,8 +1,8 @@
-"""Go on with an optimizer's step that was cut off: which of its in-place operators were applied is known.
+"""Resume an interrupted optimizer step by skipping the in-place operators that were already applied.
 
-Where an optimizer steps one tensor after the other, each operator that writes to a parameter or its state raises that
-tensor's version by one. So the versions before and after tell how far a step has come, without copies of anything. To
-go on, the same step runs again, and what was applied is left out.
+If an optimizer steps one tensor after the other, each operator that writes to a parameter or its state increments that
+tensor's version. So the versions before and after tell how far a step has come, without any copies. To resume, the
+same step runs again and skips the operators already applied.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from memkit._torch.operators import schema_of
 from memkit._torch.tensors import version_of, versions_of
 from memkit.train.parameterwise import ELEMENTWISE, Group, known_kind, step_group
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes what the real one takes
-Progress = dict[str, int]  # by the name of a parameter's state, "" for itself: the in-place operators that were applied
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, FakeTensor))  # a simulated step takes the real one's path
+Progress = dict[str, int]  # applied in-place operators by state name, "" for the parameter itself
 
-# Adadelta computes what it writes to the parameter from state that it has changed by then, ASGD its gradient with decay
-# from the parameter that it then changes twice.
+# Not resumable: Adadelta computes its update from state that it has already changed, and ASGD its decayed gradient from
+# the parameter that it then changes twice.
 _RESUMABLE = frozenset(ELEMENTWISE) - {optim.Adadelta, optim.ASGD}
 
 
 class StepJournal:
-    """The parameters that an optimizer steps one by one, and how far the step under way has come.
+    """The parameters that an optimizer steps one by one, and the progress of the current step.
 
-    It holds no state alive: another one may be loaded.
+    It does not keep the state alive, so another one may be loaded.
 
     Args:
         entries: The parameters with a gradient, with their groups and states, in the order of the step.
@@ -41,8 +41,8 @@ class StepJournal:
 
     Attributes:
         parameters: Those with a gradient, with their groups.
-        num_begun: How many were begun when the step was cut off.
-        progress: How far the last of these has come.
+        num_begun: Number of parameters begun when the step was interrupted.
+        progress: Progress of the last of these.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StepJournal:
     ) -> None:
         self.parameters, self._others = [(group, parameter) for group, parameter, _ in entries], others
         self.num_begun, self.progress = 0, Progress()
-        # Of each tensor: its parameter's number, its name.
+        # For each tensor: its parameter's index, its name.
         self._keys = [(number, name) for number, (_, _, state) in enumerate(entries) for name in ("", *state)]
         tensors = [each for _, parameter, state in entries for each in (parameter, *state.values())]
         self._tensors = [weakref.ref(each) for each in tensors]
@@ -58,7 +58,7 @@ class StepJournal:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> StepJournal | None:
-        """Make one; None where the next step cannot be gone on with."""
+        """Make a journal; None if the next step cannot be resumed."""
         if known_kind(optimizer) not in _RESUMABLE or not _num_stepped_singly(optimizer):
             return None
         entries, others = [], []
@@ -74,7 +74,7 @@ class StepJournal:
         return cls(entries, others)
 
     def describes(self, optimizer: Optimizer) -> bool:
-        """Say whether the optimizer still steps these parameters, with this state."""
+        """Return whether the optimizer still steps these parameters, with this state."""
         if _num_stepped_singly(optimizer) != len(self.parameters) + len(self._others):
             return False
         if any(each.grad is not None for each in self._others) or not self.parameters:
@@ -85,16 +85,16 @@ class StepJournal:
         return self._tensors[-1]() is (state.get(name) if name else last)
 
     def begin(self) -> bool:
-        """Note the versions before a step; False where state is gone that was there."""
+        """Record the versions before a step; return False if some state is gone."""
         tensors = [each() for each in self._tensors]
         self._versions = versions_of(each for each in tensors if each is not None)
         return len(self._versions) == len(tensors)
 
     def cut_off(self, optimizer: Optimizer) -> None:
-        """Note how far the step has come.
+        """Record the progress of an interrupted step.
 
         Raises:
-            StateError: A tensor of the state was replaced in the meantime, so that nobody knows.
+            StateError: A state tensor was replaced in the meantime, so the progress is unknown.
         """
         self.num_begun, self.progress = 0, {}
         for (number, name), noted, version in zip(self._keys, self._tensors, self._versions, strict=True):
@@ -115,7 +115,7 @@ class StepJournal:
 
 
 def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress: Progress) -> None:
-    """Run the rest of a parameter's step; where it is cut off again, bring ``progress`` up to date."""
+    """Run the rest of a parameter's step; if it is interrupted again, update ``progress``."""
     state = {name: each for name, each in optimizer.state.get(parameter, {}).items() if each is not None}
     tensors = {"": parameter, **state}
     versions = {name: version_of(each) for name, each in tensors.items()}
@@ -123,16 +123,16 @@ def go_on(optimizer: Optimizer, group: Group, parameter: torch.Tensor, progress:
         with _LeavingOut({id(each): progress.get(name, 0) for name, each in tensors.items()}):
             step_group(optimizer, group, [parameter])
     except BaseException:
-        for name, each in tensors.items():  # what was left out has raised versions too
+        for name, each in tensors.items():  # skipped operators have raised versions too
             progress[name] = max(progress.get(name, 0), version_of(each) - versions[name])
         raise
 
 
 class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Leaves out the first in-place operators on some tensors.
+    """Skips the first in-place operators on some tensors.
 
     Args:
-        applied: By id of the tensor, how many.
+        applied: Number of operators to skip, by id of the tensor.
     """
 
     def __init__(self, applied: Mapping[int, int]) -> None:
@@ -150,7 +150,7 @@ class _LeavingOut(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator writes to; those that step one tensor at a time write to one."""
+    """Yield the tensors that an operator writes to; operators of single-tensor steps write to one."""
     for number, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -159,20 +159,20 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _num_stepped_singly(optimizer: Optimizer) -> int:
-    """Count the parameters of an optimizer that steps one after the other; 0 where it may step several at once."""
+    """Count the parameters of an optimizer that steps them one by one; 0 if it may step several at once."""
     number = 0
     for group in optimizer.param_groups:
         get, parameters = group.get, group["params"]
         if get("foreach") or get("fused") or get("capturable") or get("differentiable"):
             return 0
-        if parameters and not parameters[0].is_cpu:  # elsewhere that is the default
+        if parameters and not parameters[0].is_cpu:  # off the CPU, foreach is the default
             return 0
         number += len(parameters)
     return number
 
 
 def _complete_state(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The state of a parameter whose step makes none, and that is stepped as it is; else None."""
+    """Return a parameter's state if it is complete and the parameter is stepped directly; else None."""
     gradient = parameter.grad
     is_plain = type(parameter) in _PLAIN and not parameter.is_complex()
     if gradient is None or not is_plain or gradient.layout != torch.strided or not parameter.is_cpu:

@@ -18,14 +18,14 @@ Decay = Literal["constant", "linear", "cosine", "polynomial"]
 
 @dataclass
 class LearningRateFactor:
-    """What the base learning rate is multiplied by; plain numbers, so that `LambdaLR.state_dict` holds them.
+    """Factor of the base learning rate; plain numbers, so that `LambdaLR.state_dict` holds them.
 
     Attributes:
-        decay: Its name.
+        decay: Name of the decay.
         num_steps: The step from which on the factor is ``final``.
         warmup_steps: Steps of the warm-up.
         final: The factor at the end.
-        power: Of ``"polynomial"``.
+        power: Exponent of ``"polynomial"``.
     """
 
     decay: Decay
@@ -35,7 +35,7 @@ class LearningRateFactor:
     power: float
 
     def __call__(self, step: int) -> float:
-        """Return the factor of the optimiser step number ``step``, counted from 0."""
+        """Return the factor for optimizer step ``step``, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay == "constant":
@@ -60,22 +60,22 @@ def make_schedule(
     """Make a learning-rate schedule: a linear warm-up, then a decay.
 
     Every learning rate is computed from the step's number, so nothing drifts, and a restored schedule gives the same
-    rates. Hand it to `MemoryEfficientTrainingWrapper` as ``scheduler``, which steps it after real optimiser steps only.
+    rates. Pass it to `MemoryEfficientTrainingWrapper` as ``scheduler``, which steps it only after real optimizer steps.
 
     Args:
-        optimizer: Each of its parameter groups keeps its own base rate.
+        optimizer: The optimizer; each of its parameter groups keeps its own base rate.
         decay: ``"constant"``, ``"linear"``, ``"cosine"``, or ``"polynomial"`` with ``power``.
-        num_steps: Optimiser steps in all, warm-up included; from then on the rate is ``final`` times the base rate.
+        num_steps: Total optimizer steps, warm-up included; from then on the rate is ``final`` times the base rate.
         warmup_steps: Steps before the full rate: step i has ``(i + 1) / (warmup_steps + 1)`` of it, so none is wasted
             on a rate of zero.
-        final: Share of the base rate at the end; not of ``"constant"``, which has no other.
-        power: Exponent of the polynomial decay, and of no other; None is 2.
+        final: Fraction of the base rate at the end; not allowed for ``"constant"``.
+        power: Exponent of the polynomial decay; not allowed for others. None is 2.
 
     Returns:
-        A scheduler of torch, with ``step()``, ``get_last_lr()``, ``state_dict()``.
+        A torch scheduler, with ``step()``, ``get_last_lr()``, ``state_dict()``.
 
     Raises:
-        ConfigError: An unknown name, or numbers that do not go together.
+        ConfigError: The name is unknown, or the numbers are inconsistent.
 
     Memory cost: none.
 

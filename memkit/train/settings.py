@@ -17,18 +17,18 @@ CALL = "MemoryEfficientTrainingWrapper"
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did.
+    """The result of one step.
 
     Attributes:
         losses: Loss and weight of each micro-batch, detached.
         grad_norm: Total gradient norm before clipping, a 0-dim tensor; None without clipping.
-        stepped: Whether the optimiser really stepped.
+        stepped: Whether the optimizer actually stepped.
         num_microbatches: Micro-batches that the step took.
-        num_ooms: Out-of-memory errors that were survived on the way.
-        peak_bytes: The device's largest allocated bytes so far; None where the device has no counter.
+        num_ooms: Out-of-memory errors survived during the step.
+        peak_bytes: The device's peak allocated bytes so far; None if the device has no counter.
         sizes: Size of each micro-batch, in rows (in elements with ``split_fn``).
-        num_compilations: Graphs that torch.compile made during the step, of whatever model. More than none after the
-            first steps means that shapes change, also through new micro-batch sizes.
+        num_compilations: Graphs that torch.compile made during the step, for any model. More than zero after the first
+            steps means that shapes change, also through new micro-batch sizes.
     """
 
     losses: tuple[Loss, ...]
@@ -47,7 +47,7 @@ class StepResult:
 
     @property
     def loss(self) -> torch.Tensor:
-        """The batch's mean loss, a 0-dim detached tensor. Nothing waits for the device until its value is read."""
+        """The batch's mean loss, a 0-dim detached tensor; only reading its value synchronizes with the device."""
         if len(self.losses) == 1 and self.losses[0].reduction == "mean":
             return self.losses[0].value
         total = torch.stack([loss.total() for loss in self.losses]).sum()

@@ -1,4 +1,4 @@
-"""A batch in the step of a sharded model (FSDP2): all ranks get through, or all start over."""
+"""Out-of-memory recovery for a sharded model (FSDP2): all ranks finish a batch, or all restart it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from memkit.train.lockstep import Lockstep
 from memkit.train.models import may_recover_alone
 from memkit.train.split import SplitFn, take_rows
 
-# All ranks must cut their batches into equally many parts, whatever the shapes of their batches. So the size that is
-# remembered is a share of the batch, under one key; a number with many divisors stands for the whole.
+# All ranks must split their batches into the same number of parts, whatever the shapes of their batches. So the
+# remembered size is a share of the batch, under one key; a number with many divisors stands for the whole.
 _KEY = "share of the batch"
 _WHOLE = 720_720
-_NUM_ROWS = 2  # of the rehearsal; one row alone can take another path: BatchNorm refuses it
+_NUM_ROWS = 2  # of the rehearsal; one row can take another path (BatchNorm refuses it)
 
 
 def choose_peers(
@@ -36,13 +36,13 @@ def choose_peers(
 
     Args:
         model: The model.
-        sums: Where its gradients go.
+        sums: The sum its gradients are added to.
         split_fn: Splits a packed batch; it might cut differently on each rank, so that shards cannot recover.
-        cleanup: Gets what is to be undone in the end.
-        recovers: Whether it is to recover.
+        cleanup: Collects the callbacks that undo changes at the end.
+        recovers: Whether recovery is wanted.
 
     Returns:
-        Whether it can, and who decides.
+        Whether recovery is possible, and the peers that decide on it.
     """
     shards = sums.shards
     if recovers and split_fn is None and shards is not None:
@@ -55,39 +55,39 @@ def choose_peers(
 
 
 class Together:
-    """The ranks of a sharded model decide together.
+    """Joint decisions of a sharded model's ranks.
 
-    A rank that fails takes part in the collectives of all that is left of the batch, without computing. One small
-    all_reduce at the end tells whether all got through; else all start over with smaller parts, from zeroed gradients.
+    A failing rank joins the collectives of the rest of the batch, without computing. One small all_reduce at the end
+    tells whether all succeeded; if not, all restart with smaller parts, from zeroed gradients.
 
     Args:
         lockstep: The model's collectives.
-        sums: Where the gradients go.
+        sums: The sum the gradients are added to.
     """
 
     def __init__(self, lockstep: Lockstep, sums: GradientSum) -> None:
         self._lockstep, self._sums = lockstep, sums
         self._num_parts = 0
-        self._is_shortened = False  # to fewer parts than planned, as a rank has not enough rows
+        self._is_shortened = False  # to fewer parts than planned, because a rank has too few rows
         self._failure: OutOfMemory | Failed | None = None
 
     def num_parts(self, run: BatchRun, at_least: int) -> int:
-        """Choose how many parts a batch is cut into, and begin it."""
+        """Choose how many parts to split a batch into, and begin it."""
         self._lockstep.begin_batch()
         self._failure, self._is_shortened = None, False
         self._num_parts = run.means.sizes.num_parts(_KEY, _WHOLE, at_least)
         return self._num_parts
 
     def next_attempt(self, run: BatchRun) -> Attempt | None:
-        """Return the next attempt; None when all micro-batches are through on all ranks.
+        """Return the next attempt; None when all micro-batches are done on all ranks.
 
         Raises:
-            MemkitOutOfMemoryError: A rank ran out of memory with parts that cannot be smaller; on all ranks alike.
+            MemkitOutOfMemoryError: A rank ran out of memory with parts that cannot be smaller; raised on all ranks.
         """
         lockstep = self._lockstep
         if not lockstep.is_rehearsed:
             num_rows = min(_NUM_ROWS, run.size)
-            self._sums.agree_on_weight(num_rows)  # else its collective would come in the middle
+            self._sums.agree_on_weight(num_rows)  # otherwise its collective would come in the middle
             few = take_rows(run.batch, 0, num_rows, num_rows=run.size)
             return self._attempt(run, lockstep.rehearsal(), Part(few, num_rows))
         if self._failure is not None or (lockstep.is_steady and run.size < self._num_parts):
@@ -99,10 +99,10 @@ class Together:
         return None if run.is_complete else self.next_attempt(run)
 
     def settle(self, run: BatchRun, attempt: Attempt) -> None:
-        """Take note of how an attempt ended; keep the others company where it ran out of memory.
+        """Record how an attempt ended; if it ran out of memory, walk along with the other ranks.
 
         Raises:
-            MemkitOutOfMemoryError: It ran out of memory, and this rank cannot keep the others company.
+            MemkitOutOfMemoryError: It ran out of memory, and this rank cannot walk along with the others.
         """
         lockstep, failure = self._lockstep, attempt.failure
         if failure is None:
@@ -110,7 +110,7 @@ class Together:
                 self._learn(run, attempt)
             else:
                 lockstep.end_microbatch()
-                attempt.rollback = None  # that of the batch stays
+                attempt.rollback = None  # the batch's rollback stays
                 run.finish_part(attempt)
             return
         if not (lockstep.is_rehearsed and lockstep.is_steady):
@@ -140,7 +140,7 @@ class Together:
         self._sums.agree_on_weight(weight * run.size / self._num_parts)
 
     def _agree(self, run: BatchRun) -> bool:
-        """Say whether all ranks are through; else prepare to start over. The one collective of a clean batch."""
+        """Return whether all ranks are done; if not, prepare a restart. The only extra collective of a clean batch."""
         lockstep, sizes, num_parts = self._lockstep, run.means.sizes, self._num_parts
         answers = [self._failure is not None, not lockstep.is_steady, -max(1, run.size)]
         has_failed, is_unsteady, negative_rows = lockstep.shards.max([float(answer) for answer in answers])

@@ -1,4 +1,4 @@
-"""Sketches of gradients: a few numbers per parameter, linear in the gradient, taken as soon as backward has it."""
+"""Gradient sketches: a few numbers per parameter, linear in the gradient, computed as soon as backward has it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-_EXACT_NUMEL, _WIDTH = 256, 64  # elements that stand for themselves, and numbers for any more
-_MOST_ROWS = 512  # that are added up at a time
+_EXACT_NUMEL, _WIDTH = 256, 64  # elements kept exactly, and numbers in a sketch of more
+_MOST_ROWS = 512  # that are summed at a time
 
 Vector = npt.NDArray[np.float64]
 
 
 def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
-    """Run backward, and keep of each parameter's gradient a sketch whose differences are those of the gradients.
+    """Run backward, and return a sketch of each parameter's gradient that preserves differences of gradients.
 
     Args:
-        loss: With its graph.
-        slope: The gradient of the loss, of its shape and dtype.
-        parameters: Each with ``requires_grad``.
+        loss: The loss, with its graph.
+        slope: The gradient of the loss, with the same shape and dtype.
+        parameters: The parameters, each with ``requires_grad``.
 
     Returns:
-        For each parameter up to 256 numbers on the host; None where the loss does not depend on it.
+        For each parameter up to 256 numbers on the host; None if the loss does not depend on it.
 
     Memory cost: one gradient at a time.
     """
@@ -33,7 +33,7 @@ def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) ->
 
     def catch(index: int, gradient: Tensor) -> Tensor | None:
         found[index] = _sketch(gradient)
-        # What autograd goes on with, and holds until its end, takes no memory.
+        # Autograd holds the returned tensor until its end, so return one without memory.
         return None if gradient.layout is not torch.strided else gradient.new_zeros(()).expand_as(gradient)
 
     with torch.autocast(loss.device.type, enabled=False):
@@ -50,7 +50,7 @@ def sketches(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) ->
 
 
 def sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Parameter]) -> list[Vector | None]:
-    """The same through ``backward()``, the only way through a reentrant checkpoint."""
+    """Same as `sketches`, but with ``backward()``, the only way through a reentrant checkpoint."""
     before = [each.grad for each in parameters]
     try:
         for each in parameters:
@@ -65,14 +65,14 @@ def sketches_of_backward(loss: Tensor, slope: Tensor, parameters: Sequence[nn.Pa
 
 @torch.no_grad()
 def _sketch(gradient: Tensor) -> Tensor:
-    """A few numbers that are linear in a gradient, and whose norm is its norm, nearly."""
+    """Reduce a gradient to a few numbers that are linear in it and approximately keep its norm."""
     dtype = torch.float64 if gradient.dtype in (torch.float64, torch.complex128) else torch.float32
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce()
         gradient = gradient.to_dense() if gradient.numel() <= _EXACT_NUMEL else _folded(gradient)
     gradient = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     flat = gradient.reshape(-1)
-    while len(flat) > _EXACT_NUMEL:  # few rows at a time: sums of many lose digits
+    while len(flat) > _EXACT_NUMEL:  # few rows at a time: long sums lose digits
         width = math.ceil(len(flat) / min(_MOST_ROWS, len(flat) // _WIDTH))
         num_rows = len(flat) // width
         rest = flat[num_rows * width :]
@@ -82,7 +82,7 @@ def _sketch(gradient: Tensor) -> Tensor:
 
 
 def _folded(gradient: Tensor) -> Tensor:
-    """Fold the rows of a sparse gradient, with random signs, onto few."""
+    """Fold the rows of a sparse gradient, with random signs, onto a few rows."""
     rows = gradient.indices()[0]
     signs = (rows * 2654435761 % 4294967296 // 65536 % 2 * 2 - 1).to(gradient.dtype)
     values = gradient.values().reshape(len(rows), -1) * signs[:, None]
@@ -90,7 +90,7 @@ def _folded(gradient: Tensor) -> Tensor:
 
 
 def _signs(num: int, device: torch.device) -> Tensor:
-    # NumPy's: a draw of torch's would be taken for one of the user's, and given out again row by row.
+    # NumPy's generator: a torch draw would be treated as one of the user's, and replayed row by row.
     return torch.from_numpy(np.random.default_rng(0).integers(0, 2, num) * 2 - 1).to(device)
 
 

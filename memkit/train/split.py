@@ -1,4 +1,4 @@
-"""Cut a batch into parts along its rows: dimension 0 of every tensor in it."""
+"""Split a batch into parts along its rows: dimension 0 of every tensor in it."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def count_rows(batch: Any, *, fix: str = _WAY_OUT) -> int:
     Args:
         batch: A pytree (tensors, NumPy arrays, dicts and other mappings, lists, tuples) whose tensors of one or more
             dimensions all have the rows in dimension 0. 0-dim tensors and plain values belong to every row.
-        fix: The way out that an error names.
+        fix: The fix that an error message suggests.
 
     Returns:
         The number of rows.
 
     Raises:
-        InputError: The tensors disagree, there is none, or there is an object that cannot be looked into.
+        InputError: The tensors disagree, there are none, or there is an object that cannot be inspected.
     """
     return _count(_leaves(batch, fix), fix)
 
 
 def survey(batch: Any) -> tuple[int, str, list[torch.Tensor]]:
-    """Return the rows of a batch that may have to be cut, what `shape_key` says, and its tensors, in one go."""
+    """Return the row count, the `shape_key` and the tensors of a batch that may have to be split, in one pass."""
     leaves = _leaves(batch, _SPLIT_FN)
     return _count(leaves, _SPLIT_FN), _key(leaves), [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
@@ -64,7 +64,7 @@ def _count(leaves: list[Any], fix: str) -> int:
 
 
 def take_rows(batch: Any, start: int, stop: int, *, num_rows: int | None = None) -> Any:
-    """Take the rows from ``start`` to before ``stop``; tensors become views, mappings and tuples keep their type."""
+    """Take the rows ``start:stop``; tensors become views, mappings and tuples keep their type."""
     return _slice(batch, slice(start, stop), count_rows(batch) if num_rows is None else num_rows)
 
 
@@ -72,15 +72,15 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None) -> l
     """Split a batch into parts of nearly equal size, the larger ones first.
 
     Args:
-        batch: As for `count_rows`.
-        num_parts: How many parts; a batch with fewer rows gives one part per row.
-        num_rows: Rows of the batch, where they are known.
+        batch: Same as for `count_rows`.
+        num_parts: Number of parts; a batch with fewer rows gives one part per row.
+        num_rows: Rows of the batch, if known.
 
     Returns:
         The parts with their numbers of rows, in order. A single part is the batch itself.
 
     Raises:
-        InputError: A list of as many numbers as there are rows: one for each row, or a size that belongs to all?
+        InputError: A list holds as many numbers as there are rows, so it may be one per row or a size shared by all.
     """
     rows = count_rows(batch) if num_rows is None else num_rows
     num_parts = max(1, min(num_parts, rows))
@@ -93,16 +93,16 @@ def split_batch(batch: Any, num_parts: int, *, num_rows: int | None = None) -> l
 
 
 def join_rows(parts: Sequence[Any]) -> Any:
-    """Put parts together, row after row: the opposite of `take_rows`, also for parts of several batches.
+    """Concatenate parts along their rows: the inverse of `take_rows`, also for parts of several batches.
 
     Raises:
-        InputError: The parts are not built alike, or differ in a value that belongs to every row.
+        InputError: The parts have different structures, or differ in a value that belongs to every row.
     """
     return parts[0] if len(parts) == 1 else _join(parts, [count_rows(part) for part in parts])
 
 
 def shape_key(batch: Any) -> str:
-    """Describe the shapes of a batch without its rows: batches with one key take memory in proportion to their rows."""
+    """Describe the shapes of a batch without its rows; for one key, memory is proportional to the number of rows."""
     return _key(_leaves(batch))
 
 
@@ -116,12 +116,12 @@ def count_elements(batch: Any) -> int:
 
 
 def cut_batch(batch: Any, num_parts: int, *, size: int, split_fn: SplitFn | None) -> list[tuple[Any, int]]:
-    """Split a batch, with the user's own function where there is one.
+    """Split a batch, with the user's own function if there is one.
 
     Args:
         batch: The batch, or a part of it.
-        num_parts: How many parts.
-        size: Its size as `measure_batch` says.
+        num_parts: Number of parts.
+        size: Its size as returned by `measure_batch`.
         split_fn: Splits a packed batch; None splits rows.
 
     Returns:
@@ -151,7 +151,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int
     Args:
         batch: The batch.
         split_fn: Splits a packed batch; None splits rows.
-        may_cut: Whether the batch may have to be cut. If not, one without common rows has size 1.
+        may_cut: Whether the batch may have to be split. If not, a batch without common rows has size 1.
 
     Raises:
         InputError: There is nothing to count.
@@ -163,7 +163,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int
             if may_cut:
                 raise
             return 1
-    if not list_tensors(batch):  # else it would never be split, and nobody would know why
+    if not list_tensors(batch):  # otherwise it would silently never be split
         raise InputError(
             "splitting a batch with split_fn",
             got=f"a {type(batch).__name__} in which memkit finds no tensor",
@@ -174,7 +174,7 @@ def measure_batch(batch: Any, split_fn: SplitFn | None, *, may_cut: bool) -> int
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
-    """Apply a function to the leaves in containers, which keep their types: pytree's own, and any mutable mapping."""
+    """Map a function over the leaves of nested containers (pytree's own, any mutable mapping), keeping their types."""
 
     def apply(leaf: Any) -> Any:
         if not isinstance(leaf, MutableMapping) or (is_leaf is not None and is_leaf(leaf)):
@@ -189,7 +189,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree, is_leaf: Callable[[Any], bo
 
 
 def list_tensors(batch: Any) -> list[torch.Tensor]:
-    """List all tensors of a batch, in attributes of its objects too."""
+    """List all tensors of a batch, including those in attributes of its objects."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     for leaf in tuple(leaves):
@@ -199,7 +199,7 @@ def list_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def list_leaves(batch: Any) -> list[Any]:
-    """List all leaves of a batch, whatever they are."""
+    """List all leaves of a batch, of any type."""
     leaves: list[Any] = []
     _collect(batch, leaves)
     return leaves
@@ -224,7 +224,7 @@ def _leaves(batch: Any, fix: str = _WAY_OUT) -> list[Any]:
 
 
 def _collect(batch: Any, leaves: list[Any]) -> None:
-    """Append the leaves; the usual containers without torch's pytree, which costs 20 microseconds a batch."""
+    """Append the leaves; handles the usual containers without torch's pytree, which costs 20 microseconds a batch."""
     if isinstance(batch, torch.Tensor):
         leaves.append(batch)
     elif type(batch) in (tuple, list):
@@ -244,7 +244,7 @@ def _collect(batch: Any, leaves: list[Any]) -> None:
 
 
 def _slice(node: Any, rows: slice, num_rows: int) -> Any:
-    """Take rows of a batch; the usual containers without torch's pytree."""
+    """Take rows of a batch; handles the usual containers without torch's pytree."""
     if isinstance(node, _ARRAYS):
         return node[rows] if node.ndim > 0 else node
     kind = type(node)
@@ -266,7 +266,7 @@ def _slice(node: Any, rows: slice, num_rows: int) -> Any:
 
 
 def _join(nodes: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Undo `_slice` for parts of these numbers of rows."""
+    """Undo `_slice` for parts with the given numbers of rows."""
     first, kind = nodes[0], type(nodes[0])
     if all(type(node) is kind for node in nodes):
         if all(map(_has_rows, nodes)):
@@ -303,17 +303,17 @@ def _is_shared(leaf: Any) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two shared values are equal, as two NaN are here; one and the same is not looked at on its device."""
+    """Return whether two shared values are equal (NaN equals NaN); an identical object is not read from its device."""
     return value is other or bool(value == other) or bool((value != value) & (other != other))
 
 
 def _is_column(node: Any, rows: int) -> bool:
-    """Whether a list or tuple holds one text per row, as a DataLoader collates texts."""
+    """Return whether a list or tuple holds one string per row, as a DataLoader collates strings."""
     return len(node) == rows and all(isinstance(value, (str, bytes)) for value in node)
 
 
 def _refuse_ambiguous(batch: Any, num_rows: int) -> None:
-    """Refuse a list of plain values that may be one per row, or by chance as long: a size such as [224, 224, 3, 1]."""
+    """Refuse a list that may hold one value per row or just happen to be as long, such as the size [224, 224, 3, 1]."""
     nodes = [batch]
     while nodes:
         node = nodes.pop()

@@ -1,4 +1,4 @@
-"""Does splitting a batch keep its gradient? A check on a few rows, in the place of a real step, that always answers."""
+"""Check on a few rows, before a real step, whether splitting a batch keeps its gradient; it always gives a verdict."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from memkit.train.sketches import Vector, sketches, sketches_of_backward
 from memkit.train.split import SplitFn, map_leaves
 from memkit.train.split_ways import CutBatch, Way, ways_to_cut
 
-# Relative errors per parameter up to which nothing more is asked; above, they are held against rounding.
+# Relative error per parameter that passes without further runs; larger errors are compared with rounding.
 _QUICK_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9}
 _TOLERANCE = 1e-5
 _TIMES_ROUNDING = 10.0
-_MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are looked at in float32
+_MAX_HALF_BYTES = 256 * MIB  # of half-precision parameters that are checked in float32
 _FIT = 1e-3  # how well other weights must explain the whole
 _ONLY_IN_ORDER = (
     "parts of the batch as it came have the gradient of the whole, parts of the same rows in another order do not: the "
@@ -52,23 +52,23 @@ _UNEVEN = (
 
 @dataclass(frozen=True, slots=True)
 class SplitVerdict:
-    """Whether the gradient of a batch's parts adds up to the gradient of the batch.
+    """Verdict on whether the gradients of a batch's parts add up to the gradient of the batch.
 
     Attributes:
-        exact: None where it could not be checked; `reason` says why.
+        exact: Whether they do; None if it could not be checked, and `reason` says why.
         error: Largest relative error of a parameter's gradient when some rows are split.
-        modules: Modules in training mode that mix the rows: found at fault, or suspected where ``exact`` is None.
-        state: State that a forward changes and that reaches the loss: names of buffers and
-            attributes, where they were found.
-        loss: What is wrong besides. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
-            ``"weights"``: the loss is a mean over something else than rows. ``"sum"``: it is a sum over them.
-            ``"state"``: see `state`.
-            ``"hooks"``: hooks on parameters do something else to parts of a gradient than to the whole.
+        modules: Modules in training mode that mix the rows: found at fault, or suspected if ``exact`` is None.
+        state: State that a forward changes and that affects the loss: names of buffers and attributes, if they were
+            found.
+        loss: Any other cause. ``"rows"``: the loss, or the model in evaluation mode too, mixes the rows.
+            ``"weights"``: the loss is a mean over something other than rows. ``"sum"``: it is a sum over them.
+            ``"state"``: see `state`. ``"hooks"``: hooks on parameters treat the parts of a gradient differently from
+            the whole.
         reason: Why it was not checked.
-        is_out_of_memory: It was not checked because memory ran out.
-        is_uninformative: The gradient of the rows that were looked at is zero or not finite: another batch may tell.
-        has_branches: Python branches on values of tensors, so that another batch may go another way.
-        kind: The operators from the loss to where many numbers become one: it tells one loss from another.
+        is_out_of_memory: Whether it was not checked because memory ran out.
+        is_uninformative: Whether the gradient of the checked rows is zero or not finite; another batch may tell.
+        has_branches: Whether Python branches on values of tensors, so that another batch may take another path.
+        kind: The operators from the loss down to its reductions; they distinguish one loss from another.
     """
 
     exact: bool | None
@@ -84,7 +84,7 @@ class SplitVerdict:
 
     @property
     def advice(self) -> str:
-        """The ways out, one sentence per cause; empty where there is none."""
+        """Suggested fixes, one sentence per cause; empty if there are none."""
         sentences = []
         if self.modules:
             names = ", ".join(self.modules[:5]) + (f" and {len(self.modules) - 5} more" if self.modules[5:] else "")
@@ -128,7 +128,7 @@ class SplitVerdict:
 
 @dataclass(slots=True)
 class _Gradient:
-    """The loss's sum and its gradient, a sketch for each parameter, and the count that they are to be divided by."""
+    """Summed loss, its gradient as one sketch per parameter, and the count to divide both by."""
 
     vectors: list[Vector | None]
     count: float
@@ -140,15 +140,15 @@ class _Gradient:
 
 
 class CheckAttempt:
-    """One run of the user's forward and backward for the check: ``with attempt as micro: ...``. Leaves no trace.
+    """One run of the user's forward and backward for the check: ``with attempt as micro: ...``, without side effects.
 
     Attributes:
         part: The rows.
-        size: How many, or how many elements.
-        is_check: True: results of this run are dropped.
-        counts: False, as for an attempt that ran out of memory.
-        in_full_precision: Whether autocast is to be off.
-        error: What the block raised, as text.
+        size: Number of rows, or of elements.
+        is_check: Always True: results of this run are dropped.
+        counts: Always False, as for an attempt that ran out of memory.
+        in_full_precision: Whether autocast must be off.
+        error: The error that the block raised, as text.
     """
 
     is_check = True
@@ -167,7 +167,7 @@ class CheckAttempt:
         self._take, self._around = take, around
         self.gradient: _Gradient | None = None
         self.error = ""
-        # A part of some rows may be refused by a model that runs on the real parts; the verdict says so.
+        # The model may refuse a few rows though it runs on the real parts; the verdict says so.
         self._caught = Caught(others=(Exception,))
 
     @property
@@ -177,7 +177,7 @@ class CheckAttempt:
 
     @property
     def is_between_ranks(self) -> bool:
-        """Whether the block wanted to exchange tensors with other processes."""
+        """Whether the block tried to communicate with other processes."""
         return self._caught.failure is not None and isinstance(self._caught.failure.error, RanksError)
 
     def __enter__(self) -> Any:
@@ -185,7 +185,7 @@ class CheckAttempt:
         return self.part
 
     def backward(self, loss: Loss) -> None:
-        """Take the gradient of the run's loss."""
+        """Compute and record the gradient of the run's loss."""
         if self.gradient is not None:
             raise StateError(
                 "trainer.backward(loss)",
@@ -212,23 +212,23 @@ Attempts = Generator[CheckAttempt, None, Any]
 
 
 class Examination:
-    """The check of one batch: a series of attempts, to be run by whoever knows how, and the verdict.
+    """The check of one batch: a series of attempts, to be run by the caller, and the verdict.
 
-    Memory cost: activations of the rows that the ways take; for each parameter at most 2 kB of host memory a run; a
-    copy of what a forward changes. Time cost: for each way that is tried, its rows go forward and backward twice, once
-    together and once in parts; more often where the gradients differ.
+    Memory cost: activations of the checked rows; at most 2 kB of host memory per parameter and run; a copy of the
+    state that a forward changes. Time cost: for each way that is tried, its rows go forward and backward twice, once
+    together and once in parts; more often if the gradients differ.
 
     Args:
         model: The model, as the user calls it.
-        parameters: Those that train.
-        roots: Further objects whose state a run may change: the loss function.
-        ways: Ways to cut, the cheapest first; the next one is tried where one fails or sees no gradient.
-        adds_up: The losses of parts add up to the batch's, where the loss function does not say what it weighs.
+        parameters: The trained parameters.
+        roots: Other objects whose state a run may change: the loss function.
+        ways: Ways to split, cheapest first; the next one is tried if one fails or sees no gradient.
+        adds_up: Whether losses of parts without a count add up to the batch's.
         with_hooks: Whether a step runs the parameters' hooks on each part's gradient.
-        is_uneven: Losses were divided by something that the parts' rows do not follow: real parts are looked at.
-        has_autocast: Whether the caller's step runs under autocast, which is off for a look in full precision.
-        scale: Factor that keeps gradients in float16 from vanishing.
-        around_whole: A context for runs of the whole, to compare two ways to compute it: the cause is then not sought.
+        is_uneven: Whether losses were divided by something not proportional to the parts' rows; real parts are checked.
+        has_autocast: Whether the caller's step runs under autocast, which is off for a check in full precision.
+        scale: Factor that keeps gradients in float16 from underflowing.
+        around_whole: Context for runs of the whole, to compare two ways to compute it; no cause is then searched for.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Examination:
         self._around_whole = around_whole
         self._model, self._parameters = model, list(parameters)
         self._ways, self._adds_up = ways, adds_up
-        # Rounding in half precision hides all but large differences.
+        # Rounding in half precision hides small differences.
         self._in_full_precision = has_autocast or 0 < _half_bytes(model) <= _MAX_HALF_BYTES
         self._suspects = scan_modules(model)
         self._roots = [model, *roots]
@@ -265,7 +265,7 @@ class Examination:
         self.verdict = SplitVerdict(None, modules=self._suspects, reason="it was not finished")
 
     def attempts(self) -> Iterator[CheckAttempt]:
-        """Yield attempts to be run; then `verdict` is there."""
+        """Yield attempts to be run; sets `verdict` at the end."""
         try:
             yield from self._examine()
         finally:
@@ -307,13 +307,13 @@ class Examination:
         self.verdict = self._doubt if verdict.exact and self._doubt is not None else verdict
 
     def _may_tell(self, way: Way, verdict: SplitVerdict) -> bool:
-        """Whether another look says more than those before."""
+        """Return whether another look can tell more than the previous ones."""
         if way.is_further and self._has_looked:
             return verdict.exact is True or verdict.is_uninformative
         return not (way.is_sorted and self._was_unequal_sorted)
 
     def _together(self, verdict: SplitVerdict, found: SplitVerdict, way: Way) -> SplitVerdict:
-        """What two looks say together."""
+        """Combine the verdicts of two looks."""
         if found.exact is None:
             if verdict.exact and (verdict.error or 0.0) > _FIT and not self._attempt.is_out_of_memory:
                 self._doubt = found  # a large error that rounding explained, and another look that met noise
@@ -322,7 +322,7 @@ class Examination:
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
         if not (found.exact and verdict.exact is False):
             return found
-        if way.is_smaller:  # too few rows to say that more are equal
+        if way.is_smaller:  # too few rows to overrule a larger look
             return verdict
         if self._was_unequal_sorted:
             return SplitVerdict(None, modules=self._suspects, reason=_ONLY_IN_ORDER)
@@ -330,17 +330,17 @@ class Examination:
 
     def _is_decided(self, verdict: SplitVerdict, way: Way, *, is_equal: bool) -> bool:
         if verdict.exact and not is_equal:
-            return False  # a further look is to come
+            return False  # another look follows
         if verdict.reason == _ONLY_IN_ORDER:
             return True
         if way.is_real and (verdict.exact is not None or not (self._attempt.error or verdict.is_uninformative)):
             return True
-        # A loss that compares rows is refused, so ask twice, in the batch's own order; likewise where real parts were
-        # seen to be unlike.
+        # A loss that compares rows is refused, so check twice, in the batch's own order. Same for real parts that were
+        # seen to be uneven.
         return (is_equal and not self._is_uneven) or (verdict.exact is False and verdict.loss != "rows")
 
     def _made(self, make: Callable[[], CutBatch | None]) -> CutBatch | None:
-        """What a look needs, None where there is no memory for it."""
+        """Build the inputs of a look; None if there is no memory for them."""
         outcome = attempt(make)
         if isinstance(outcome, Done):
             return outcome.result
@@ -348,7 +348,7 @@ class Examination:
         return None
 
     def _judge(self, parts: CutBatch) -> Attempts:
-        """Compare one way to cut; in a lower precision where full precision cannot be had."""
+        """Compare one way to split; in the model's own precision if full precision is not possible."""
         if self._in_full_precision:
             with contextlib.ExitStack() as stack:
                 in_float32 = self._made(lambda: stack.enter_context(_in_float32(self._model, parts)))
@@ -363,7 +363,7 @@ class Examination:
     def _compare_whole_and_parts(self, parts: CutBatch) -> Attempts:
         self._has_run_out = False
         verdict = yield from self._compare(parts)
-        if verdict.exact is False and self._has_run_out:  # a run that tells rounding, noise or a cause is missing
+        if verdict.exact is False and self._has_run_out:  # a run that identifies rounding, noise or a cause is missing
             reason = "memory ran out while a difference was looked into"
             return SplitVerdict(None, modules=self._suspects, reason=reason, is_out_of_memory=True)
         return verdict
@@ -392,10 +392,10 @@ class Examination:
         return (yield from self._judge_unequal(parts, whole, separate, error))
 
     def _judge_losses(self, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
-        """Where gradients are equal and losses are not, find out whether that is because forwards change state.
+        """If gradients are equal but losses are not, find out whether forwards change state.
 
-        A loss may count its calls (a weight that warms up) without the gradient of these rows telling; a later step's
-        would. What changes nothing, such as a value that is only shown, is left alone.
+        A loss may count its calls (a weight that warms up) without affecting the gradient of these rows; a later
+        step's would be. State without effect, such as a value that is only displayed, is ignored.
         """
         differs = abs(_mean_loss(whole) - _mean_loss(self._sum(separate)))
         if not differs > _TOLERANCE * abs(_mean_loss(whole)):
@@ -410,7 +410,7 @@ class Examination:
 
     def _judge_unequal(self, parts: CutBatch, whole: _Gradient, separate: list[_Gradient], error: float) -> Attempts:
         if (yield from self._is_noise(whole)):
-            # Numbers that are drawn for one row after the other are the whole's where the parts go on drawing.
+            # Row-by-row draws match the whole's if the parts continue the random stream.
             for which in ("host", "all"):
                 found = yield from self._run_parts(random_goes_on=which)
                 if found is not None and (yield from self._weigh(whole, found[0]))[1]:
@@ -421,11 +421,11 @@ class Examination:
     # ------------------------------------------------------------------ runs
 
     def _new_rehearsal(self) -> Rehearsal:
-        # What a forward makes is more than it holds: half of it is a cautious share of what is free.
+        # A forward creates more bytes than it holds at once, so all of the available memory is a cautious limit.
         return Rehearsal(self._roots, room_bytes=host_memory().available_bytes)
 
     def _run(self, part: Any, size: int, span: Span | None, *, is_whole: bool = False, **how: Any) -> Attempts:
-        """Run the user's code once; return its gradient, None where it failed."""
+        """Run the user's code once; return its gradient, or None if it failed."""
 
         @contextlib.contextmanager
         def around() -> Iterator[None]:
@@ -449,7 +449,7 @@ class Examination:
         return Span(start, start + size, self._where.size) if self._where.has_rows else Span(number=number)
 
     def _run_parts(self, **how: Any) -> Attempts:
-        """Run the parts one after the other, as a step does; return their sum, and each."""
+        """Run the parts one after the other, as a step does; return their sum and the single gradients."""
         separate: list[_Gradient] = []
         total, start = None, 0
         for number, (part, size) in enumerate(self._where.parts):
@@ -464,7 +464,7 @@ class Examination:
         return total, separate
 
     def _run_apart(self) -> Attempts:
-        """Run each part from the batch's first state; return their gradients and names of what a forward changed."""
+        """Run each part from the batch's initial state; return their gradients and the names of changed state."""
         gradients, start = list[_Gradient](), 0
         names: tuple[str, ...] = ()
         for number, (part, size) in enumerate(self._where.parts):
@@ -477,7 +477,7 @@ class Examination:
         return gradients, names
 
     def _take(self, loss: Loss, size: int) -> _Gradient:
-        """Take a run's gradient, a sketch of each parameter as soon as backward has it."""
+        """Run backward and return its gradient, sketching each parameter's as soon as backward has it."""
         self._rehearsal.end_forward()
         adds_up = self._adds_up and loss.count is None
         if loss.count is None:
@@ -509,7 +509,7 @@ class Examination:
         """Return the largest relative error of a parameter, and whether rounding explains all of them."""
         errors, norms = _errors(whole, parts)
         error = float(np.max(errors / np.where(norms > 0, norms, 1.0), initial=0.0)) if len(errors) else 0.0
-        # A sum of many terms is rounded at each of them, in an order that is another one in parts.
+        # A sum of many terms is rounded at each of them, and the parts add in a different order.
         of_sums = math.sqrt(self._rehearsal.most_elements) * torch.finfo(torch.float32).eps
         limits = np.array([_QUICK_TOLERANCE.get(each.dtype, max(_TOLERANCE, of_sums)) for each in self._parameters])
         if not np.isfinite(errors).all():
@@ -524,7 +524,7 @@ class Examination:
         return error, bool((errors <= np.maximum(limits * norms, _TIMES_ROUNDING * self._rounding)).all())
 
     def _is_noise(self, whole: _Gradient) -> Attempts:
-        """Whether draws that could not be repeated for each row reach the gradient."""
+        """Return whether random draws that could not be repeated per row affect the gradient."""
         other = yield from self._run_whole(other_noise=True)
         if other is None:
             return False
@@ -543,7 +543,7 @@ class Examination:
         return bool((errors > _TOLERANCE * norms).any())
 
     def _judge_without_noise(self, parts: CutBatch) -> Attempts:
-        """Compare with dropout silent, where its draws cannot be repeated row by row."""
+        """Compare with dropout disabled, for when its draws cannot be repeated row by row."""
         reason = "the gradient depends on random numbers that cannot be repeated for each row"
         self._rehearsal.close()
         self._rehearsal, self._where, self._prepare = self._new_rehearsal(), parts, self._silence
@@ -562,14 +562,14 @@ class Examination:
         return (yield from self._find_cause(whole, separate, error))
 
     def _judge_not_finite(self) -> Attempts:
-        """Where the whole's gradient is not finite, parts are no worse if they are not finite either."""
+        """If the whole's gradient is not finite, accept parts that are not finite either."""
         found = yield from self._run_parts()
         if found is not None and _is_finite(found[0].vectors):
             return SplitVerdict(exact=False, error=math.inf, loss="rows")
         return self._uninformative("the gradient of the rows that were looked at is not finite")
 
     def _find_cause(self, whole: _Gradient, in_order: list[_Gradient], error: float) -> Attempts:
-        """Find out what is at fault by leaving it out."""
+        """Find the cause by elimination."""
         prepare = self._prepare
         found = yield from self._run_apart()
         independent, names = found or (in_order, ())
@@ -590,7 +590,7 @@ class Examination:
         return SplitVerdict(exact=False, error=error, modules=self._suspects, loss="rows")
 
     def _judge_frozen(self, error: float) -> Attempts:
-        """The verdict if batch normalizations that are frozen explain all, or all but weights; else None."""
+        """Return a verdict if freezing batch norms explains everything, or everything but weights; else None."""
         prepare = self._prepare
 
         def freeze() -> None:
@@ -607,7 +607,7 @@ class Examination:
         return other and SplitVerdict(exact=False, error=error, modules=self._suspects, loss=other)
 
     def _again(self) -> Attempts:
-        """Run whole and parts, each from the start."""
+        """Run whole and parts again, each from the initial state."""
         whole = yield from self._run_whole()
         if whole is None or not _norm(whole.vectors):
             return None, None
@@ -615,9 +615,9 @@ class Examination:
         return whole, found and found[0]
 
     def _find_by_mode(self, prepare: Callable[[], None]) -> Attempts:
-        """Name modules that mix rows in training mode only and that the scan missed: a normalisation written by hand.
+        """Name modules that mix rows only in training mode and that the scan missed: a custom normalization.
 
-        One class at a time goes back to training mode, so that a deep model takes no more runs than a shallow one.
+        One class at a time is put back into training mode, so a deep model takes no more runs than a shallow one.
         """
         by_class: dict[type[nn.Module], list[str]] = {}
         for name, module in self._model.named_modules():
@@ -655,23 +655,23 @@ class Examination:
         return total
 
     def _other_weights(self, whole: _Gradient, parts: Sequence[_Gradient]) -> Literal["weights", "sum"] | None:
-        """Whether the whole is a weighted mean of the parts or their sum; what mixes rows is neither."""
+        """Return whether the whole is a weighted mean or the sum of the parts; None if it is neither."""
         if any(not each.count or not _is_finite(each.vectors) for each in parts):
-            return "weights"  # a part without any item: 0 / 0
-        # Each parameter counts alike; one whose gradient is nothing but rounding says nothing.
+            return "weights"  # a part without any items: 0 / 0
+        # All parameters have equal weight; one whose gradient is pure rounding has none.
         norms = np.array([0.0 if each is None else float(np.linalg.norm(each)) for each in whole.mean()])
         scales = np.where(norms > _TIMES_ROUNDING * self._rounding, 1 / np.where(norms > 0, norms, 1.0), 0.0)
         wanted = _flat(whole.mean(), whole.mean(), scales)
         columns = np.stack([_flat(each.mean(), whole.mean(), scales) for each in parts], axis=1)
         shares, *_ = np.linalg.lstsq(columns, wanted, rcond=None)
         is_mean = abs(shares.sum() - 1) < _FIT and (shares > -_FIT).all()
-        is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by what does not depend on the part
+        is_sum = np.ptp(shares) < _FIT  # the same factor for all: a sum, divided by something independent of the part
         if not (is_mean or is_sum) or np.linalg.norm(columns @ shares - wanted) > self._fit_limit(norms):
             return None
         return "weights" if is_mean or abs(shares.mean() - 1) > _FIT else "sum"
 
     def _fit_limit(self, norms: Vector) -> float:
-        """Residual of a fit that rounding explains, of a gradient whose parameters have norm 1."""
+        """Return the fit residual that rounding explains, for a gradient normalized per parameter."""
         relative = self._rounding / np.where(norms > 0, norms, 1.0)
         return max(_FIT, _TIMES_ROUNDING * float(np.linalg.norm(relative[relative < 1 / _TIMES_ROUNDING])))
 
@@ -695,7 +695,7 @@ class Examination:
                 module.dropout = 0.0
 
     def _freeze(self, names: Sequence[str]) -> None:
-        """Make batch normalisations independent of the batch; those without running statistics get some."""
+        """Make batch normalizations independent of the batch; add running statistics where missing."""
         for name in names:
             norm: Any = self._model.get_submodule(name)
             norm.training = False
@@ -706,12 +706,12 @@ class Examination:
 
 
 def take_workspace() -> None:
-    """Let NumPy's linear algebra take its workspace now: OpenBLAS ends the process where it cannot have it later."""
+    """Make NumPy allocate its linear-algebra workspace now: OpenBLAS kills the process if it cannot do so later."""
     np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None)
 
 
 def scan_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of modules in training mode that normalise over the rows of the batch, without running any."""
+    """Return the names of modules in training mode that normalize over the batch's rows, without running any."""
     return tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))
 
 
@@ -728,25 +728,25 @@ def check_split(
     split_fn: SplitFn | None = None,
     num_parts: int = 2,
 ) -> SplitVerdict:
-    """Compare the gradient of a few rows at once with that of the same rows in parts.
+    """Compare the gradient of a few rows together with that of the same rows in parts.
 
-    The user's own model and loss function run, in place and in their own precision, and leave no trace: parameters,
-    gradients, buffers, attributes, modes and random state are as before. Random draws are the same for the whole and
-    its parts, row by row. What cannot be undone are effects outside of Python objects, such as lines in a log.
+    The user's own model and loss function run, in place and in their own precision, without side effects: parameters,
+    gradients, buffers, attributes, modes and random state are restored. Random draws are the same for the whole and
+    its parts, row by row. Only effects outside of Python objects, such as lines in a log, cannot be undone.
 
     Args:
         model: The model, on any device.
-        batch: A batch with rows in dimension 0 of its tensors, or one that ``split_fn`` cuts.
+        batch: A batch with rows in dimension 0 of its tensors, or one that ``split_fn`` splits.
         loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over rows, or a `Loss`.
-        parameters: Those that train; None takes the model's.
+        parameters: The parameters to compare; None uses the model's.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts.
-        num_parts: Parts into which training cuts the batch.
+        num_parts: Number of parts that training splits the batch into.
 
     Returns:
-        The verdict; ``exact`` is None where something stood in the way, which ``reason`` names.
+        The verdict; ``exact`` is None if the check was not possible, and ``reason`` says why.
 
-    Memory cost: activations of at most 8 rows, in place of a step's. Time cost: they go forward and backward twice, of
-    a larger batch four times; more often where the gradients differ.
+    Memory cost: activations of at most 8 rows, instead of a step's. Time cost: they go forward and backward twice, four
+    times for a larger batch; more often if the gradients differ.
 
     Example:
         >>> import torch
@@ -783,7 +783,7 @@ def _half_bytes(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def _in_float32(model: nn.Module, parts: CutBatch) -> Iterator[CutBatch]:
-    """Run a model of half-precision parameters and its batch in float32."""
+    """Run a model with half-precision parameters and its batch in float32."""
     before = [(each, each.data, gradient_dtype(each), each.grad) for each in _half_tensors(model)]
 
     def widen(batch: Any) -> Any:
@@ -814,7 +814,7 @@ def _add(one: _Gradient, other: _Gradient) -> _Gradient:
 
 
 def _errors(whole: _Gradient, other: _Gradient) -> tuple[Vector, Vector]:
-    """Norms of the differences and of the whole, for each parameter."""
+    """Return the norms of the differences and of the whole, for each parameter."""
     if not other.count:
         return np.full(len(whole.vectors), np.inf), np.ones(len(whole.vectors))
     pairs = list(zip(whole.mean(), other.mean(), strict=True))
@@ -835,7 +835,7 @@ def _minus(one: Vector | None, other: Vector | None) -> Vector:
 
 
 def _flat(vectors: Sequence[Vector | None], like: Sequence[Vector | None], scales: Vector) -> Vector:
-    """All vectors in one, scaled; zeros where there is none."""
+    """Concatenate all vectors, scaled; None becomes zeros."""
     pairs = zip(vectors, like, scales, strict=True)
     filled = [np.zeros(0 if other is None else len(other)) if each is None else each * s for each, other, s in pairs]
     return np.concatenate(filled)
@@ -850,4 +850,4 @@ def _is_finite(vectors: Sequence[Vector | None]) -> bool:
 
 
 def _leave() -> None:
-    """Leave the model as it is."""
+    """Do nothing to the model."""

@@ -1,4 +1,4 @@
-"""The loss of a batch whose backward is already done in parts, for a step that somebody else owns."""
+"""A batch's loss whose backward already ran in micro-batches, for trainers that own the step themselves."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ from memkit.train.split_watch import Probe, SplitWatch
 
 
 class SplitLoss(Uncopied):
-    """The loss of a whole batch, to be backpropagated by whoever owns the step, in memory for a part of it.
+    """The loss of a whole batch for a trainer that owns the step, using the memory of one micro-batch.
 
-    Forward and backward of the batch run here, in micro-batches; what is returned is the batch's loss with its gradient
-    ready. ``loss.backward()`` only hands the gradient over, through the parameters' own graph nodes: accumulation, loss
-    scaling, hooks and DistributedDataParallel see one usual backward. When a micro-batch runs out of memory it is
-    rolled back (gradients, buffers, attributes, random state) and runs again, with blocks that run again in backward,
-    or cut where that keeps the gradient.
+    Forward and backward of the batch run inside the call, in micro-batches; it returns the batch's loss with its
+    gradient already computed. ``loss.backward()`` only hands the gradient over, through the parameters' own graph
+    nodes: accumulation, loss scaling, hooks and DistributedDataParallel see one ordinary backward. A micro-batch that
+    runs out of memory is rolled back (gradients, buffers, attributes, random state) and run again, with more blocks
+    recomputed in backward, or split where that keeps the gradient.
 
-    Where you own the step, use `MemoryEfficientTrainingWrapper`; this is for trainers that own it.
+    If you own the step, use `MemoryEfficientTrainingWrapper`; this class is for trainers that own it.
 
-    Memory cost: one set of gradients between the call and the end of backward, beside what ``.grad`` holds already
-    (of half-precision parameters, in float32 where there are several micro-batches); and a copy of the model's buffers.
-    Time cost: a copy and a multiplication of each gradient, and an addition for each further micro-batch.
+    Memory cost: one set of gradients between the call and the end of backward, on top of what ``.grad`` already holds
+    (for half-precision parameters, in float32 if there are several micro-batches); and a copy of the model's buffers.
+    Time cost: a copy and a multiplication of each gradient, and an addition for each additional micro-batch.
 
     Args:
         model: The module, or several, whose parameters get the gradient; also in DistributedDataParallel, or compiled.
-        num_microbatches: Micro-batches for each batch, at least.
-        reduction: ``"mean"``: the loss function gives the mean over the micro-batch's rows, or a `Loss`.
-            ``"sum"``: the losses of the parts add up to the batch's, as where the function divides by a number of items
-            that it was told.
-        on_oom: As for `MemoryEfficientTrainingWrapper`. What makes the model's blocks take less stays on the model.
+        num_microbatches: Minimum number of micro-batches per batch.
+        reduction: ``"mean"``: the loss function returns the mean over the micro-batch's rows, or a `Loss`.
+            ``"sum"``: the losses of the parts add up to the batch's, for example because the function divides by a
+            number of items passed to it.
+        on_oom: Same as for `MemoryEfficientTrainingWrapper`. Memory-saving changes to the model's blocks stay on.
         split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches.
-        probe: Check on a few rows whether the gradient of a split batch is the whole's: see
+        probe: Check on a few rows whether splitting a batch keeps its gradient; see
             `MemoryEfficientTrainingWrapper`.
 
     Attributes:
-        sizes: Sizes of the last batch's micro-batches: rows, or elements where there is a ``split_fn``.
+        sizes: Sizes of the last batch's micro-batches: rows, or elements with a ``split_fn``.
         outputs: The ``outputs`` of each micro-batch's `Loss`, detached, in order; held until the next batch.
         num_ooms: Out-of-memory errors survived so far.
-        is_checking: The loss function runs for the check: its results are dropped.
+        is_checking: Whether the loss function is running for the check, which drops its results.
 
     Raises:
         ConfigError: The parameters are sharded over ranks, DistributedDataParallel wraps only a part of a model, or a
-            setting is wrong.
-        InputTypeError: The model is no module.
+            setting is invalid.
+        InputTypeError: The model is not a module.
 
     Example:
         >>> import torch, memkit as mk
@@ -141,23 +141,22 @@ class SplitLoss(Uncopied):
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device; or what ``split_fn`` takes.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the micro-batch's loss, see ``reduction``. A micro-batch
-                with count 0 contributes exactly nothing; a batch of nothing else has loss and gradient 0. The model is
-                the one within DistributedDataParallel; the wrapped one must not run.
-            scale: What a loss scaler will multiply the loss with (``scaler.get_scale()``), so that gradients in float16
-                do not vanish on the way; the result is not scaled. None is 1, with a warning where the loss is computed
-                in float16.
+                with count 0 contributes exactly nothing; if all counts are 0, loss and gradient are 0. It is called
+                with the module inside DistributedDataParallel; the DDP wrapper must not run.
+            scale: The factor a loss scaler will multiply the loss by (``scaler.get_scale()``), so that gradients in
+                float16 do not underflow; the returned loss is not scaled. None is 1, with a warning if the loss is
+                computed in float16.
 
         Returns:
-            0-dim loss of the batch; without gradients (``torch.no_grad()``) the plain loss of the whole batch, in one.
+            0-dim loss of the batch; without gradients (``torch.no_grad()``) the plain loss of the batch, not split.
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
-            ConfigError: The scale is no factor; or, from the probe: the loss compares rows with each other, parts would
-                train something else.
-            InputError: The loss is not a scalar with a graph, or trains a parameter that is not the model's, a tensor
-                of the batch or one that ``loss_fn`` names, or holds a reentrant checkpoint; or counts come with some
-                parts only.
-            InputTypeError: ``loss_fn`` is no function, or gives no tensor.
+            ConfigError: The scale is invalid; or, from the probe: the loss compares rows with each other, so that
+                parts would train something else.
+            InputError: The loss is not a scalar with a graph; or trains a parameter outside the model, a tensor of the
+                batch or one that ``loss_fn`` names; or holds a reentrant checkpoint; or only some parts have a count.
+            InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
         check_callable("loss_fn", loss_fn, call=f"{CALL}(model)")
@@ -168,8 +167,8 @@ class SplitLoss(Uncopied):
             whole, count = self._evaluate(batch, loss_fn)
             self.outputs = (detached(whole.outputs),)
             return torch.zeros_like(whole.value) if count == 0 else whole.average()
-        # What DistributedDataParallel does before and after its module's forward, once around all parts: there it
-        # prepares the exchange of gradients. There is no public form; it wants an argument to move to its device.
+        # Run what DistributedDataParallel does before and after its module's forward once around all parts: it
+        # prepares the gradient all-reduce there. There is no public API; it wants an argument to move to its device.
         for replica in self._replicas:
             before_forward(replica)
         total = self._run(batch, loss_fn)
@@ -179,7 +178,7 @@ class SplitLoss(Uncopied):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known of sizes that fit."""
+        """Return the remembered micro-batch sizes that fit."""
         return self._driver.sizes.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -193,10 +192,10 @@ class SplitLoss(Uncopied):
     def _run(self, batch: Any, loss_fn: LossFn) -> _Total:
         total = _Total(list_trained(self._own))
         self.outputs = ()  # before this batch's peak
-        # Whose gradient would be lost; asked before a loss function can make leaves of its own.
+        # Leaves whose gradient would be lost; collected before a loss function can create leaves of its own.
         leaves = {id(each): f"`{name}` in loss_fn" for name, each in named_tensors(loss_fn) if each.requires_grad}
         leaves |= {id(each): "a tensor of the batch" for each in list_tensors(batch) if each.requires_grad}
-        is_checked = False  # once for each batch: the loss function may be another than before, or what it trains
+        is_checked = False  # once per batch: the loss function, or what it trains, may have changed
         run = self._driver.open(batch, self._num_microbatches, total)
         try:
             for attempt in self._driver.attempts(run, loss_fn):
@@ -222,13 +221,13 @@ class SplitLoss(Uncopied):
     def _add(
         self, total: _Total, attempt: Attempt, micro: Any, loss_fn: LossFn, *, leaves: dict[int, str] | None
     ) -> None:
-        # A function of its own: when it fails, its frame takes every tensor with it.
+        # A separate function: when it fails, its frame releases every tensor.
         loss, count = self._evaluate(micro, loss_fn)
         check_loss(loss.value, call=CALL_LOSS)
         if leaves is not None:
             check_graph(loss.value, total.parameters, leaves)
             precision = loss.value.dtype, torch.is_autocast_enabled(loss.value.device.type)
-            if not self._is_scaled and precision not in self._looked_at:  # once: it goes through all nodes
+            if not self._is_scaled and precision not in self._looked_at:  # once: it walks the whole graph
                 self._looked_at.add(precision)
                 warn_of_float16(loss.value)
         if count is None and self._reduction == "mean" and self._split_fn is not None:
@@ -260,10 +259,10 @@ class SplitLoss(Uncopied):
 
 
 class _Total:
-    """Loss and gradient of the parts so far; a window's accumulator.
+    """Loss and gradient of the parts so far.
 
     Args:
-        parameters: What the gradient is with respect to.
+        parameters: Parameters to differentiate with respect to.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -271,15 +270,15 @@ class _Total:
         self.discard()
 
     def discard(self) -> None:
-        """Start anew."""
+        """Start over."""
         self.is_torn = False
         self._gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._value: torch.Tensor | None = None
         self._count: float | None = None
-        self._unit = 1.0  # counted losses are summed in units of the first part's count: float16 holds no large sums
+        self._unit = 1.0  # counted losses are summed in units of the first part's count: large sums overflow float16
 
     def add(self, loss: Loss, weight: float, count: float | None, scale: float | torch.Tensor) -> None:
-        """Add a part's loss and gradient, times its weight, or times what its count makes it weigh."""
+        """Add a part's loss and gradient, times its weight or the weight given by its count."""
         is_first = self._count is None and self._value is None
         if not is_first and (count is None) != (self._count is None):
             raise InputError(
@@ -305,7 +304,7 @@ class _Total:
 
     @contextlib.contextmanager
     def _catching(self) -> Iterator[None]:
-        """Take each gradient as soon as backward has it, past the parameter's own hooks: they see the batch's, once."""
+        """Catch each gradient as soon as backward has it; parameter hooks run once, on the batch's gradient."""
         with without_hooks(self.parameters):
             handles = [
                 each.register_hook(functools.partial(self._catch, i))  # type: ignore[no-untyped-call]
@@ -318,7 +317,7 @@ class _Total:
                     handle.remove()
 
     def _catch(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Add a parameter's gradient; what autograd goes on with, and holds until its end, takes no memory."""
+        """Add a parameter's gradient; return a zero-memory stand-in, since autograd holds the result until its end."""
         self.is_torn = True
         before = self._gradients[i]
         if before is None:
@@ -330,11 +329,11 @@ class _Total:
         return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
     def as_loss(self, scale: float | torch.Tensor) -> torch.Tensor:
-        """Return the loss, whose backward hands the gradient over."""
-        if self._value is None:  # nothing weighed anything; other ranks wait for a gradient all the same
+        """Return a loss whose backward hands the gradient over."""
+        if self._value is None:  # the total weight is zero; other ranks still wait for a gradient
             self._gradients = [torch.zeros_like(each) for each in self.parameters]
             self._value = torch.zeros((), device=self.parameters[0].device)
-        # Only parameters that the loss reaches: the others are to have no gradient, not zeros.
+        # Only parameters that the loss reaches: the others should have no gradient, not zeros.
         reached = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         value, gradients = self._value * scale, [self._gradients[i] for i in reached]
         loss = with_gradients(lambda _: (value, gradients), [self.parameters[i] for i in reached], call=CALL)

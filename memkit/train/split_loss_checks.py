@@ -1,4 +1,4 @@
-"""What `SplitLoss` asks of its model and of a loss before it takes a gradient in parts."""
+"""Checks of the model and the loss that `SplitLoss` runs before it computes a gradient in parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL_LOSS = "SplitLoss(model)(batch, loss_fn)"
 
 
 def list_modules(model: object) -> list[nn.Module]:
-    """List the modules that were passed, one or several."""
+    """Return the passed module or modules as a list."""
     modules = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
     if modules and all(isinstance(each, nn.Module) for each in modules):
         return modules
@@ -33,7 +33,7 @@ def list_modules(model: object) -> list[nn.Module]:
 
 
 def list_trained(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that train now: they may be frozen between two batches."""
+    """List the currently trainable parameters; they may be frozen between two batches."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if trained:
         return trained
@@ -46,7 +46,7 @@ def list_trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.DistributedDataParallel | None]:
-    """Return the module that a replica wraps, and the replica; compiled or not, if it was compiled before wrapping."""
+    """Return the module that a DDP replica wraps (possibly compiled before wrapping), and the replica."""
     is_compiled = is_compiled_wrapper(model)
     replica = model.get_submodule(COMPILED) if is_compiled else model
     if not isinstance(replica, nn.parallel.DistributedDataParallel):
@@ -62,7 +62,7 @@ def unwrap_replica(model: nn.Module) -> tuple[nn.Module, nn.parallel.Distributed
 
 
 def check_ranks(model: nn.Module) -> None:
-    """Refuse what exchanges something between ranks inside a forward: the parts of one rank are not another's."""
+    """Refuse models that communicate between ranks inside a forward: ranks may split their batches differently."""
     kinds = {type(module).__name__ for module in model.modules()}
     is_sharded = "FullyShardedDataParallel" in kinds or any(hasattr(each, "to_local") for each in model.parameters())
     if not is_sharded and "DistributedDataParallel" not in kinds:
@@ -78,11 +78,11 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def warn_of_float16(loss: torch.Tensor) -> None:
-    """Warn where a loss whose backward runs here goes through float16 without a scale.
+    """Warn if a loss whose backward runs here goes through float16 without a scale.
 
-    The scaler comes too late: it multiplies the loss that is returned, whose gradient is computed by then.
+    A scaler comes too late: it multiplies the returned loss, whose gradient is already computed by then.
     """
-    # Layers in float16, as autocast runs them; a cast that somebody wrote meets no scaler in the plain loop either.
+    # Layers in float16, as autocast runs them; an explicit cast meets no scaler in the plain loop either.
     given = ((node.name().startswith(_LAYERS), inputs_of(node)) for node in graph_nodes(loss))
     if any(
         each.dtype == torch.float16 and (is_layer or math.prod(each.shape) == 1)
@@ -97,7 +97,7 @@ def warn_of_float16(loss: torch.Tensor) -> None:
 
 
 def check_graph(loss: torch.Tensor, parameters: list[nn.Parameter], leaves: dict[int, str]) -> None:
-    """Refuse what would lose a gradient: of what is not the model's, or by a checkpoint that must not be stopped."""
+    """Refuse a graph that would lose a gradient: of a leaf outside the model, or through a reentrant checkpoint."""
     if has_reentrant_checkpoint(loss):
         raise InputError(
             CALL_LOSS,

@@ -1,4 +1,4 @@
-"""When a split batch is checked, and what is said of it: a warning once per cause, or a refusal."""
+"""When to check a split batch, and how to report the verdict: one warning per cause, or an error."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from memkit.train.split_check import SplitVerdict, take_workspace
 
 Probe = bool | Literal["require"]
 _NUM_WITH_BRANCHES = 8
-_PATIENCE = 8  # checks in a row that saw no finite gradient other than zero, before it is said
+_PATIENCE = 8  # checks in a row without a finite, nonzero gradient before a warning
 
 
 class SplitWatch:
-    """Decides which batches are examined.
+    """Decides which batches are checked.
 
-    The first one that is split; again where the loss function, the mode of a module, the structure of the batch or the
-    evenness of its parts is new, or where the losses were divided by something else than rows; and at the 2nd, 4th,
-    8th ... split batch, since state and data change. All of the first eight where Python branches on values of tensors.
+    The first one that is split; again when the loss function, the mode of a module, the structure of the batch or the
+    evenness of its parts is new, or when the losses were divided by something other than rows; and at the 2nd, 4th,
+    8th ... split batch, since state and data change. All of the first eight if Python branches on values of tensors.
 
     Args:
         model: The model.
-        probe: Whether to check; ``"require"`` refuses where that was not possible.
+        probe: Whether to check; ``"require"`` refuses a split that could not be checked.
         call: The user's call, for messages.
-        may_change: Whether a batch that memory forces apart may get another gradient, with a warning.
-        adds_up: Losses of parts are added up, where they do not say what they weigh.
+        may_change: Whether splitting a batch for lack of memory may change its gradient, with a warning.
+        adds_up: Whether losses of parts without a count are added up.
 
     Attributes:
         has_branches: Whether Python was seen to branch on values of tensors.
@@ -49,7 +49,7 @@ class SplitWatch:
         self._verdicts: dict[object, SplitVerdict] = {}
         self._probe, self._call = probe, call
         self._known: set[object] = set()
-        self._refused: set[object] = set()  # what is looked at again in each step: data decide whether it is wrong
+        self._refused: set[object] = set()  # checked again in each step: whether it is wrong depends on the data
         self._key: tuple[object, ...] = ()  # the loss, modes, the batch's structure, evenness, divisors
         self._refused_kinds: set[object] = set()
         self._told: set[str] = set()
@@ -67,20 +67,20 @@ class SplitWatch:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the step is simulated, which has no gradients to compare."""
+        """Whether the step is simulated, with no gradients to compare."""
         return fake_mode() is not None and any(isinstance(each, FakeTensor) for each in self._modules[0].parameters())
 
     def is_due(
         self, batch: Any, loss_fn: object, sizes: Sequence[int], *, is_uneven: bool = False, is_again: bool = False
     ) -> bool:
-        """Say whether to examine a batch; call it for each batch that is split.
+        """Return whether to check a batch; call it for each batch that is split.
 
         Args:
             batch: The batch.
-            loss_fn: The loss function; None where the caller keeps the loop.
+            loss_fn: The loss function; None if the caller owns the loop.
             sizes: Sizes of the parts.
-            is_uneven: Whether losses were visibly divided by something that the parts' weights do not follow.
-            is_again: Whether it was asked before for this batch.
+            is_uneven: Whether losses were visibly divided by something not proportional to the parts' weights.
+            is_again: Whether this is the second call for this batch.
         """
         if not self.is_on or self.is_simulated:
             return False
@@ -93,25 +93,25 @@ class SplitWatch:
 
     @property
     def is_new(self) -> bool:
-        """Whether more rows are looked at: the batch that was asked for is the first of its kind, or may branch."""
+        """Whether to check more rows: the current batch is the first of its kind, or may branch."""
         return self._key not in self._known or (self.has_branches and self._num_split <= _NUM_WITH_BRANCHES)
 
     def report_deferred(self) -> None:
-        """Say what an early look could not check, now that the parts themselves have run."""
+        """Report what an early check could not establish, now that the parts themselves have run."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self.report(deferred)
 
     def settle(self, verdict: SplitVerdict, run: BatchRun, *, is_last: bool) -> bool:
-        """Act on what came out: keep a batch whole that memory forces apart, if it must be and can be; else say it.
+        """Act on a verdict: keep a batch whole that memory forces apart, if it must and can be; else report it.
 
         Args:
-            verdict: What came out.
+            verdict: The verdict.
             run: The batch.
-            is_last: Whether the parts have run, so that there is no later look.
+            is_last: Whether the parts have run, so that there is no later check.
 
         Returns:
-            False where memory did not suffice for a look: there is to be another one when the parts have run.
+            False if there was not enough memory for the check: it must be repeated after the parts have run.
         """
         if self._adds_up and verdict.loss == "weights" and not run.forced:
             raise ConfigError(
@@ -131,10 +131,10 @@ class SplitWatch:
         return not is_open
 
     def settle_known(self, run: BatchRun) -> None:
-        """The same where no look is due: such a batch was looked at before.
+        """Act on the stored verdict when no check is due, because such a batch was checked before.
 
         Raises:
-            MemkitOutOfMemoryError: As `report`.
+            MemkitOutOfMemoryError: Same as for `report`.
         """
         known = self._verdicts.get(self._key)
         if known is None or known.exact or not run.forced or not self.is_on:
@@ -167,19 +167,19 @@ class SplitWatch:
         is_early: bool = False,
         forced: Forced | None = None,
     ) -> None:
-        """Say what came out.
+        """Report a verdict.
 
         Args:
-            verdict: What came out.
+            verdict: The verdict.
             num_ooms: Out-of-memory errors that led to the split.
-            forced: Memory forces the batch apart, and not the user.
-            is_early: Whether the parts are still to run. If an error kept the look from its end, they may meet it too,
-                and then it speaks for itself.
+            forced: Set if lack of memory, not the user, forces the split.
+            is_early: Whether the parts are still to run. If an error stopped the check, they may meet it too, and it
+                then speaks for itself.
 
         Raises:
             ConfigError: The loss mixes the rows: parts of the batch would train something else. Or, with
                 ``probe="require"``, it could not be checked.
-            MemkitOutOfMemoryError: Memory forces the batch apart, and its gradient is not known to stay.
+            MemkitOutOfMemoryError: Memory forces the split, and it is not known to keep the gradient.
 
         Warns:
             MemkitWarning: Splitting changes the gradient in another way, or could not be checked.
@@ -193,7 +193,7 @@ class SplitWatch:
         if verdict.is_uninformative and not verdict.modules:
             self._num_uninformative += 1
             if self._num_uninformative < _PATIENCE and self._probe != "require":
-                return  # the next batch is looked at
+                return  # the next batch is checked
         else:
             self._num_uninformative = 0
         because = " (memory ran out, so it was split)" if num_ooms else ""
@@ -216,7 +216,7 @@ class SplitWatch:
             )
             self._say(text, text)
         self._known.add(self._key)
-        self._verdicts.setdefault(self._key, verdict)  # also where memory kept it from being checked: nothing is proven
+        self._verdicts.setdefault(self._key, verdict)  # also if memory prevented the check: nothing is proven
         if verdict.advice:
             verb = "changes" if verdict.exact is False else "may change"
             text = f"{self._call}: splitting the batch{because} {verb} the gradient. {verdict.advice}"
@@ -245,7 +245,7 @@ class SplitWatch:
 
 
 def _identity(fn: object) -> object:
-    """What stays the same from step to step where a loop makes its lambda anew, and differs for another function."""
+    """Return a key that is stable when a loop recreates its lambda, and differs for another function."""
     if isinstance(fn, functools.partial):
         return _identity(fn.func), tuple(_identity(each) for each in (*fn.args, *fn.keywords.values()))
     if isinstance(fn, types.MethodType):
@@ -262,7 +262,7 @@ def _identity(fn: object) -> object:
 
 
 def _structure(batch: Any) -> tuple[object, ...]:
-    """Dtypes and dimensions of tensors, types of all else; not sizes, which change with every batch of sentences."""
+    """Return dtypes and dimensions of tensors, and types of all else; not sizes, which vary between text batches."""
     return tuple(
         (leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in list_leaves(batch)
     )

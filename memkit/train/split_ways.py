@@ -1,4 +1,4 @@
-"""What to look at to tell whether a batch may be cut: a few rows that are likely to show it, and how to cut them."""
+"""Choose the rows for the split check, likely to reveal a changed gradient, and how to split them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from memkit.train.split import SplitFn, count_elements, count_rows, cut_batch, join_rows, list_tensors, take_rows
 
-_NUM_ROWS, _MOST_ROWS = 8, 32  # of a look, and of the first one of its kind
-_LARGEST_UNIT = 4  # rows that stay together where all parts are multiples of it: pairs, groups of augmentations
-_MOST_SORTED = 1024  # rows that are put in order to find some that are alike
-_MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose unlike ones
+_NUM_ROWS, _MOST_ROWS = 8, 32  # of a check, and of the first one of its kind
+_LARGEST_UNIT = 4  # rows kept together if all parts are multiples of it: pairs, groups of augmentations
+_MOST_SORTED = 1024  # rows that are sorted to find similar ones
+_MAX_LEAF_NUMEL = 10_000_000  # of a tensor whose rows are compared to choose dissimilar ones
 
 SketchTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A batch to look at, and how it is cut.
+    """A batch to check, and its split.
 
     Attributes:
         whole: The batch.
@@ -42,14 +42,14 @@ class CutBatch:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to cut a batch for a look.
+    """A way to split a batch for the check.
 
     Attributes:
-        make: Cuts; None where it cannot be cut so.
-        is_smaller: For when memory has run out.
-        is_real: The parts are those of the step.
-        is_sorted: The rows stand in another order than in the batch.
-        is_further: Looked at where the ways before were found equal, in case that was by accident.
+        make: Splits the batch; returns None if it cannot be split this way.
+        is_smaller: Whether it is meant for after memory has run out.
+        is_real: Whether the parts are those of the step.
+        is_sorted: Whether the rows are in a different order than in the batch.
+        is_further: Whether it is run if the previous ways were found equal, in case that was by accident.
     """
 
     make: Callable[[], CutBatch | None]
@@ -71,19 +71,20 @@ def ways_to_cut(
     is_widened: bool = False,
     may_run_out: bool = True,
 ) -> list[Way]:
-    """List what to compare: real parts if they are small, else a few rows; two real parts; less, if memory is short.
+    """List the ways to compare: real parts if they are small, else a few rows; two real parts; less if memory is short.
 
     Args:
         batch: The batch.
-        num_parts: Parts that it is cut into.
-        sizes: The rows of each part, where that is known.
-        split_fn: Cuts a packed batch.
-        is_first: A look at more rows, all of a small batch: before there are gradients it takes less than a whole step.
-        is_tight: Memory is known to be short: no more rows at once than the largest part has.
-        has_branches: Python is known to branch on values, which the parts' own rows decide.
-        may_run_out: Whether a look may try more rows than are known to fit: not in a loop that is kept, whose own code
-            would see the error.
-        is_widened: The look is in full precision and the step is not: half the rows take as much.
+        num_parts: Number of parts it is split into.
+        sizes: The rows of each part, if known.
+        split_fn: Splits a packed batch.
+        is_first: Whether to check more rows, or all of a small batch: without gradients yet, this takes less memory
+            than a whole step.
+        is_tight: Whether memory is known to be short: no more rows at once than the largest part has.
+        has_branches: Whether Python is known to branch on values, which depend on the parts' own rows.
+        may_run_out: Whether a check may try more rows than are known to fit; not in the user's own loop, which would
+            see the error.
+        is_widened: Whether the check is in full precision and the step is not, so half the rows take as much memory.
 
     Raises:
         InputError: The batch has no common rows, and there is no ``split_fn``.
@@ -100,7 +101,7 @@ def ways_to_cut(
         num_parts = max(1, min(num_parts, num_rows))
         size, larger = divmod(num_rows, num_parts)
         sizes = [size + 1] * larger + [size] * (num_parts - larger)
-    # Where gradients are there already, fewer rows keep it below a whole step.
+    # If there are gradients already, fewer rows keep it below a whole step.
     at_most = _MOST_ROWS if is_first else _NUM_ROWS
     if is_widened or not is_first:
         at_most = min(at_most, max(2, num_rows // 2))
@@ -111,10 +112,10 @@ def ways_to_cut(
     few = way(_few_rows, sizes, at_most)
     in_another_order = way(_few_sorted_rows, sizes, at_most, is_sorted=True)
     two, two_rows = way(_two_parts, sizes, is_real=True), way(_few_rows, [1], 2, is_smaller=True)
-    # After an out-of-memory fewer rows are tried, and those once more: what was cached then is released.
+    # After an out-of-memory try fewer rows, then the same again once the cache is released.
     if is_tight:
         alike = way(_alike_rows, sizes, at_most, is_sorted=True, is_further=True)
-        # A look has no optimizer's state beside it: two parts may fit together, even all of them, or run out once more.
+        # A check runs without optimizer state: two parts may fit together, even all of them, or run out again.
         parts = [replace(two, is_further=True)] if may_run_out else []
         if may_run_out and len(sizes) > 2 and num_rows <= _MOST_ROWS:
             parts += [way(_some_parts, sizes, len(sizes), is_real=True, is_further=True)]
@@ -133,7 +134,7 @@ def ways_to_cut(
 
 
 def once(way: Way) -> Way:
-    """The rows of a way, in one piece."""
+    """Return a way with the same rows in one piece."""
 
     def make() -> CutBatch | None:
         parts = way.make()
@@ -149,17 +150,17 @@ def _all_parts(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None
 
 
 def _packed(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
-    """The first part of a packed batch that can be cut again."""
+    """Return the first part of a packed batch that can be split again."""
     whole = count_elements(batch)
     for part, size in cut_batch(batch, num_parts, size=whole, split_fn=split_fn)[:3]:
         parts = cut_batch(part, 2, size=size, split_fn=split_fn)
-        if len(parts) > 1 or parts[0][1] != size:  # a single part that is not the whole has lost something
+        if len(parts) > 1 or parts[0][1] != size:  # a single part smaller than the whole has lost something
             return CutBatch(part, size, tuple(parts), has_rows=False)
     return None
 
 
 def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | None:
-    """As many samples of a list as a part has, those that are unlike; None where the parts are no lists of samples."""
+    """Choose dissimilar samples of a list, as many as a part has; None if the parts are not lists of samples."""
     parts = cut_batch(batch, num_parts, size=count_elements(batch), split_fn=split_fn)
     is_list = isinstance(batch, list) and all(isinstance(part, list) for part, _ in parts)
     if not is_list or [id(each) for part, _ in parts for each in part] != [id(each) for each in batch]:
@@ -176,7 +177,7 @@ def _some_samples(batch: Any, num_parts: int, split_fn: SplitFn) -> CutBatch | N
 
 
 def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch:
-    """Small parts as they are: those that are most unlike, in their order."""
+    """Choose the most dissimilar small parts, unchanged and in their order."""
     edges = [0, *np.cumsum(sizes).tolist()]
     blocks = sorted(_unlike(batch, num_rows, edges, number))
     lengths = [stop - start for start, stop in blocks]
@@ -184,12 +185,12 @@ def _some_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) ->
 
 
 def _sorted_parts(batch: Any, num_rows: int, sizes: Sequence[int], number: int) -> CutBatch | None:
-    """Parts of the same sizes, but for one, filled with rows in another order, so that the parts are unlike."""
+    """Build parts of the same sizes, except one, with the rows reordered so that the parts are dissimilar."""
     *lengths, last = sorted(sizes, reverse=True)[-number:]
-    unit = math.gcd(_LARGEST_UNIT, *lengths, last)  # what may be a group of rows stays as long
+    unit = math.gcd(_LARGEST_UNIT, *lengths, last)  # keep the length of possible groups of rows
     while unit > 1 and unit == last:
         unit //= 2
-    lengths += [last - unit] if last > unit else []  # sorted rows are a copy: fewer of them take no more memory
+    lengths += [last - unit] if last > unit else []  # sorted rows are a copy: take fewer, so memory stays the same
     if len(lengths) < 2:
         return None
     return _cut(
@@ -202,7 +203,7 @@ def _if_alike(way: Way, batch: Any, sizes: Sequence[int]) -> CutBatch | None:
 
 
 def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bool:
-    """Whether all parts have as much padding and the same labels, though the rows have not."""
+    """Return whether all parts have equal padding and labels, though the rows do not."""
     facts, num_discrete = _facts_of_rows(list_tensors(batch), num_rows)
     discrete = facts[:, :num_discrete]
     means = (np.add.reduceat(discrete, np.cumsum([0, *sizes[:-1]]), axis=0).T / np.array(sizes)).T
@@ -210,9 +211,9 @@ def _have_the_same_labels(batch: Any, num_rows: int, sizes: Sequence[int]) -> bo
 
 
 def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
-    """A few rows that are unlike, in two parts; no more than a part has, for that is known to fit.
+    """Choose a few dissimilar rows, in two parts; no more than one real part has, which is known to fit.
 
-    Where groups of rows may belong together, groups are chosen, and the cut is between them.
+    If groups of rows may belong together, whole groups are chosen, and the split is between them.
     """
     if num_rows < 2:
         return None
@@ -222,7 +223,7 @@ def _few_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> 
 
 
 def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
-    """As many, chosen and put in order one by one."""
+    """Same as `_few_rows`, but with rows chosen and sorted individually."""
     if num_rows < 2:
         return None
     _, lengths = _two_lengths(num_rows, sizes, at_most)
@@ -231,7 +232,7 @@ def _few_sorted_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: i
 
 
 def _two_lengths(num_rows: int, sizes: Sequence[int], at_most: int) -> tuple[int, list[int]]:
-    """Return what may be a group of rows, and the rows of two parts."""
+    """Return the size of a possible group of rows, and the rows of two parts."""
     wanted = min(num_rows, max(2, min(at_most, max(sizes))))
     unit = math.gcd(_LARGEST_UNIT, *sizes)
     while 2 * unit > wanted:
@@ -242,7 +243,7 @@ def _two_lengths(num_rows: int, sizes: Sequence[int], at_most: int) -> tuple[int
 
 
 def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -> CutBatch | None:
-    """A few rows that are alike (of one class, of one length), one in this part and the next in that."""
+    """Choose a few similar rows (same class, same length), alternating between the two parts."""
     unit = 2 * math.gcd(_LARGEST_UNIT, *sizes)
     size = min(num_rows, at_most, max(sizes)) // unit * unit
     if not size or size == num_rows or num_rows > _MOST_SORTED:
@@ -252,7 +253,7 @@ def _alike_rows(batch: Any, num_rows: int, sizes: Sequence[int], at_most: int) -
 
 
 def _two_parts(batch: Any, num_rows: int, sizes: Sequence[int]) -> CutBatch | None:
-    """Two real parts, in their own order and number of rows: those that are most unlike."""
+    """Choose the two most dissimilar real parts, with their own order and number of rows."""
     if len(sizes) < 2:
         return None
     edges = [0, *np.cumsum(sizes).tolist()]
@@ -281,16 +282,16 @@ def _cut(rows: Any, size: int, sizes: Sequence[int]) -> CutBatch:
 
 
 def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Choose blocks of rows that are unlike each other, those with most padding and labels first.
+    """Choose blocks of rows that are dissimilar, those with most padding and labels first.
 
-    Equal rows would hide that a mean is over something else than rows: rows with little and with much padding, with
-    rare and with frequent classes are looked at together, and parted.
+    Equal rows would hide that a mean is over something other than rows: so rows with little and with much padding,
+    with rare and with frequent classes, are checked together and then split.
 
     Args:
         batch: The batch.
         num_rows: Its rows.
-        edges: Where blocks begin and end.
-        number: How many blocks.
+        edges: Block boundaries.
+        number: Number of blocks.
     """
     facts, _ = _facts_of_rows(list_tensors(batch), num_rows)
     sizes = np.maximum(np.diff(edges), 1)
@@ -299,7 +300,7 @@ def _unlike(batch: Any, num_rows: int, edges: Sequence[int], number: int) -> lis
 
 
 def _most_unlike(facts: SketchTable, number: int) -> list[int]:
-    """Choose lines of a table that are unlike each other, and return them in the order of its columns."""
+    """Choose dissimilar rows of a table, and return them in the order of its columns."""
     number = min(number, len(facts))
     order = np.lexsort((np.arange(len(facts)), *(-facts.T[::-1])))
     spread = np.ptp(facts, axis=0)
@@ -309,16 +310,16 @@ def _most_unlike(facts: SketchTable, number: int) -> list[int]:
     while len(chosen) < number < len(facts):
         distance = np.minimum(distance, np.linalg.norm(facts - facts[chosen[-1]], axis=1))
         distance[chosen] = -1.0
-        chosen.append(int(distance.argmax()))  # of equals the first one
+        chosen.append(int(distance.argmax()))  # the first one of ties
     kept = set(range(len(facts)) if number == len(facts) else chosen)
     return [line for line in order.tolist() if line in kept]
 
 
 def _facts_of_rows(leaves: Sequence[Tensor], num_rows: int) -> tuple[SketchTable, int]:
-    """A few numbers for each row: counts of padding and of what is missing, then sums of labels, then of features.
+    """Compute a few numbers per row: counts of padding and missing values, then sums of labels, then of features.
 
     Returns:
-        A table with a line for each row, and how many of its columns are counts and sums of labels.
+        A table with one line per row, and the number of its columns that are counts and sums of labels.
     """
     counts, sums, others = [], [], []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The optimiser's state elsewhere than the parameters: on the disk, or an accelerator's in host memory."""
+"""Offload the optimizer's state to disk, or from an accelerator to host memory."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _ALIGNMENT = 64  # bytes
 
 @contextlib.contextmanager
 def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | Path | None = None) -> Iterator[None]:
-    """Keep an optimiser's state, for the block, elsewhere: on the disk, or an accelerator's in pinned host memory.
+    """Offload an optimizer's state inside the block: to disk, or from an accelerator to pinned host memory.
 
-    The state is made and moved on entry, and brought back at the end. `atomic_steps` runs the step chunk by chunk. On
-    an accelerator each chunk's state comes to the device, is stepped there by the optimiser's own code, and goes back.
-    On the CPU the state is a mapped, unlinked file, which the system may write out and drop from memory. The result is
-    bit-identical. ``optimizer.state_dict()`` and ``load_state_dict()`` work as ever.
+    The state is created and moved on entry, and brought back at the end. `atomic_steps` runs the step chunk by chunk.
+    On an accelerator each chunk's state is copied to the device, stepped there by the optimizer's own code, and copied
+    back. On the CPU the state is a mapped, unlinked file, which the system may write out and drop from memory. The
+    result is bit-identical. ``optimizer.state_dict()`` and ``load_state_dict()`` work as usual.
 
     Args:
-        optimizer: One of torch's own optimisers that `materialize_state` takes, or several.
-        folder: Where the file lies; None is the system's temporary folder. Some systems keep that in memory.
+        optimizer: Any of torch's own optimizers that `materialize_state` accepts, or several.
+        folder: Folder of the file; None is the system's temporary folder, which some systems keep in memory.
 
     Raises:
-        ConfigError: Another optimiser, or parameters that are sharded.
-        MemkitOutOfMemoryError: The disk is full; the state is as it was.
+        ConfigError: The optimizer is not supported, or the parameters are sharded.
+        MemkitOutOfMemoryError: The disk is full; the state is unchanged.
 
     Memory:
-        One chunk's state and what `atomic_steps` needs.
+        One chunk's state, plus the memory of `atomic_steps`.
 
     Example:
         >>> import torch, memkit as mk
@@ -55,7 +55,7 @@ def offload_state(optimizer: Optimizer | Sequence[Optimizer], *, folder: str | P
 
 @contextlib.contextmanager
 def moved_state(optimizers: Sequence[Optimizer], folder: str | Path | None = None) -> Iterator[None]:
-    """Do what `offload_state` does, where somebody else runs the steps in chunks."""
+    """Do the same as `offload_state` for a caller that already runs the steps in chunks."""
     for parameter in _parameters(optimizers):
         if type(parameter) not in {torch.Tensor, nn.Parameter}:
             raise ConfigError(
@@ -82,7 +82,7 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
 
 
 def _move(optimizer: Optimizer, move: Callable[[torch.Tensor, torch.device], torch.Tensor]) -> None:
-    """Replace what lies in the state of each parameter, but for its counters, all of it or nothing."""
+    """Replace the state tensors of each parameter, except its counters; all of them or none."""
     moved = {
         parameter: {name: move(value, parameter.device) if value.dim() else value for name, value in state.items()}
         for parameter, state in optimizer.state.items()
@@ -105,7 +105,7 @@ def _move_out(optimizer: Optimizer, folder: str | Path | None) -> None:
 
 
 def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list[torch.Tensor]:
-    """Write tensors into a file without a name, and map it. Written first: a full disk is then an error, no crash."""
+    """Write tensors to an unnamed file, then map it; writing first makes a full disk an error instead of a crash."""
     with tempfile.TemporaryFile(dir=folder, prefix="memkit-state-") as file:
         starts = []
         try:
@@ -134,5 +134,5 @@ def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list
 
 
 def span(tensor: torch.Tensor) -> int:
-    """How many elements of its storage a tensor reaches over."""
+    """Return how many elements of its storage a tensor spans."""
     return 1 + sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,7 +1,7 @@
-"""An optimiser's step that out-of-memory leaves whole: each parameter, with its state, is either old or new.
+"""Optimizer steps that stay consistent under out-of-memory: each parameter, with its state, is either old or new.
 
-The step runs on one chunk of parameters after the other, each time the optimiser's own code. A chunk's old values are
-kept until it is done. What runs out of memory is put back and tried again in halves.
+The optimizer's own code steps one chunk of parameters after the other. A chunk's old values are kept until it is done.
+A chunk that runs out of memory is restored and retried in halves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from memkit.train.parameterwise import (
 from memkit.train.ranks import local_part
 from memkit.train.resume import Progress, StepJournal, go_on
 
-# A chunk costs copies of all that it has, and up to four temporary results: less than a tenth of the whole.
+# A chunk costs a copy of its tensors and up to four temporary results: less than a tenth of the whole.
 _NUM_CHUNKS = 32
 _SMALLEST_CHUNK_BYTES = 2**20
 _SMALLEST_SLICE = 1024  # elements
@@ -49,22 +49,22 @@ _SMALLEST_SLICE = 1024  # elements
 
 @contextlib.contextmanager
 def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
-    """Make the steps of optimisers whole for the block: out-of-memory leaves no parameter half stepped, and goes on.
+    """Make optimizer steps atomic inside the block: out-of-memory leaves no parameter half stepped, and is recovered.
 
     ``optimizer.step()`` is called as before, by you, a loss scaler or a trainer; schedules, step hooks, closures and
-    tensor learning rates work. Inside, it runs on a 32nd of the parameters at a time, and keeps their old values until
-    they are done; Ctrl-C waits for its end. After an out-of-memory they are put back, with their
-    gradients and state, and are stepped in halves. A parameter above the 32nd is stepped in slices. The result is
+    tensor learning rates work. Internally, it runs on 1/32 of the parameters at a time, and keeps their old values
+    until they are done; Ctrl-C waits for the end of the step. After an out-of-memory they are restored, with their
+    gradients and state, and stepped in halves. A parameter larger than 1/32 is stepped in slices. The result is
     bit-identical to the plain step.
 
     Args:
-        optimizer: One of torch's own optimisers but LBFGS, a subclass that leaves the step alone, or a class of
-            `register_parameterwise`; or several.
+        optimizer: Any of torch's own optimizers except LBFGS, a subclass that does not change the step, or a class
+            registered with `register_parameterwise`; or several.
 
     Raises:
-        ConfigError: The optimiser is not known to step each parameter by itself: LBFGS, other people's.
+        ConfigError: The optimizer is not known to step each parameter independently: LBFGS, third-party optimizers.
         MemkitOutOfMemoryError: From ``step()``: even the smallest part does not fit. The message says how many
-            parameters are stepped; each is whole.
+            parameters were stepped; each is consistent with its state.
 
     Memory:
         The old values and the temporary results of one chunk: less than a tenth of parameters, gradients and state, or
@@ -97,24 +97,24 @@ def atomic_steps(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[None]:
         finally:
             close_all(steps)
     finally:
-        close_all(steps)  # again, where an interrupt came in the middle of it
+        close_all(steps)  # again, in case an interrupt cut it short
 
 
 def close_all(steps: Sequence[ChunkedStep]) -> None:
-    """Put the own steps of optimizers back in their places."""
+    """Restore the optimizers' own steps."""
     for each in steps:
         each.close()
 
 
 class ChunkedStep:
-    """Stands in the place of an optimizer's ``step`` between `open` and `close`, for whoever calls it there.
+    """Replaces an optimizer's ``step`` between `open` and `close`.
 
-    Ctrl-C in the middle of a step waits for its end, so that no parameter is old beside a new one.
+    Ctrl-C in the middle of a step waits for its end, so that old and new parameters never mix.
 
     Args:
-        optimizer: One that `steps_parameterwise`.
-        only_once: A further call goes on where the first one has ended, and steps are in one piece until memory runs
-            out in one of them.
+        optimizer: An optimizer for which `steps_parameterwise` is True.
+        only_once: A second call resumes where the first one ended, and steps run in one piece until one of them runs
+            out of memory.
     """
 
     def __init__(self, optimizer: Optimizer, *, only_once: bool) -> None:
@@ -130,12 +130,12 @@ class ChunkedStep:
 
     @property
     def num_stepped(self) -> int:
-        """How many parameters are stepped."""
+        """Number of parameters stepped."""
         return self._num_before + sum(len(each.parameters) for each in self._work or () if each.is_done)
 
     @property
     def is_done(self) -> bool:
-        """Whether all are."""
+        """Whether all parameters are stepped."""
         return self._work is not None and all(each.is_done for each in self._work)
 
     @property
@@ -149,12 +149,12 @@ class ChunkedStep:
         self._hooks_have_begun = self._hooks_have_ended = False
 
     def open(self) -> None:
-        """Stand in the place of the optimizer's own step."""
+        """Replace the optimizer's own step."""
         optimizer = self._optimizer
-        own = vars(optimizer).get("step")  # a schedule's, which notes the call
+        own = vars(optimizer).get("step")  # a scheduler's wrapper, which counts the calls
         if self._stand_in is None or own is not self._own:
             self._own = own
-            # torch's own call of hooks and profiler around it; marks and signature are those of the step in its place.
+            # torch's own hook and profiler wrapper around it; attributes and signature are those of the replaced step.
             hooked = Optimizer.profile_hook_step(self._run)
             once = functools.partial(self._unless_ended, hooked) if self._only_once else hooked
             self._stand_in = types.MethodType(functools.update_wrapper(once, optimizer.step), optimizer)
@@ -164,14 +164,14 @@ class ChunkedStep:
         optimizer.step = self._stand_in  # type: ignore[method-assign]  # until `close`
 
     def close(self) -> None:
-        """Put the optimizer's own step back in its place."""
+        """Restore the optimizer's own step."""
         self._is_open = False
         for handle in self._handles:
             handle.remove()
         if self._stand_in is None or vars(self._optimizer).get("step") is not self._stand_in:
-            return  # it was put back, or a schedule that was made in the block calls it, which then does as before
+            return  # already restored, or wrapped by a scheduler made in the block; `_run` then does a plain step
         if self._own is None:
-            del self._optimizer.step  # that of its class is there again
+            del self._optimizer.step  # its class's step shows again
         else:
             self._optimizer.step = self._own  # type: ignore[method-assign]
 
@@ -185,7 +185,7 @@ class ChunkedStep:
         return None if self._hooks_have_ended else step(optimizer, *args, **kwargs)
 
     def _run(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """What ``optimizer.step(closure)`` does in the block, beneath its hooks."""
+        """Run as ``optimizer.step(closure)`` inside the block, beneath its hooks."""
         if not self._is_open:
             return _own_step(optimizer, closure)
         mark_stepped(optimizer)
@@ -197,7 +197,7 @@ class ChunkedStep:
             self.forget()
             with deferred_signals():
                 self._step(optimizer)
-        else:  # who steps several optimizers together lets signals wait for all of them
+        else:  # a caller that steps several optimizers defers signals for all of them
             self._step(optimizer)
         return result
 
@@ -209,7 +209,7 @@ class ChunkedStep:
             self._go_on(self._work or [])
         except Exception:
             raise
-        except BaseException:  # an interrupt that no signal brought
+        except BaseException:  # an interrupt not raised by a signal
             optimizer.param_groups = groups
             if self.num_stepped or (self._work and self._work[0].progress):
                 self._go_on(self._work or [])
@@ -218,7 +218,7 @@ class ChunkedStep:
             optimizer.param_groups = groups
 
     def _begin(self, optimizer: Optimizer) -> None:
-        """Step in one piece, where that can be gone on with if it is cut off; note what is left to do."""
+        """Step in one piece where an interrupted step can be resumed; otherwise plan the chunks."""
         journal = self._journal
         if self._only_once and not self._is_short:
             if journal is None or not journal.describes(optimizer):
@@ -241,7 +241,7 @@ class ChunkedStep:
             raise
 
     def _rest(self, journal: StepJournal) -> list[_Work]:
-        """What is left of a step that was cut off."""
+        """Return the remaining work of an interrupted step."""
         journal.cut_off(self._optimizer)
         self._num_before = max(0, journal.num_begun - 1)
         done = {id(parameter) for _, parameter in journal.parameters[: journal.num_begun]}
@@ -258,7 +258,7 @@ class ChunkedStep:
         return [_Work(group, chunk) for group in groups for chunk in self._chunks(group, without)]
 
     def _chunks(self, group: Group, without: Collection[int]) -> Iterator[list[torch.Tensor]]:
-        """Yield a group's parameters that have gradients, as many at a time as a chunk holds."""
+        """Yield a group's parameters that have gradients, one chunk at a time."""
         chunk, num_bytes = list[torch.Tensor](), 0
         for parameter in group["params"]:
             if parameter.grad is None or id(parameter) in without:
@@ -272,7 +272,7 @@ class ChunkedStep:
             yield chunk
 
     def _go_on(self, work: list[_Work]) -> None:
-        """Do what is not done yet; what runs out of memory, in halves."""
+        """Do the remaining work; split chunks that run out of memory into halves."""
         number = 0
         while number < len(work):
             chunk = work[number]
@@ -293,7 +293,7 @@ class ChunkedStep:
                         self._refuse(outcome.error, "; one more is half stepped" if chunk.progress else "")
 
     def _has_slices(self, chunk: _Work) -> bool:
-        """Whether it is one parameter that is larger than a chunk, and may be stepped slice by slice."""
+        """Return whether it is a single parameter larger than a chunk that may be stepped slice by slice."""
         first = chunk.parameters[0]
         is_large = len(chunk.parameters) == 1 and _num_bytes(first) > self._chunk_bytes
         return is_large and _may_be_sliced(self._optimizer, chunk.group, first)
@@ -351,17 +351,17 @@ class ChunkedStep:
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """Parameters of a group that are stepped together, and how far that has come.
+    """Parameters of a group that are stepped together, and their progress.
 
     Attributes:
-        progress: In-place operators that are applied to the one parameter, where its step was cut off.
+        progress: In-place operators already applied to the single parameter whose step was interrupted.
     """
 
     group: Group
     parameters: list[torch.Tensor]
     is_done: bool = False
     progress: Progress = field(default_factory=dict)
-    start: int = 0  # where a parameter goes in slices: what is done, and the last one
+    start: int = 0  # for a sliced parameter: rows done, and below the last slice
     part: _Slice | None = None
 
     def halves(self) -> list[_Work]:
@@ -389,7 +389,7 @@ class _Slice:
         self._stand_in.grad = gradient.narrow(dim, start, length)
 
     def step(self, group: Group) -> None:
-        """Step it, or leave it as it is."""
+        """Step the slice, or leave it unchanged."""
         shape, dim, start, length = self._whole
         self._own = {
             name: value.narrow(dim, start, length) if value.shape == shape else value.clone()
@@ -402,19 +402,19 @@ class _Slice:
             _step_or_undo(self._optimizer, work)
         finally:
             if self.progress:
-                self.progress |= counters  # each try has copies of the whole's
+                self.progress |= counters  # each try gets fresh copies of the whole parameter's
             self.is_done = work.is_done
             self._optimizer.state.pop(self._stand_in, None)
 
     def keep_counters(self) -> None:
-        """Take over, after the last slice, what the state keeps for the whole parameter."""
+        """Copy the counters of the last slice into the whole parameter's state."""
         for name, value in self._own.items():
             if value.dim() == 0:
                 self._state[name].copy_(value)
 
 
 class _Undo:
-    """Old values of some parameters and their state, and of their gradients where the step writes to these."""
+    """Old values of parameters and their state, and of their gradients if the step writes to them."""
 
     def __init__(self, optimizer: Optimizer, group: Group, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -429,7 +429,7 @@ class _Undo:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, in place; this needs no memory, and may be done again."""
+        """Restore everything in place; this needs no memory, and may be repeated."""
         for tensor, value in zip(self._tensors, self._values, strict=True):
             tensor.copy_(value)
         for parameter, state in self._states.items():
@@ -438,7 +438,7 @@ class _Undo:
 
 @torch.no_grad()
 def _step_or_undo(optimizer: Optimizer, work: _Work) -> None:
-    """Step parameters together; any error leaves them as they were, or as far as is noted; unless they are done."""
+    """Step parameters together; on error restore them, or record the progress, unless they are done."""
     if work.progress:
         go_on(optimizer, work.group, work.parameters[0], work.progress)
         work.is_done = True
@@ -463,7 +463,7 @@ def _num_bytes(parameter: torch.Tensor) -> int:
 
 
 def _may_be_sliced(optimizer: Optimizer, group: Group, parameter: torch.Tensor) -> bool:
-    """Say whether a parameter may be stepped slice by slice."""
+    """Return whether a parameter may be stepped slice by slice."""
     if known_kind(optimizer) not in ELEMENTWISE or type(parameter) not in {torch.Tensor, torch.nn.Parameter}:
         return False
     if known_kind(optimizer) is optim.SGD and group["momentum"] != 0 and group["dampening"] != 0:

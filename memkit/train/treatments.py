@@ -1,4 +1,4 @@
-"""What keeps a block's activations small: the block runs again, in whole or in part, or they wait elsewhere."""
+"""Ways to reduce a block's activation memory: full or selective recomputation, or offloading."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Treatment: TypeAlias = Literal["full", "selective", "offload"]
 TREATMENTS: tuple[Treatment, ...] = ("full", "selective", "offload")
 
 _aten = torch.ops.aten
-# What a "selective" block keeps of its forward: results that took many FLOPs for each of their bytes. Not bmm: in an
-# attention that is written out it makes the scores, which are the largest tensors of the block.
+# Operators whose results a "selective" block keeps: many FLOPs per byte of result. Not bmm: in unfused attention it
+# computes the scores, which are the largest tensors of the block.
 KEPT_OPERATORS = frozenset(
     {
         _aten.mm.default,
@@ -41,58 +41,58 @@ KEPT_OPERATORS = frozenset(
 
 
 class ChangedInputError(StateError):
-    """A block changes its input in place, so that it cannot run again."""
+    """A block changes its input in place, so it cannot be recomputed."""
 
 
 _OWN_SETTINGS = {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
 
 
 class TreatedForward:
-    """A block's forward whose activations are kept small.
+    """A block's forward with reduced activation memory.
 
-    An object and not a closure: a deep copy of the model (an EMA) must call the copy's block, not the original's.
+    It is an object, not a closure: a deep copy of the model (an EMA) must call the copy's block, not the original's.
 
     Args:
         name: The block's name in the model, for messages.
-        block: The module whose forward it is.
-        treatment: What is done.
-        elsewhere: Where the activations of offloaded blocks wait, one for all blocks of a model.
+        block: The module it belongs to.
+        treatment: The treatment to apply.
+        elsewhere: The activation store of offloaded blocks, shared by all blocks of a model.
     """
 
     def __init__(self, name: str, block: nn.Module, treatment: Treatment, elsewhere: Elsewhere) -> None:
         self.treatment = treatment
         self._name = name
         self._block = block
-        self._forward = block.__dict__.get("forward")  # somebody may have put one on the instance already
+        self._forward = block.__dict__.get("forward")  # the instance may already have its own
         self._watch = StateWatch(block)
         self._elsewhere = elsewhere
         self.is_suspended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block's own forward, treated where gradients are wanted.
+        """Run the block's own forward, with the treatment if gradients are enabled.
 
         Raises:
-            StateError: The block would run again in backward, and has changed its input in place.
+            StateError: The block is to be recomputed in backward, but has changed its input in place.
         """
         forward = self._forward or functools.partial(type(self._block).forward, self._block)
         if self.is_suspended or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.treatment == "offload":
-            if torch.compiler.is_compiling():  # a graph has no hooks inside: the block runs between graphs, as written
+            if torch.compiler.is_compiling():  # no hooks inside a graph: run the block uncompiled
                 return torch.compiler.disable(self._offloaded)(forward, *args, **kwargs)  # type: ignore[no-untyped-call]
             return self._offloaded(forward, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by calling Python again
+        if torch.compiler.is_compiling():  # the compiler recomputes by copying operators, not by rerunning Python
             if self.treatment == "full":
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
             contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         inputs = _tensors((args, kwargs))
         versions = versions_of(inputs)
-        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would take these for its own
+        if _OWN_SETTINGS & kwargs.keys():  # checkpoint() would consume these itself
             forward, kwargs = functools.partial(forward, **kwargs), {}
         out = checkpoint(forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
         is_changed = versions != versions_of(inputs)
-        if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # else it never runs again
+        if is_changed and any(tensor.requires_grad for tensor in _tensors(out)):  # otherwise it is never recomputed
             raise ChangedInputError(
                 f"the forward of the block {self._name!r} with checkpoint {self.treatment!r}",
                 got=f"a {type(self._block).__name__} that changes its own input in place",
@@ -115,9 +115,9 @@ class TreatedForward:
 
 
 class Elsewhere:
-    """Where the activations of a model's offloaded blocks wait: on the CPU the disk, beside an accelerator the host.
+    """Store for the activations of a model's offloaded blocks: on disk for the CPU, in host memory for an accelerator.
 
-    One for all blocks, so that what two of them save is moved once. A copy of a model gets its own.
+    One for all blocks, so that a tensor saved by two of them is moved once. A copy of a model gets its own.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Elsewhere:
         return Elsewhere, ()
 
     def of(self, block: nn.Module) -> contextlib.AbstractContextManager[offload_activations]:
-        """A context in which a block's forward is offloaded; its parameters and buffers stay."""
+        """Return a context that offloads a block's forward; its parameters and buffers stay."""
         to: Literal["disk", "host"] = "disk" if device_of(block).type == "cpu" else "host"
         if to not in self._offloads:
             self._offloads[to] = offload_activations(to=to)
@@ -135,25 +135,25 @@ class Elsewhere:
 
 
 class KeptResults:
-    """Results of `KEPT_OPERATORS` in one forward, which are given out when it runs again.
+    """Results of `KEPT_OPERATORS` in one forward, reused when it is recomputed.
 
-    As `torch.utils.checkpoint.create_selective_checkpoint_contexts`, but a kept graph can be used again, and a result
-    that is changed in place afterwards (by ``ReLU(inplace=True)``) is computed again where torch's raises an error.
+    Like `torch.utils.checkpoint.create_selective_checkpoint_contexts`, but a retained graph can be used again, and a
+    result that is later changed in place (by ``ReLU(inplace=True)``) is recomputed where torch raises an error.
     """
 
     def __init__(self) -> None:
-        self._results: list[tuple[Any, Any]] = []  # operator and result in order; None where it must be computed again
+        self._results: list[tuple[Any, Any]] = []  # operators and results in order; None must be recomputed
 
     @contextlib.contextmanager
     def first(self, replay: Replay) -> Iterator[None]:
-        """Run a forward for the first time."""
+        """Record the results of the first forward in the block."""
         with replay, _OnKept(self._keep):
             yield
         self._results = [(func, result if _is_unchanged(result) else None) for func, result in self._results]
 
     @contextlib.contextmanager
     def repetition(self, replay: Replay) -> Iterator[None]:
-        """Run it again."""
+        """Reuse the results in the recomputed forward in the block."""
         order = itertools.count()
 
         def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -178,14 +178,14 @@ class KeptResults:
                 fix="give this block checkpoint 'offload', or make its forward depend on its inputs alone.",
             )
         if not keeps_graph():
-            self._results[index] = func, None  # so that it goes as soon as backward is through with it
+            self._results[index] = func, None  # free it as soon as backward is done with it
         if not _is_unchanged(result):
             return func(*args, **kwargs)
         return tree_map(lambda part: part.get() if isinstance(part, _Result) else part, result)
 
 
 class _Result:
-    """A tensor, and whether it is still what it was."""
+    """A tensor that knows whether it was changed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = _detached(tensor)
@@ -195,7 +195,7 @@ class _Result:
         return version_of(self._tensor) == self._version
 
     def get(self) -> torch.Tensor:
-        return _detached(self._tensor)  # an object of its own, which autograd will give a history
+        return _detached(self._tensor)  # a new object, which gets an autograd history
 
 
 class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
@@ -220,7 +220,7 @@ class _OnKept(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
 
 
 def _is_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a result is kept. One with dropout inside is not: what is skipped would draw no random numbers."""
+    """Return whether a result is kept; not with dropout inside, since a skipped operator draws no random numbers."""
     if func not in KEPT_OPERATORS:
         return False
     if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -234,7 +234,7 @@ def _policy(context: object, func: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a pytree that count their changes."""
+    """List the tensors of a pytree that have version counters."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
@@ -243,6 +243,6 @@ def _is_unchanged(result: Any) -> bool:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # Below autograd a view would count its changes by itself; torch's own selective checkpoint does this, too.
+    # Below autograd a view would get its own version counter; torch's own selective checkpoint does this, too.
     with counting_in_views():
         return tensor.detach()

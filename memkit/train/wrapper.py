@@ -53,45 +53,46 @@ OnOom = Literal["exact", "inexact", "raise"]
 
 
 class MemoryEfficientTrainingWrapper(Uncopied, Closing):
-    """Makes the step of a loop that you own fit, with the gradient of the whole batch.
+    """Makes the training step of your own loop fit in memory, with the gradient of the whole batch.
 
-    A batch is split into micro-batches whose gradients add up exactly. When one runs out of memory it is rolled back
-    (gradients, buffers, attributes, random state) and runs again inside the same step, with blocks that run again in
-    backward, or cut where that keeps the gradient (see ``on_oom``): the effective batch, its weighting and the number
-    of steps stay. The size that fits is remembered per input shape, and grows back after clean steps.
+    A batch is split into micro-batches whose gradients add up exactly. A micro-batch that runs out of memory is rolled
+    back (gradients, buffers, attributes, random state) and run again inside the same step, with more blocks recomputed
+    in backward, or split where that keeps the gradient (see ``on_oom``). The effective batch, its weighting and the
+    number of steps do not change. The size that fits is remembered per input shape, and grows back after clean steps.
 
-    Memory cost: a copy of the model's buffers (not of large ones that stay as they are); while a micro-batch size is
+    Memory cost: a copy of the model's buffers (except large ones that do not change); while a micro-batch size is
     unproven, one more set of gradients, and copies of small frozen parameters and of small tensors in attributes.
     Time cost: see ``docs/wrapper.md``.
 
     Args:
         model: Any module, also compiled, wrapped by DistributedDataParallel, or sharded by ``fully_shard``.
-        optimizer: Its optimiser.
-        precision: None: as the model is. ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling), ``"bf16-true"``
-            (the whole model), or ``"auto"``: bf16-mixed where the device is good at it.
-        accumulation_steps: Micro-batches per batch, at least; each call of `train_step` is one optimiser step.
+        optimizer: Its optimizer.
+        precision: None keeps the model's own precision. Or ``"bf16-mixed"``, ``"fp16-mixed"`` (with loss scaling),
+            ``"bf16-true"`` (the whole model), or ``"auto"``: bf16-mixed where the device handles it well.
+        accumulation_steps: Minimum number of micro-batches per batch; each `train_step` call is one optimizer step.
         checkpoint: Blocks to recompute in backward: ``"auto"``, `fnmatch` patterns over ``named_modules()``, a callable
             ``(name, module) -> bool``, or a mapping of patterns to ``"full"``, ``"selective"`` or ``"offload"``.
-        offload: ``"activations"`` that wait for backward, ``"optimizer"``: state; to host memory, from there to disk.
+        offload: ``"activations"`` (those saved for backward), ``"optimizer"`` (its state); they move to host memory,
+            and from there to disk.
         max_grad_norm: Clip the total gradient norm.
-        scheduler: Stepped after each real optimiser step.
-        average: A running average of the weights, updated after each real optimiser step.
-        memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. Then
-            `train_step` foresees from two small runs what a micro-batch may hold. A manager also gets phases
-            (and from `MemoryEfficientTrainLoop` its steps); it is the attribute ``memory``.
-        on_oom: ``"exact"``: what keeps the result comes first (blocks that run again in backward, activations that
-            wait elsewhere); then the batch is split, if that is checked and keeps its gradient; else the error comes
-            through. ``"inexact"``: also a split that changes the gradient, with a warning. ``"raise"`` lets the error
-            through. What was done is said once, as a warning.
-        split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Then each micro-batch
-            must say its weight.
-        probe: Check on a few rows whether the gradient of a split batch is the whole's (``docs/split-check.md``):
-            on the first batch that is split, where something is new, and now and then. Warns of BatchNorm and of what
-            could not be checked, refuses a loss that compares rows. ``"require"`` also refuses what could not be
+        scheduler: Stepped after each real optimizer step.
+        average: A running average of the weights, updated after each real optimizer step.
+        memory: A `MemoryManager`, or a budget: bytes, text such as ``"22GiB"``, or a fraction of the device. With it,
+            `train_step` predicts from two small runs how large a micro-batch may be. A manager is also told the phases
+            (and by `MemoryEfficientTrainLoop` the steps); it is available as the attribute ``memory``.
+        on_oom: ``"exact"`` first tries what cannot change the result (recomputing blocks in backward, offloading
+            activations), then splits the batch if the check shows that this keeps its gradient; otherwise the error
+            is raised. ``"inexact"`` also allows a split that changes the gradient, with a warning. ``"raise"`` always
+            raises the error. Each remedy is reported once, as a warning.
+        split_fn: ``split_fn(batch, n)`` returns a list of about n parts, for packed batches. Each micro-batch must
+            then come with its weight.
+        probe: Check on a few rows whether splitting a batch keeps its gradient (``docs/split-check.md``): on the first
+            split batch, whenever something is new, and from time to time. Warns about BatchNorm and about anything
+            that could not be checked; refuses a loss that compares rows. ``"require"`` also refuses what could not be
             checked.
 
     Raises:
-        ConfigError: A setting is wrong; the message says which and what would work.
+        ConfigError: A setting is invalid; the message names it and says what would work.
 
     Example:
         >>> import torch, memkit as mk
@@ -130,12 +131,12 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         self._split_watch = SplitWatch(model, probe, call=CALL, may_change=on_oom == "inexact")
         self._evaluation_sizes = SizeMemory()
         self._batch_run: BatchRun | None = None
-        self._num_steps_before = 0  # that batch
+        self._num_steps_before = 0  # before that batch
         self._is_closed = False
-        with contextlib.ExitStack() as cleanup:  # a constructor that fails leaves the model as it was found
+        with contextlib.ExitStack() as cleanup:  # a failing constructor restores the model
             self._precision = Precision(model, precision, self._device)
             cleanup.callback(self._precision.close)
-            # Names are those of the user's own model.
+            # Block names are those of the user's own model.
             self._checkpointing = Checkpointing(model, checkpoint) if checkpoint is not None else None
             if self._checkpointing:
                 cleanup.callback(self._checkpointing.close)
@@ -186,7 +187,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                 remedies=self._remedies,
                 split_fn=split_fn,
                 peers=peers,
-                watches_attributes=isinstance(peers, Alone),  # FSDP changes its own, and puts them back itself
+                watches_attributes=isinstance(peers, Alone),  # FSDP changes its own, and restores them itself
             )
             self._following: list[Callable[[], object]] = [] if scheduler is None else [scheduler.step]
             self._following += [] if average is None else [functools.partial(average.update_parameters, model)]
@@ -195,18 +196,18 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps that really happened."""
+        """Number of optimizer steps actually taken."""
         return self._sum.num_steps
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that share the gradient."""
+        """Number of ranks that share the gradient."""
         return 1 if self._sum.ranks is None else self._sum.ranks.num_ranks
 
     def parts(self) -> dict[str, Any]:
-        """Return what has a state of its own, by name: ``state.save(step, **trainer.parts())`` saves all of it.
+        """Return every object with its own state, by name: ``state.save(step, **trainer.parts())`` saves them all.
 
-        The first optimizer is ``"optimizer"``, the next ``"optimizer2"``; then the schedule and the average, if any.
+        The first optimizer is ``"optimizer"``, the next ``"optimizer2"``; then the scheduler and the average, if any.
         """
         names = ["optimizer", *(f"optimizer{number}" for number in range(2, len(self._optimizers) + 1))]
         parts = {"model": self.model, "trainer": self, **dict(zip(names, self._optimizers, strict=True))}
@@ -220,20 +221,20 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         return chosen + (self._remedies.recomputed if self._remedies else ())
 
     def train_step(self, batch: Any, loss_fn: LossFn) -> StepResult:
-        """Run one optimiser step on a batch.
+        """Run one optimizer step on a batch.
 
         Args:
             batch: A pytree of tensors with the rows in dimension 0, on the model's device.
             loss_fn: ``loss_fn(model, micro_batch)`` returns the mean loss over the micro-batch's rows, or
-                a `Loss`: for a mean over something else (valid tokens, a sum of class weights), and for further
+                a `Loss`, for a mean over something else (valid tokens, a sum of class weights) or for additional
                 outputs.
 
         Returns:
-            What the step did. Nothing in it has waited for the device.
+            The result of the step. Collecting it does not synchronize with the device.
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit, or smaller ones would change the result.
-            InputTypeError: ``loss_fn`` is no function.
+            InputTypeError: ``loss_fn`` is not callable.
             StateError: `close` was called.
         """
         check_open(self._is_closed, call="trainer.train_step")
@@ -248,7 +249,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
                         self._run(micro, loss_fn)
             stepped = self._step()
         except BaseException as error:
-            torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can come while a context is entered
+            torch.set_grad_enabled(is_grad_enabled)  # Ctrl-C can arrive while a context is being entered
             self._abandon(error)
             raise
         return StepResult(
@@ -263,30 +264,30 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         )
 
     def microbatches(self, batch: Any) -> Iterator[Attempt | CheckAttempt]:
-        """Yield attempts at the micro-batches of a batch, for a loop that is kept.
+        """Yield attempts at the micro-batches of a batch, for use in your own loop.
 
         ``for attempt in trainer.microbatches(batch): with attempt as micro: ...``. After an out-of-memory the block
         runs again (see ``on_oom``). Local variables of your loop stay alive in the meantime; keep big ones inside
-        functions. Call `step` after the loop. Where the split is checked (see ``probe``), the block also runs on a few
-        rows whose results are dropped: ``attempt.is_check`` tells.
+        functions. Call `step` after the loop. When the split is checked (see ``probe``), the block also runs on a few
+        rows whose results are dropped; ``attempt.is_check`` is then True.
 
         Args:
-            batch: As for `train_step`.
+            batch: Same as for `train_step`.
 
         Raises:
             MemkitOutOfMemoryError: Even the smallest micro-batch does not fit.
-            StateError: `step` was not called after the batch before, or `close` was called.
+            StateError: `step` was not called after the previous batch, or `close` was called.
         """
         check_open(self._is_closed, call="trainer.microbatches")
         run = self._open(batch, self._accumulation_steps)
         try:
             yield from self._attempts(run, None)
-        except BaseException as error:  # an out-of-memory for good, an interrupt, or the loop was left
+        except BaseException as error:  # a final out-of-memory, an interrupt, or the caller left the loop
             self._abandon(error)
             raise
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """A context for forward and loss, as ``precision`` and ``offload`` say."""
+        """Return a context for forward and loss that applies ``precision`` and ``offload``."""
         is_off = isinstance(self._driver.current, CheckAttempt) and self._driver.current.in_full_precision
         autocast = contextlib.nullcontext() if is_off else self._precision.autocast()
         return autocast if self._offload is None else self._offload.around(autocast)
@@ -302,7 +303,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
 
         Args:
             loss: 0-dim loss of the micro-batch.
-            count: Its weight; None takes the number of rows.
+            count: Its weight; None uses the number of rows.
             reduction: Whether ``loss`` is the mean or the sum over ``count``.
         """
         check_loss(loss, call="trainer.backward(loss)")
@@ -328,10 +329,10 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         attempt.is_added = True
 
     def step(self) -> bool:
-        """Step the optimiser with the batch's gradient, then the schedule and the average.
+        """Step the optimizer with the batch's gradient, then the scheduler and the average.
 
         Returns:
-            True when the optimiser really stepped.
+            True if the optimizer actually stepped.
         """
         is_grad_enabled = torch.is_grad_enabled()
         try:
@@ -342,26 +343,26 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             raise
 
     def discard(self) -> None:
-        """Drop a batch that was not stepped yet, after Ctrl-C between its loop and `step`: as if it had never come."""
+        """Drop a batch that was not stepped yet, after Ctrl-C between its loop and `step`, and undo its effects."""
         self._abandon(KeyboardInterrupt())
 
     def flush(self) -> bool:
-        """Under DDP take part in the steps of ranks that have more batches; all ranks call it at the end of their data.
+        """Under DDP, join the steps of ranks that have more batches; call it on all ranks at the end of their data.
 
         Returns:
-            True when an optimiser really stepped. Ranks with shards, and a single process, have nothing to do here.
+            True if an optimizer actually stepped. Does nothing on sharded ranks or in a single process.
         """
         return self._sum.end_all(self._following)
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[Evaluation]:
-        """Evaluate in the block: eval mode, no gradients; afterwards all modes are as before. Gives an `Evaluation`."""
+        """Evaluate inside the block, in eval mode without gradients; restores all modes. Yields an `Evaluation`."""
         can_split = self._remedies is not None and self._split_fn is None and self._sum.shards is None
         with eval_mode(self.model), without_gradients(), self.autocast():
             yield Evaluation(self.model, self._evaluation_sizes, can_split=can_split)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapper's own state; model, optimiser and schedule are saved by their own ``state_dict``."""
+        """Return the wrapper's own state; model, optimizer and scheduler are saved by their own ``state_dict``."""
         if isinstance(self._driver.current, CheckAttempt):
             raise StateError(
                 "trainer.state_dict()",
@@ -381,7 +382,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         """Restore `state_dict`.
 
         Raises:
-            FileFormatError: Another version, or the state of another set of parameters.
+            FileFormatError: The state has another version, or belongs to another set of parameters.
         """
         if state.get("version") != _VERSION:
             raise FileFormatError(
@@ -400,7 +401,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             warnings.warn(f"{call}: the state is of another precision: it has {has}.", MemkitWarning, stacklevel=2)
 
     def close(self) -> None:
-        """Leave the model as it was found: own forwards, own dtypes, no hooks, DDP synchronising in backward."""
+        """Restore the model: its own forwards and dtypes, no hooks, DDP synchronizing in backward."""
         self._is_closed = True
         self._cleanup.close()
 
@@ -431,11 +432,11 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         return stepped
 
     def _abandon(self, error: BaseException) -> None:
-        """Drop the batch that is under way: its step is lost, and the next one starts clean."""
+        """Drop the current batch: its step is lost, and the next one starts clean."""
         run, self._batch_run, self._driver.current = self._batch_run, None, None
         self._sum.discard()
         is_users = isinstance(error, Exception) and not isinstance(error, MemkitError)
-        # After the user's own error all stays as it is, to be looked at; a batch that was stepped with is done.
+        # After the user's own error keep all state for inspection; a batch that was already stepped is done.
         if run is not None and not is_users and self.num_steps == self._num_steps_before:
             run.undo()
 
@@ -445,13 +446,13 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
         return self._foresight.num_parts(batch, self._accumulation_steps, lambda micro: self._rehearse(micro, loss_fn))
 
     def _rehearse(self, micro: Any, loss_fn: LossFn) -> None:
-        """Run forward and backward, and leave no trace."""
+        """Run forward and backward, then undo all side effects."""
         with Rollback(self._driver.state_watch).undone():
             loss = self._evaluate(micro, loss_fn).value
             torch.autograd.grad(loss, list_parameters(self._optimizers), allow_unused=True)
 
     def _run(self, micro: Any, loss_fn: LossFn) -> None:
-        # A function of its own: when it fails, its frame takes every tensor with it.
+        # A separate function: when it fails, its frame releases every tensor.
         self._backward(self._evaluate(micro, loss_fn))
 
     def _evaluate(self, micro: Any, loss_fn: LossFn) -> Loss:
@@ -468,17 +469,17 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             )
 
     def _add(self, loss: Loss, attempt: Attempt) -> None:
-        """Add the gradient of a micro-batch, which weighs its rows or its count."""
+        """Add the gradient of a micro-batch, weighted by its rows or its count."""
         self._check_weight(loss)
         check_loss(loss.value)
         count, gradients = loss.count, self._sum
         weight: float | torch.Tensor = float(attempt.size)
         if count is None:
             count = attempt.size
-            gradients.expect(attempt.batch_size)  # all micro-batches together weigh the batch's rows
+            gradients.expect(attempt.batch_size)  # the total weight is the batch's rows
         elif attempt.size == attempt.batch_size and (loss.reduction == "mean" or not _is_on_accelerator(count)):
-            # The batch is whole: hooks in its graph see the gradient that they see without memkit. No count is read
-            # here that would not be read anyway.
+            # The batch is whole: hooks in its graph see the same gradient as without memkit. No count is read here
+            # that would not be read anyway.
             count = weight = read_count(count, stay_on_device=False)
             gradients.expect(float(weight))
         else:

@@ -1,4 +1,4 @@
-"""The content of voxels and clouds: augmentations, losses, metrics."""
+"""Augmentations, losses and metrics for voxels and point clouds."""
 
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         PointCloudMetrics as PointCloudMetrics,
         VoxelMetrics as VoxelMetrics,
     )
-else:  # a type checker would take any name for one that `__getattr__` may give
+else:  # hidden from type checkers, which would accept any name because of `__getattr__`
     from memkit._core.lazy import load_lazily
 
     _HOMES = {

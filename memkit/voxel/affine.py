@@ -1,8 +1,8 @@
-"""Volumes that know where they lie in the world: tensors with an ``affine``, such as MONAI's MetaTensor.
+"""Volumes with a voxel-to-world affine: tensors with an ``affine`` attribute, such as MONAI's MetaTensor.
 
-An affine maps a voxel's place along D, H, W to a place in the world. A flip moves voxels, and not the world: so the
-affine has to change with it, or a file that is written from the volume is mirrored. MONAI is not imported: any subclass
-of torch's Tensor that has an attribute ``affine`` is one.
+An affine maps voxel indices along D, H, W to world coordinates. A flip moves voxels, not the world, so the affine must
+change with it, or a file written from the volume would be mirrored. MONAI is not imported: any subclass of torch's
+Tensor with an ``affine`` attribute qualifies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memkit._core.errors import InputError, InputTypeError
 
-_RECORD = "memkit"  # in MONAI's record of what was applied to an image
+_RECORD = "memkit"  # in MONAI's record of applied operations
 _IDENTITY = torch.eye(4, dtype=torch.float64)
 
 
@@ -26,15 +26,15 @@ def compose(call: str, affine: Any, moves: Sequence[Tensor], *, batched: bool) -
 
     Args:
         call: The user's call, for messages.
-        affine: (4, 4), or (B, 4, 4) of a batch; a tensor or an array.
-        moves: For each sample, (4, 4) from a voxel's new place to its old one.
+        affine: (4, 4), or (B, 4, 4) for a batch; a tensor or an array.
+        moves: For each sample, the (4, 4) matrix from new to old voxel indices.
         batched: Whether the volumes are a batch.
 
     Returns:
         The same shape and dtype, computed in float64.
 
     Raises:
-        InputError: Another shape; or one affine for samples that move in different ways.
+        InputError: The shape is wrong, or a single affine is given for samples that move differently.
     """
     given = torch.as_tensor(affine)
     is_one = given.shape == (4, 4)
@@ -59,17 +59,17 @@ def compose(call: str, affine: Any, moves: Sequence[Tensor], *, batched: bool) -
 
 
 def described_as(call: str, result: Tensor, source: Tensor, moves: Sequence[Tensor] | None, *, batched: bool) -> Tensor:
-    """Give a result the class and attributes of its source, with the affine of where its voxels lie now.
+    """Give a result the class and attributes of its source, with the affine updated for the move.
 
     Args:
         call: The user's call, for messages.
         result: A plain tensor.
         source: The volume, which `carries_affine`.
-        moves: As for `compose`; None where nothing moves.
-        batched: Likewise.
+        moves: As for `compose`; None if nothing moves.
+        batched: As for `compose`.
 
     Raises:
-        InputError: As for `compose`; or what is pending would be done to voxels that lie elsewhere by then.
+        InputError: As for `compose`; or the source has pending operations, which would apply to moved voxels.
         InputTypeError: The affine cannot be set.
     """
     whole: Any = result.as_subclass(type(source))
@@ -99,9 +99,9 @@ def described_as(call: str, result: Tensor, source: Tensor, moves: Sequence[Tens
 
 
 def _note(volume: Any, moves: Sequence[Tensor], *, batched: bool) -> None:
-    """Put the move in the place of what was applied before it, so that MONAI refuses to invert that now.
+    """Replace the record of applied operations by the move, so that MONAI refuses to invert them now.
 
-    A move that undoes the last one brings the record back.
+    A move that undoes the last one restores the record.
     """
     applied = getattr(volume, "applied_operations", None)
     if not isinstance(applied, list):
@@ -113,7 +113,7 @@ def _note(volume: Any, moves: Sequence[Tensor], *, batched: bool) -> None:
 
 
 def _noted(record: Any, move: Tensor) -> Any:
-    """One volume's record; in a batch MONAI writes "none" for an empty one."""
+    """Return one volume's updated record; in a batch MONAI writes "none" for an empty one."""
     if torch.equal(move, _IDENTITY):
         return record
     done = list(record) if isinstance(record, list) else []

@@ -1,4 +1,4 @@
-"""Flips, quarter turns, noise, dropout and jitter of voxels: the same for dense, sparse and points."""
+"""Flips, quarter turns, noise, dropout and jitter of voxels, identical for dense, sparse and point data."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ _KIND_OF_JITTER = {"intensity_jitter": "intensity", "doppler_jitter": "doppler"}
 
 @dataclass(frozen=True, kw_only=True)
 class VoxelAugmentation(Augmentation[VoxelParams]):
-    """Flips along X, Y, Z, quarter turns in XY, noise, dropout, intensity and Doppler jitter.
+    """Random flips along X, Y, Z, quarter turns in XY, noise, dropout, intensity and Doppler jitter.
 
-    Flips and turns are about the middle of the grid. Noise, jitter and dropout touch occupied voxels only, depend on
-    the voxel's place before the move, and are the same for dense and sparse volumes, bit for bit.
+    Flips and turns are about the center of the grid. Noise, jitter and dropout affect occupied voxels only, depend on
+    the voxel's position before the move, and are bit-identical for dense and sparse volumes.
 
     Attributes:
-        flip_prob: Of each axis.
-        rotate_prob: Of a turn in XY, by one, two or three quarters.
-        noise_std: Of normal noise on channels of the kinds intensity and scalar.
-        dropout_prob: Of a voxel to be emptied, in all channels; of a sparse voxel or a point to be left out.
-        intensity_jitter: Intensities are multiplied by one number of [1 - this, 1 + this] for each sample.
-        doppler_jitter: Of normal noise on Doppler channels, in their unit.
+        flip_prob: Flip probability of each axis.
+        rotate_prob: Probability of a turn in XY, by one, two or three quarters.
+        noise_std: Standard deviation of normal noise on intensity and scalar channels.
+        dropout_prob: Probability that a voxel is emptied in all channels; a sparse voxel or a point is removed instead.
+        intensity_jitter: Intensities are multiplied by one factor per sample from [1 - this, 1 + this].
+        doppler_jitter: Standard deviation of normal noise on Doppler channels, in their unit.
         flip_axes: The axes that may be flipped.
-        on_nonsquare: A grid whose X and Y differ in voxels or in voxel size is turned by two quarters only, refused,
+        on_nonsquare: Whether a grid whose X and Y differ in size or voxel size is turned by half turns only, refused,
             or not turned.
-        same_on_batch: All samples of a batch are flipped, turned and multiplied alike.
-        layout: What the channels mean. Without one all are scalars, and empty voxels hold 0.
+        same_on_batch: Whether all samples of a batch share flips, turns and the intensity factor.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
-        ConfigError: A key has a wrong value; the message names it.
+        ConfigError: A setting is invalid; the message names it.
 
     Memory cost: see `apply`.
 
@@ -108,14 +108,14 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, layout: VoxelLayout | None = None) -> VoxelAugmentation:
-        """Make one from a mapping, such as ``{"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02}``.
+        """Create one from a mapping, such as ``{"flip_prob": 0.5, "rotate_prob": 0.3, "noise_std": 0.02}``.
 
         Args:
             config: The class's attributes by name. ``"layout"`` may be a mapping of `VoxelLayout`'s attributes.
-            layout: The layout, where the mapping has none.
+            layout: The layout, if the mapping has none.
 
         Raises:
-            ConfigError: A key is unknown, or has a wrong value; the message names it.
+            ConfigError: A key is unknown, or its value is invalid; the message names it.
         """
         check = Checker("VoxelAugmentation.from_config(config)")
         if not isinstance(config, Mapping):
@@ -129,7 +129,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         """Draw parameters; see `Augmentation.sample`.
 
         Raises:
-            InputError: The shape or a number cannot be; or the grid is not square, and ``on_nonsquare="error"``.
+            InputError: The shape or a number is invalid; or the grid is not square, and ``on_nonsquare="error"``.
         """
         call = "VoxelAugmentation.sample(shape)"
         grid = read_grid(call, shape, self.layout)
@@ -149,7 +149,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         return VoxelParams(grid.shape, grid.batched, tuple(draws))
 
     def _draw(self, chance: np.random.Generator, *, is_square: bool) -> VoxelDraw:
-        # All is drawn always, in one order: another probability changes nothing else.
+        # Everything is always drawn, in a fixed order, so changing one probability does not affect the other draws.
         flips, turn, quarters, gain = chance.random(3), chance.random(), chance.integers(1, 4), chance.random()
         seed = int(chance.integers(2**63))
         turns = int(quarters) if is_square else 2 if self.on_nonsquare == "half_turns" else 0
@@ -182,9 +182,9 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
             )
 
     def sensor_after(self, params: VoxelParams) -> Tensor:
-        """Where the sensor is after flips and turns: (3,) or (B, 3) float64, metres along X, Y, Z.
+        """Return the sensor position after flips and turns: (3,) or (B, 3) float64, meters along X, Y, Z.
 
-        Doppler values, which no flip or turn changes, are those that this place sees.
+        Doppler values are unchanged by flips and turns, and are those measured from this position.
 
         Raises:
             InputError: The layout has no sensor.
@@ -231,7 +231,7 @@ def _move_volume(x: Tensor, params: VoxelParams, layout: VoxelLayout, *, inplace
 
 
 def _move_sample(source: Tensor, target: Tensor, draw: VoxelDraw, shape: Triple, layout: VoxelLayout) -> None:
-    """Write a moved sample (C, D, H, W) to its place in the result, block by block."""
+    """Write a moved sample (C, D, H, W) into the result, block by block."""
     move = Move.of(draw)
     dims = [1 + dim for dim in move.dims(layout)]
     is_changed = source.is_floating_point() and _changes(draw, move, layout)
@@ -250,7 +250,7 @@ def _move_sample(source: Tensor, target: Tensor, draw: VoxelDraw, shape: Triple,
 
 
 def _change_block(part: Tensor, first: int, draw: VoxelDraw, move: Move, layout: VoxelLayout) -> Tensor:
-    """Change the occupied voxels of a block (C, d, h, W), whose first voxel has a number."""
+    """Change the occupied voxels of a block (C, d, h, W) whose first voxel is number ``first``."""
     place = layout.occupied(part).flatten().nonzero().squeeze(1)
     changed = part.clone(memory_format=torch.contiguous_format)
     flat = changed.view(len(part), -1)
@@ -277,7 +277,7 @@ def _move_sparse(voxels: SparseVoxels, params: VoxelParams, layout: VoxelLayout)
 
 
 def _rows_of(samples: Tensor, draws: Sequence[VoxelDraw]) -> Iterator[tuple[Tensor, VoxelDraw]]:
-    """Rows of each sample, a block of them at once: (N,) int64 numbers of samples to rows, and the sample's draw."""
+    """Yield the rows of each sample with its draw, block by block, from (N,) int64 sample numbers."""
     for first in range(0, len(samples), BLOCK):
         part = samples[first : first + BLOCK]
         for number, draw in enumerate(draws):
@@ -298,7 +298,7 @@ def _move_points(points: VoxelPoints, draw: VoxelDraw, shape: Triple, layout: Vo
 
 
 def _changes(draw: VoxelDraw, move: Move, layout: VoxelLayout) -> bool:
-    """Whether values change, and not places alone."""
+    """Return whether values change, not only positions."""
     is_gained = draw.intensity_gain != 1 and "intensity" in layout.channels
     is_noisy = any(_noise_of(draw, kind) for kind in layout.channels)
     return is_gained or is_noisy or draw.dropout_prob > 0 or bool(move and layout.vectors)
@@ -309,24 +309,24 @@ def _noise_of(draw: VoxelDraw, kind: str) -> float:
 
 
 def _kept(numbers: Tensor, draw: VoxelDraw, layout: VoxelLayout) -> Tensor:
-    """Which voxels dropout leaves: (N,) int64 numbers to (N,) bool."""
+    """Return which voxels survive dropout: (N,) int64 numbers to (N,) bool."""
     return ~is_below(words(_first_words(numbers, layout), draw.seed), draw.dropout_prob)
 
 
 def _first_words(numbers: Tensor, layout: VoxelLayout) -> Tensor:
-    """The number of each voxel's first random word, dropout's; those of its noise follow."""
+    """Return the number of each voxel's first random word, used by dropout; the words of its noise follow."""
     return numbers * (1 + -(-len(layout.channels) // LANES))
 
 
 def _change(rows: Tensor, numbers: Tensor, draw: VoxelDraw, move: Move, layout: VoxelLayout) -> Tensor:
-    """Change the values of occupied voxels, the same in every form of a volume.
+    """Change the values of occupied voxels, identically for every form of a volume.
 
     Args:
         rows: (C, N) values, which may be overwritten.
-        numbers: (N,) int64 of the voxels.
-        draw: What was drawn.
-        move: Of the draw.
-        layout: The channels.
+        numbers: (N,) int64, the voxel numbers.
+        draw: The drawn parameters.
+        move: The move of the draw.
+        layout: The layout of the channels.
     """
     dtype = rows.dtype
     values = rows if dtype in (torch.float32, torch.float64) else rows.float()

@@ -1,4 +1,4 @@
-"""What every augmentation of voxels shares: draw once, apply to volumes, sparse voxels and points, bring back."""
+"""Base of all voxel augmentations: draw once, apply to volumes, sparse voxels and points, and invert."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from memkit.voxel.affine import compose, described_as
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import AugmentationParams, Box
 
-BLOCK = 2**12  # voxels that are changed at once: fewer would cost time, more memory
+BLOCK = 2**12  # voxels changed at once: fewer cost time, more cost memory
 
 
 class VoxelPoints(NamedTuple):
     """Points of one sample, in the frame of a `VoxelLayout`.
 
     Attributes:
-        coords: (N, 3) floating point: metres along X, Y, Z.
+        coords: (N, 3) floating point: meters along X, Y, Z.
         features: (N, C): the channels of the layout.
 
     Example:
@@ -47,7 +47,7 @@ P = TypeVar("P", bound=AugmentationParams)
 
 
 class BatchShape(NamedTuple):
-    """The shape that parameters are drawn for."""
+    """The shape for which parameters are drawn."""
 
     shape: Triple
     num_channels: int
@@ -58,8 +58,8 @@ class BatchShape(NamedTuple):
 class Augmentation(ABC, Generic[P]):
     """Draw parameters with `sample`; `apply` them; `inverse` undoes flips and turns.
 
-    Args are those of each augmentation. What is drawn depends on seed, epoch and index alone: not on the number of
-    workers, on other samples, or on any global random state.
+    Constructor arguments are those of each augmentation. The draw depends only on seed, epoch and index: not on the
+    number of workers, other samples, or any global random state.
     """
 
     layout: VoxelLayout | None
@@ -70,38 +70,40 @@ class Augmentation(ABC, Generic[P]):
         """Draw parameters.
 
         Args:
-            shape: (C, D, H, W) of a sample, or (B, C, D, H, W) of a batch, in which each sample draws its own. For
-                sparse voxels that is ``(voxels.batch_size, C, *voxels.shape)``.
-            seed: Of the run.
-            epoch: Of the run; another one draws anew.
-            index: Of the sample in its data set. For a batch: the indices of its samples, which then draw what each
-                would draw alone; or one number, the batch's.
+            shape: (C, D, H, W) of a sample, or (B, C, D, H, W) of a batch, in which each sample gets its own draw. For
+                sparse voxels, pass ``(voxels.batch_size, C, *voxels.shape)``.
+            seed: Seed of the run.
+            epoch: Epoch of the run; each epoch gives new draws.
+            index: Index of the sample in its dataset. For a batch: the indices of its samples, each of which then gets
+                the same draw as alone; or a single number for the batch.
 
         Raises:
-            InputError: The shape or a number cannot be.
+            InputError: The shape or a number is invalid.
         """
 
     def apply(self, x: X, params: P, *, layout: VoxelLayout | None = None, inplace: bool = False) -> X:
-        """Apply what was drawn.
+        """Apply drawn parameters.
 
         Args:
-            x: (C, D, H, W) or (B, C, D, H, W), as drawn for; `SparseVoxels` of as many samples; or `VoxelPoints` of
-                one sample. Volumes of integers or bools are labels: they are moved, and not changed.
-            params: What `sample` drew.
-            layout: The channels of this volume, where they are not those of the augmentation; a target's.
-            inplace: A tensor may be overwritten, and its memory used for the result. Without it ``x`` stays as it is.
+            x: (C, D, H, W) or (B, C, D, H, W), matching the draw; `SparseVoxels` with the same number of samples; or
+                `VoxelPoints` of one sample. Integer or bool volumes are labels: they are moved, but their values are
+                not changed.
+            params: Parameters drawn by `sample`.
+            layout: The layout of this volume, if it differs from the augmentation's, such as a target's.
+            inplace: Whether a tensor may be overwritten and its memory reused for the result. Otherwise ``x`` is
+                unchanged.
 
         Returns:
-            The same form; never the memory of ``x``, but with ``inplace``. A tensor with an ``affine`` (MONAI's
+            The same type as ``x``, sharing memory with it only with ``inplace``. A tensor with an ``affine`` (MONAI's
             MetaTensor) keeps its class and metadata, and the affine follows the voxels.
 
         Raises:
-            InputTypeError: ``x`` is no such volume, or ``params`` are another augmentation's; its ``affine`` cannot be
-                set.
-            InputError: Its shape is not the one that was drawn for; its ``affine`` cannot follow.
+            InputTypeError: ``x`` is not a supported volume, ``params`` belong to another augmentation, or the
+                ``affine`` of ``x`` cannot be set.
+            InputError: The shape of ``x`` does not match the draw, or its ``affine`` cannot be updated.
 
-        Memory cost: the result; beside it about 60 bytes, and three times its channels, for each voxel of a part of a
-            sample: a 64th of the grid, or 4096 voxels.
+        Memory cost: the result, plus about 60 bytes and three times its channels per voxel of a block: a 64th of the
+            grid, or 4096 voxels.
         """
         call = f"{type(self).__name__}.apply(x, params)"
         self._refuse_other_params(call, params)
@@ -112,19 +114,20 @@ class Augmentation(ABC, Generic[P]):
         return cast("X", described_as(call, result, x, moves, batched=batched))
 
     def affine_after(self, affine: Tensor, params: P, *, layout: VoxelLayout | None = None) -> Tensor:
-        """Where the voxels lie in the world after flips and turns; tensors with an ``affine`` have it in their result.
+        """Return the voxel-to-world affine after flips and turns; tensors with an ``affine`` get it automatically.
 
         Args:
-            affine: (4, 4), or (B, 4, 4) of a batch: from a voxel's place along D, H, W to the world, as of NIfTI files.
-            params: What `sample` drew.
+            affine: (4, 4), or (B, 4, 4) for a batch: from voxel indices along D, H, W to world coordinates, as in NIfTI
+                files.
+            params: Parameters drawn by `sample`.
             layout: As for `apply`.
 
         Returns:
             The same shape and dtype.
 
         Raises:
-            InputTypeError: ``params`` are another augmentation's.
-            InputError: Another shape; or one affine for samples that are moved in different ways.
+            InputTypeError: ``params`` belong to another augmentation.
+            InputError: The shape is wrong, or a single affine is given for samples that move differently.
 
         Example:
             >>> import torch, memkit as mk
@@ -141,11 +144,11 @@ class Augmentation(ABC, Generic[P]):
         return compose(call, affine, moves, batched=len(moves) > 1 or torch.as_tensor(affine).dim() == 3)
 
     def moves_voxels(self, params: P) -> bool:
-        """Say whether this augmentation flips or turns at all, whatever was drawn this time."""
+        """Return whether this augmentation can flip or turn voxels, regardless of the current draw."""
         return self._moves(params, self.layout) is not None
 
     def _moves(self, params: P, layout: VoxelLayout | None) -> list[Tensor] | None:  # noqa: ARG002 - of those that move
-        """For each sample, (4, 4) float64 from a voxel's new place to its old one; None where none moves."""
+        """Return per-sample (4, 4) float64 matrices from new to old voxel indices; None if nothing moves."""
         return None
 
     def _refuse_other_params(self, call: str, params: object) -> None:
@@ -161,14 +164,14 @@ class Augmentation(ABC, Generic[P]):
     def _apply(self, x: X, params: P, layout: VoxelLayout | None, *, inplace: bool) -> X: ...
 
     def inverse(self, y: X, params: P, *, layout: VoxelLayout | None = None) -> X:
-        """Undo the flips and turns of `apply`: bring an output, or a prediction, back into the frame of its input.
+        """Undo the flips and turns of `apply`, mapping an output or prediction back to the frame of its input.
 
-        ``inverse(apply(x, p.geometry()), p)`` is ``x``, bit for bit; of points, up to rounding. Noise, jitter, dropout,
-        holes and mixing stay.
+        ``inverse(apply(x, p.geometry()), p)`` is ``x``, bit for bit; for points, up to rounding. Noise, jitter,
+        dropout, holes and mixing are not undone.
 
         Args:
             y: As for `apply`.
-            params: What was applied.
+            params: The applied parameters.
             layout: As for `apply`.
 
         Raises:
@@ -191,13 +194,13 @@ class Augmentation(ABC, Generic[P]):
 
         Args:
             sample: Volumes by name.
-            params: What `sample` drew.
-            photometric: Names whose values change (noise, jitter, dropout, holes); the others get
-                ``params.geometry()``. None is all.
-            layouts: For names whose channels are not those of the augmentation.
+            params: Parameters drawn by `sample`.
+            photometric: Names of volumes whose values change (noise, jitter, dropout, holes); the others get
+                ``params.geometry()``. None means all.
+            layouts: Layouts by name, for volumes whose channels differ from the augmentation's.
 
         Returns:
-            The same names.
+            The augmented volumes under the same names.
 
         Raises:
             InputError: A name in ``photometric`` or ``layouts`` is not in the sample.
@@ -242,7 +245,7 @@ def read_grid(call: str, shape: Sequence[int], layout: VoxelLayout | None) -> Ba
 def generators(
     call: str, grid: BatchShape, seed: int, epoch: int, index: int | Sequence[int]
 ) -> Iterator[np.random.Generator]:
-    """A fresh generator for each sample."""
+    """Yield a fresh generator for each sample."""
     check = Checker(call, InputError)
     if grid.batched and isinstance(index, Sequence):
         names = [[each] for each in check.items("index", tuple(index), grid.num_samples)]
@@ -253,15 +256,15 @@ def generators(
 
 
 def generator(check: Checker, *, seed: int, epoch: int, index: Sequence[Any]) -> np.random.Generator:
-    """A fresh generator; what it draws is a function of these numbers, each below 2^63."""
+    """Return a fresh generator, seeded only by these numbers, each below 2^63."""
     named = [("seed", seed), ("epoch", epoch), *(("index", each) for each in index)]
     numbers = [check.whole(name, value) for name, value in named]
-    # Two words of 32 bits each, also where one would do: to NumPy, 2^32 + 1 and the numbers 1, 1 are one seed.
+    # Always two 32-bit words each, even if one suffices: NumPy treats 2^32 + 1 and the sequence 1, 1 as the same seed.
     return np.random.default_rng([word for each in numbers for word in (each % 2**32, each >> 32)])
 
 
 def layout_of(call: str, x: object, grid: tuple[Triple, int, bool], layout: VoxelLayout | None) -> VoxelLayout:
-    """The layout of a volume, after its form was checked against shape, number of samples and whether it is a batch."""
+    """Return the layout of a volume after checking its shape, number of samples and batch dimension."""
     shape, num_samples, batched = grid
     if isinstance(x, Tensor):
         wanted = ("B, " if batched else "") + "C, D, H, W"
@@ -316,7 +319,7 @@ def _other_channels(call: str, num_channels: int, layout: VoxelLayout) -> InputE
 
 
 def blocks_of(shape: Triple) -> Iterator[tuple[slice, slice]]:
-    """Parts along D and H, of a 64th of the grid, or a few thousand voxels; row-major numbers of each have no gap."""
+    """Yield blocks along D and H of a 64th of the grid or a few thousand voxels, contiguous in row-major order."""
     rows = max(1, min(max(BLOCK, math.prod(shape) // 64), 8 * BLOCK) // shape[2])
     layers = max(1, rows // shape[1])
     for depth in range(0, shape[0], layers):
@@ -325,28 +328,28 @@ def blocks_of(shape: Triple) -> Iterator[tuple[slice, slice]]:
 
 
 def numbers_of(places: Tensor, shape: Triple) -> Tensor:
-    """Row-major numbers of voxels: (N, 3) int64 to (N,) int64."""
+    """Return the row-major numbers of voxels: (N, 3) int64 to (N,) int64."""
     return (places[:, 0] * shape[1] + places[:, 1]) * shape[2] + places[:, 2]
 
 
 def with_rows(voxels: SparseVoxels, coords: Tensor, features: Tensor) -> SparseVoxels:
-    """Other voxels in the same grid."""
+    """Return new voxels in the same grid."""
     return SparseVoxels.from_coords(coords, features, shape=voxels.shape, batch_size=voxels.batch_size)
 
 
 def filled(empties: Sequence[float], like: Tensor) -> Tensor:
-    """The empty values, one for each channel, (C,), as a tensor like another."""
+    """Return the per-channel empty values, (C,), with the dtype and device of another tensor."""
     return torch.tensor(empties, dtype=like.dtype, device=like.device)
 
 
 def box_of(chance: np.random.Generator, shape: Triple, share: float) -> Box:
-    """A box inside of a grid, whose sides are a share of the grid's, rounded to voxels."""
+    """Draw a box inside a grid whose sides are a fraction of the grid's, rounded to voxels."""
     sides = [round(share * size) for size in shape]
     d, h, w = (int(chance.integers(size - side + 1)) for size, side in zip(shape, sides, strict=True))
     return (d, h, w), (d + sides[0], h + sides[1], w + sides[2])
 
 
 def in_box(places: Tensor, box: Box) -> Tensor:
-    """Which voxels (N, 3) are in a box: (N,) bool."""
+    """Return which voxels (N, 3) are in a box: (N,) bool."""
     start, stop = (torch.tensor(each, device=places.device) for each in box)
     return ((places >= start) & (places < stop)).all(1)

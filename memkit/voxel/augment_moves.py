@@ -1,4 +1,4 @@
-"""Flips and quarter turns of one sample, in each form: a volume, coordinates of voxels, points in metres, vectors."""
+"""Flips and quarter turns of one sample, for volumes, voxel coordinates, points in meters, and vectors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from memkit.voxel.params import VoxelDraw
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Mirror some axes, then exchange X and Y: every flip and quarter turn is one of these.
+    """Mirror some axes, then optionally swap X and Y: this covers every flip and quarter turn.
 
     Attributes:
         mirrored: Axes that are mirrored.
-        exchanged: Whether X and Y change places afterwards.
+        exchanged: Whether X and Y are swapped afterwards.
     """
 
     mirrored: frozenset[str]
@@ -26,7 +26,7 @@ class Move:
 
     @classmethod
     def of(cls, draw: VoxelDraw) -> Move:
-        """The move of a draw: a turn is a mirrored axis and an exchange."""
+        """Return the move of a draw: a quarter turn is a mirrored axis and a swap."""
         turned = {0: "", 1: "Y", 2: "XY", 3: "X"}[draw.turns]
         return cls(frozenset(set(draw.flips) ^ set(turned)), draw.turns % 2 == 1)
 
@@ -34,15 +34,15 @@ class Move:
         return bool(self.mirrored) or self.exchanged
 
     def dims(self, layout: VoxelLayout) -> list[int]:
-        """Which of D, H, W are mirrored."""
+        """Return which of D, H, W are mirrored."""
         return [layout.dim(axis) for axis in sorted(self.mirrored)]
 
     def aligned(self, target: Tensor, layout: VoxelLayout) -> Tensor:
-        """A view of the result (C, D, H, W) whose dimensions are the source's."""
+        """Return a view of the result (C, D, H, W) with the source's dimension order."""
         return target.transpose(1 + layout.dim("X"), 1 + layout.dim("Y")) if self.exchanged else target
 
     def places(self, coords: Tensor, shape: Triple, layout: VoxelLayout) -> Tensor:
-        """Where voxels come to lie: (N, 3) int64 along D, H, W to the same."""
+        """Return the new voxel indices: (N, 3) int64 along D, H, W to the same."""
         places = coords.clone()
         for dim in self.dims(layout):
             places[:, dim] = shape[dim] - 1 - coords[:, dim]
@@ -52,7 +52,7 @@ class Move:
         return places
 
     def points(self, coords: Tensor, shape: Triple, layout: VoxelLayout) -> Tensor:
-        """Where points come to lie: (N, 3) metres along X, Y, Z to the same, about the middle of the grid."""
+        """Return the new point coordinates: (N, 3) meters along X, Y, Z to the same, about the grid center."""
         middle = torch.tensor(layout.centre(shape), dtype=coords.dtype, device=coords.device)
         columns = list(coords.unbind(1))
         for axis in self.mirrored:
@@ -63,7 +63,7 @@ class Move:
         return torch.stack(columns, 1)
 
     def matrix(self, shape: Triple, layout: VoxelLayout) -> Tensor:
-        """(4, 4) float64: from the place of a voxel along D, H, W after the move to its place before."""
+        """Return the (4, 4) float64 matrix from voxel indices along D, H, W after the move to those before."""
         mirror, exchange = torch.eye(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
         for dim in self.dims(layout):
             mirror[dim, dim], mirror[dim, 3] = -1.0, shape[dim] - 1.0
@@ -73,7 +73,7 @@ class Move:
         return mirror @ exchange
 
     def turn_vectors(self, rows: Tensor, layout: VoxelLayout) -> None:
-        """Turn the vectors of voxels, in place: (C, N)."""
+        """Rotate and mirror the vector channels in place: (C, N)."""
         for field in layout.vectors:
             for axis, channel in zip("XYZ", field, strict=True):
                 if axis in self.mirrored and channel is not None:

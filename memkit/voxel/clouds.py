@@ -1,4 +1,4 @@
-"""How far two clouds of points are apart: Chamfer, Hausdorff, precision and recall, under named conventions."""
+"""Distances between point clouds: Chamfer, Hausdorff and density-aware Chamfer, under named conventions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class ChamferConvention(NamedTuple):
-    """What a Chamfer distance is: each direction is the mean over its points.
+    """Definition of a Chamfer distance; each direction is the mean over its points.
 
     Attributes:
         squared: Whether distances are squared before the mean.
-        combine: How the two directions become one number.
+        combine: How the two directions are combined.
 
     Example:
         >>> import torch
@@ -58,16 +58,16 @@ def chamfer_distance(
     backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
-    """The Chamfer distance, with gradients, in memory that grows with N + M and not with N times M.
+    """Compute the Chamfer distance with gradients, in memory of order N + M instead of N times M.
 
     Args:
-        a: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), of which the mean is taken; or what
-            `nearest_points` found.
+        a: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), over which the mean is taken; or the result of
+            `nearest_points`.
         b: The other cloud or clouds; None with `nearest_points`.
         convention: ``"pytorch3d"``, ``"kaolin"``: squared, the sum of both directions. ``"open3d"``: not squared, the
             sum. ``"lidm"`` (LiDAR-Diffusion): squared, the mean of both. ``"occnet"`` (Occupancy Networks): not
             squared, the mean. Or a `ChamferConvention` of your own.
-        empty_distance: What a pair counts of which one cloud is empty. Both empty: 0.
+        empty_distance: Distance of a pair in which one cloud is empty. Both empty: 0.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
@@ -75,9 +75,9 @@ def chamfer_distance(
         A 0-dim tensor, float32 or float64. The gradient of a distance of zero is zero.
 
     Raises:
-        ConfigError: The convention or the back end is unknown.
-        InputTypeError: What came is no cloud.
-        InputError: The batches disagree, or a coordinate is not finite.
+        ConfigError: The convention or the backend is unknown.
+        InputTypeError: An argument is not a point cloud.
+        InputError: The batch sizes differ, or a coordinate is not finite.
 
     Memory cost: see `nearest_points`; autograd keeps one difference (N + M, D).
 
@@ -110,26 +110,26 @@ def hausdorff_distance(
     backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
-    """The larger of both directions' farthest nearest neighbour, or of a quantile of the nearest distances.
+    """Compute the Hausdorff distance, or the larger of both directions' quantiles of nearest-point distances.
 
     ``quantile=0.95`` is the HD95 of medical imaging: the larger of two directed quantiles, each with linear
-    interpolation as NumPy's, not the quantile of both directions in one list.
+    interpolation as in NumPy, not the quantile of both directions pooled.
 
     Args:
         a: As for `chamfer_distance`.
         b: As for `chamfer_distance`.
-        quantile: In [0, 1]; 1 is the farthest.
-        empty_distance: What a pair counts of which one cloud is empty. Both empty: 0.
+        quantile: In [0, 1]; 1 is the maximum.
+        empty_distance: Distance of a pair in which one cloud is empty. Both empty: 0.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
     Returns:
-        A 0-dim tensor, in the unit of the coordinates; gradients reach the points that decide.
+        A 0-dim tensor, in the unit of the coordinates; gradients reach the points that determine it.
 
     Raises:
-        ConfigError: The quantile or the back end is wrong.
-        InputTypeError: What came is no cloud.
-        InputError: The batches disagree, or a coordinate is not finite.
+        ConfigError: The quantile or the backend is invalid.
+        InputTypeError: An argument is not a point cloud.
+        InputError: The batch sizes differ, or a coordinate is not finite.
 
     Memory cost: see `nearest_points`.
 
@@ -167,10 +167,10 @@ def density_aware_chamfer(
     backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
-    """The density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
+    """Compute the density-aware Chamfer distance (Wu et al., NeurIPS 2021), in [0, 1].
 
-    Each point adds ``1 - exp(-alpha * squared distance) / n``, where n points share its nearest; the mean of both
-    directions.
+    Each point contributes ``1 - exp(-alpha * squared distance) / n``, where n points share its nearest point; the
+    result is the mean of both directions.
 
     Args:
         a: As for `chamfer_distance`.
@@ -183,9 +183,9 @@ def density_aware_chamfer(
         A 0-dim tensor. Both clouds empty: 0. One empty: 1.
 
     Raises:
-        ConfigError: The back end is unknown.
-        InputTypeError: What came is no cloud.
-        InputError: The batches disagree, or a coordinate is not finite.
+        ConfigError: The backend is unknown.
+        InputTypeError: An argument is not a point cloud.
+        InputError: The batch sizes differ, or a coordinate is not finite.
 
     Memory cost: see `nearest_points`.
 
@@ -216,7 +216,7 @@ def density_aware_chamfer(
 def paired(
     call: str, a: Cloud | NearestPoints, b: Cloud | None, backend: NearestBackend, memory_budget: SupportsIndex | str
 ) -> Iterator[NearestPoints]:
-    """The nearest points of each pair of clouds; what is no such pair is refused in the name of the call."""
+    """Yield the nearest points of each pair of clouds; refuse anything else with a message that names the call."""
     if isinstance(a, NearestPoints) and b is None:
         yield a
         return
@@ -234,12 +234,12 @@ def paired(
 
 
 def mean_of_clouds(call: str, metric: Callable[[NearestPoints], Tensor], *samples: Any) -> Tensor:
-    """The mean of a metric over the samples; they are the other arguments of `paired`."""
+    """Return the mean of a metric over the samples, which are the other arguments of `paired`."""
     return torch.stack([metric(each) for each in paired(call, *samples)]).mean(0)
 
 
 def _if_empty(pairs: NearestPoints, one_empty: float) -> Tensor | None:
-    """What a distance is where a cloud is empty, None where neither is; it has the graph of both."""
+    """Return the distance if a cloud is empty, connected to the graphs of both; None if neither is empty."""
     if len(pairs.a) and len(pairs.b):
         return None
     value = 0.0 if len(pairs.a) == len(pairs.b) else one_empty
@@ -247,7 +247,7 @@ def _if_empty(pairs: NearestPoints, one_empty: float) -> Tensor | None:
 
 
 def _quantile(values: Tensor, quantile: float) -> Tensor:
-    """With linear interpolation; by selection, as `torch.quantile` refuses more than 16 million values."""
+    """Return a quantile with linear interpolation, by selection: `torch.quantile` is limited to 16 million values."""
     place = quantile * (len(values) - 1)
     below = math.floor(place)
     low = values.kthvalue(below + 1).values

@@ -1,4 +1,4 @@
-"""Several augmentations in a row, as one."""
+"""A sequence of augmentations as one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from memkit.voxel.params import AugmentationParams, ComposedParams
 
 
 class ComposedAugmentation(Augmentation[ComposedParams]):
-    """Augmentations one after the other. Each draws its own parameters, from the seed and its place in the row.
+    """Apply augmentations in sequence; each draws its own parameters from the seed and its position.
 
     Args:
-        augmentations: In the order in which they are applied.
+        augmentations: The augmentations, in the order in which they are applied.
 
     Raises:
-        ConfigError: There is none.
-        InputTypeError: One of them is no augmentation.
+        ConfigError: The sequence is empty.
+        InputTypeError: An element is not an augmentation.
 
-    Memory cost: that of the first; later ones overwrite what came before, where they can.
+    Memory cost: that of the first one; later ones overwrite the previous result where they can.
 
     Source: `docs/augmentation.md`.
 
@@ -38,7 +38,7 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
         True
     """
 
-    layout = None  # each has its own
+    layout = None  # each step has its own
     _params = ComposedParams
 
     def __init__(self, augmentations: Sequence[Augmentation[Any]]) -> None:
@@ -61,7 +61,7 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
         """Draw parameters for each; see `Augmentation.sample`.
 
         Raises:
-            InputError: As for each of them.
+            InputError: As for each augmentation.
         """
         check = Checker("ComposedAugmentation.sample(shape)", InputError)
         steps = []
@@ -82,7 +82,7 @@ class ComposedAugmentation(Augmentation[ComposedParams]):
         return _run(x, list(self._pairs(params)), layout, inplace=inplace)
 
     def inverse(self, y: X, params: ComposedParams, *, layout: VoxelLayout | None = None) -> X:
-        """Undo the flips and turns of each, the last one first; see `Augmentation.inverse`.
+        """Undo the flips and turns of each augmentation, last one first; see `Augmentation.inverse`.
 
         Raises:
             InputTypeError: As for `apply`.
@@ -111,5 +111,5 @@ def _run(
     inplace: bool,
 ) -> X:
     for number, (each, step) in enumerate(pairs):
-        x = each.apply(x, step, layout=layout, inplace=inplace or number > 0)  # what a step made is ours to overwrite
+        x = each.apply(x, step, layout=layout, inplace=inplace or number > 0)  # own results may be overwritten
     return x

@@ -1,4 +1,4 @@
-"""Several losses with weights that may change over the training."""
+"""A weighted sum of losses whose weights may change during training."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _TOTAL = "total"
 
 
 class CompositeLoss3D(nn.Module):
-    """A weighted sum of losses, with each one's last value for the log.
+    """A weighted sum of losses that records each loss's last value for logging.
 
     Args:
         losses: ``{name: (loss, weight)}``. A loss is any ``loss(prediction, target)`` that returns a 0-dim tensor; a
-            weight is a number, or a schedule: a function of the step's number. A loss of weight 0 is not computed.
+            weight is a number, or a schedule: a function of the step number. A loss with weight 0 is not computed.
 
     Attributes:
-        values: Of the last forward: each loss without its weight, and ``"total"``; 0-dim tensors without a graph, still
-            on their device. A loss that was not computed is missing.
-        num_steps: How often `step` was called; what schedules are asked with. Part of the state_dict.
+        values: Values of the last forward: each unweighted loss, and ``"total"``; 0-dim tensors without a graph, still
+            on their device. Losses that were not computed are missing.
+        num_steps: Number of calls of `step`, passed to schedules. Part of the state_dict.
 
     Raises:
-        ConfigError: There is no loss, or a name, a loss or a weight is none.
+        ConfigError: There is no loss, or a name, a loss or a weight is invalid.
 
-    Memory cost: what its losses cost, one after another; each of memkit's keeps one gradient of the prediction until
+    Memory cost: that of its losses, one after another; each memkit loss keeps one gradient of the prediction until
     backward.
 
     Source: `docs/losses.md`.
@@ -71,16 +71,16 @@ class CompositeLoss3D(nn.Module):
                 raise check.refuse(name, loss, "a function or module of (prediction, target)")
             self.losses[name] = loss
             self._weights[name] = weight if callable(weight) else check.number(name, weight)
-        # Those that are modules move with this one, and are saved with it.
+        # Losses that are modules move with this one, and are saved with it.
         self.parts = nn.ModuleDict({name: each for name, each in self.losses.items() if isinstance(each, nn.Module)})
         self.values: dict[str, Tensor] = {}
         self.num_steps = 0
 
     def weights(self) -> dict[str, float]:
-        """The weights at this step.
+        """Return the weights at this step.
 
         Raises:
-            ConfigError: A schedule returned no finite number.
+            ConfigError: A schedule did not return a finite number.
         """
         check = Checker(f"CompositeLoss3D({{...}}).weights() at step {self.num_steps}")
         return {
@@ -92,15 +92,15 @@ class CompositeLoss3D(nn.Module):
         """Add up the losses.
 
         Args:
-            prediction: What the losses take.
-            target: What the losses take.
+            prediction: The prediction, as the losses take it.
+            target: The target, as the losses take it.
 
         Returns:
             The weighted sum, 0-dim.
 
         Raises:
-            ConfigError: A schedule returned no finite number.
-            InputTypeError: A loss returned no 0-dim tensor.
+            ConfigError: A schedule did not return a finite number.
+            InputTypeError: A loss did not return a 0-dim tensor.
             StateError: All weights are zero at this step.
         """
         call = "CompositeLoss3D({...})(prediction, target)"
@@ -131,18 +131,18 @@ class CompositeLoss3D(nn.Module):
         return total
 
     def step(self) -> None:
-        """Count a step of the optimiser: schedules go on. Like a learning-rate scheduler's."""
+        """Advance the schedules by one optimizer step, like a learning-rate scheduler."""
         self.num_steps += 1
 
     def get_extra_state(self) -> dict[str, int]:
-        """What the state_dict holds besides the losses' own: the number of steps."""
+        """Return the part of the state_dict besides the losses' own: the number of steps."""
         return {"version": _VERSION, "num_steps": self.num_steps}
 
     def set_extra_state(self, state: Any) -> None:
-        """Go on from `get_extra_state`.
+        """Restore the state of `get_extra_state`.
 
         Raises:
-            FileFormatError: It is another version's.
+            FileFormatError: The state has a different version.
         """
         if not isinstance(state, Mapping) or state.get("version") != _VERSION:
             raise FileFormatError(

@@ -1,4 +1,4 @@
-"""Boxes of a volume that are emptied."""
+"""Cutout: boxes of a volume are emptied."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from memkit.voxel.params import Box, CutoutParams
 
 @dataclass(frozen=True, kw_only=True)
 class CutoutAugmentation(Augmentation[CutoutParams]):
-    """Empty boxes of each sample: all channels get their empty value; sparse voxels and points are left out.
+    """Empty random boxes of each sample: channels get their empty value; sparse voxels and points are removed.
 
-    A target keeps what its input lost (``params.geometry()`` has no holes), and so do labels.
+    Targets keep what their input lost (``params.geometry()`` has no holes), and so do labels.
 
     Attributes:
-        prob: Of a sample to get holes.
-        num_holes: Of a sample that gets some. They may overlap.
-        size: Side of a hole, as a share of the grid's, along each axis. A hole lies inside of the grid.
-        layout: What the channels hold where they are empty. Without one that is 0.
+        prob: Probability that a sample gets holes.
+        num_holes: Number of holes of such a sample. They may overlap.
+        size: Side of a hole, as a fraction of the grid's side, along each axis. Holes lie inside the grid.
+        layout: Defines the empty values of the channels. Without one they are 0.
 
     Raises:
-        ConfigError: A key has a wrong value; the message names it.
+        ConfigError: A setting is invalid; the message names it.
 
     Memory cost: the result.
 
@@ -76,7 +76,7 @@ class CutoutAugmentation(Augmentation[CutoutParams]):
         """Draw parameters; see `Augmentation.sample`.
 
         Raises:
-            InputError: The shape or a number cannot be.
+            InputError: The shape or a number is invalid.
         """
         call = "CutoutAugmentation.sample(shape)"
         grid = read_grid(call, shape, self.layout)
@@ -109,7 +109,7 @@ def _cut_volume(sample: Tensor, boxes: tuple[Box, ...], layout: VoxelLayout) -> 
 
 
 def _outside(samples: Tensor | None, places: Tensor, holes: tuple[tuple[Box, ...], ...]) -> Tensor:
-    """Which voxels (N, 3) are in no hole of their sample: (N,) bool."""
+    """Return which voxels (N, 3) are outside all holes of their sample: (N,) bool."""
     kept = torch.ones(len(places), dtype=torch.bool, device=places.device)
     for number, boxes in enumerate(holes):
         for box in boxes:
@@ -119,7 +119,7 @@ def _outside(samples: Tensor | None, places: Tensor, holes: tuple[tuple[Box, ...
 
 
 def _voxels_of(coords: Tensor, layout: VoxelLayout) -> Tensor:
-    """The voxels that points lie in: (N, 3) metres along X, Y, Z to (N, 3) along D, H, W, as whole floats."""
+    """Return the voxel indices of points: (N, 3) meters along X, Y, Z to (N, 3) integral floats along D, H, W."""
     origin, size = (filled(each, coords) for each in (layout.origin, layout.voxel_size))
     voxels = ((coords - origin) / size).floor()
     return voxels[:, ["XYZ".index(axis) for axis in layout.axes]]

@@ -1,4 +1,4 @@
-"""A data set of volumes that augments what it hands out, the same for any number of workers."""
+"""A dataset that augments volumes on access, with the same results for any number of workers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from memkit.voxel.augment import VoxelAugmentation
 from memkit.voxel.augment_base import Augmentation
 from memkit.voxel.layout import VoxelLayout
 
-_MOST_AGAIN = 0.5  # of the samples that were seen, without a new one in between: then it is a second pass
-_EPOCH, _NUM_SEEN, _NUM_AGAIN, _HAS_WARNED = range(4)  # what lies in shared memory
+_MOST_AGAIN = 0.5  # fraction of the seen samples, repeated without a new one in between, that counts as a second pass
+_EPOCH, _NUM_SEEN, _NUM_AGAIN, _HAS_WARNED = range(4)  # slots in shared memory
 
 T_co = TypeVar("T_co", covariant=True)
 
 
 class Samples(Protocol[T_co]):
-    """Anything with a length and samples by index: a list, another data set, a reader of files."""
+    """Anything with a length and samples by index: a list, another dataset, a file reader."""
 
     def __len__(self) -> int: ...
 
@@ -34,31 +34,32 @@ class Samples(Protocol[T_co]):
 
 
 class VoxelDataset(Dataset[Any]):
-    """Samples of any source, augmented when they are asked for.
+    """Samples of any source, augmented on access.
 
-    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, of
-    which all undergo the same flips and turns; what is no volume in it (labels, names) is handed on. What has the size
-    of a volume, and none of these forms, is refused: it would stay where it was. An entry ``"affine"``,
-    ``"..._affine"``, (4, 4), follows the voxels, as does the affine of MONAI's MetaTensor. Parameters are
-    drawn from the seed, the epoch and the sample's index: 0 and N workers hand out the same, and each epoch can be
-    drawn again. So the epoch must be told, by `set_epoch` or by a loop of memkit; a pass that repeats the one before is
-    warned of. The samples of the source are never written to.
+    A sample is a volume (C, D, H, W), dense or `SparseVoxels`, or a mapping, list, tuple or named tuple of these, all
+    of which undergo the same flips and turns; other entries (labels, names) are passed through. An entry that has the
+    size of a volume but none of these types is refused, since it would not be moved. An entry ``"affine"`` or
+    ``"..._affine"``, (4, 4), follows the voxels, as does the affine of MONAI's MetaTensor. Parameters are drawn from
+    the seed, the epoch and the sample's index: 0 and N workers give the same samples, and each epoch is reproducible.
+    Therefore the epoch must be set, by `set_epoch` or by a memkit loop; a pass that repeats the previous one triggers a
+    warning. The samples of the source are never written to.
 
     Args:
-        samples: Anything with a length and samples by index. It must be one that workers can have copies of.
-        use_augmentation: False hands samples out as they are, for validation.
+        samples: Anything with a length and samples by index. Workers must be able to copy it.
+        use_augmentation: Whether to augment; False returns samples unchanged, for validation.
         augmentation_config: Attributes of `VoxelAugmentation`, as a mapping.
-        augmentation: An augmentation instead, such as a `ComposedAugmentation`.
-        layout: What the channels mean, where the configuration or the augmentation does not say it.
-        photometric: Names of a mapping's volumes (places in a tuple) whose values change; the others are only flipped
-            and turned. None is all. Volumes of integers are never changed.
-        layouts: For names whose channels are others.
-        seed: Of the run.
+        augmentation: An augmentation to use instead, such as a `ComposedAugmentation`.
+        layout: Meaning of the channels, if the configuration has no layout; not allowed with ``augmentation``.
+        photometric: Names of a mapping's volumes (positions in a tuple) whose values change; the others are only
+            flipped and turned. None means all. Values of integer volumes never change.
+        layouts: Layouts by name, for volumes with other channels.
+        seed: Seed of the run.
 
     Raises:
-        ConfigError: A key of the configuration is wrong; the message names it. Or two settings exclude each other.
+        ConfigError: A key of the configuration is invalid (the message names it), or two settings are mutually
+            exclusive.
 
-    Memory cost: one sample, and 1 byte of shared memory for each sample of the source.
+    Memory cost: one sample, and 1 byte of shared memory per sample of the source.
 
     Source: `docs/augmentation.md`.
 
@@ -108,25 +109,25 @@ class VoxelDataset(Dataset[Any]):
         self._share()
 
     def _share(self) -> None:
-        """Move to shared memory what workers that live on from epoch to epoch must see change, and change."""
+        """Move the state that persistent workers must read and update to shared memory."""
         for each in (self._told, self._seen):
             each.share_memory_()  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._share()  # a copy's tensors are not: its workers would stay in the first epoch
+        self._share()  # a copy's tensors are not shared: its workers would stay in the first epoch
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw anew. Call it before an epoch's loop begins; workers that live on see it as well.
+        """Set the epoch, for new draws. Call it before an epoch's loop; persistent workers see it too.
 
         Args:
-            epoch: 0 or more. The same number again says that the same draws are meant.
+            epoch: 0 or more. Passing the same number again repeats the same draws without a warning.
 
         Raises:
-            ConfigError: It is no such number.
+            ConfigError: It is not such a number.
         """
         number = Checker("VoxelDataset.set_epoch(epoch)").whole("epoch", epoch)
         self._told.zero_()
@@ -135,7 +136,7 @@ class VoxelDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"VoxelDataset[{index}] of {len(self)} samples")  # ends a for loop over the data set
+            raise IndexError(f"VoxelDataset[{index}] of {len(self)} samples")  # ends a for loop over the dataset
         sample = self._samples[index]
         if not self._use_augmentation:
             return sample
@@ -168,7 +169,7 @@ class VoxelDataset(Dataset[Any]):
         return {name: moved[name] if name in moved else others[name] for name in sample}
 
     def _with_affine(self, name: Any, value: Any, drawn: Any) -> Any:
-        """Let an affine that stands beside the volumes, or in a mapping of metadata, follow their voxels."""
+        """Update an affine next to the volumes, or in a metadata mapping, to follow their voxels."""
         if isinstance(value, Mapping):
             return {key: self._with_affine(key, each, drawn) for key, each in value.items()}
         is_named = isinstance(name, str) and (name == "affine" or name.endswith("_affine"))
@@ -178,8 +179,8 @@ class VoxelDataset(Dataset[Any]):
         return moved.numpy() if isinstance(value, np.ndarray) else moved
 
     def _note(self, place: int) -> None:
-        """Warn of a second pass with the same draws. A few may be looked at twice, or drawn with replacement."""
-        if place >= len(self._seen):  # of a source that grows
+        """Warn about a second pass with the same draws; a few repeated samples are tolerated."""
+        if place >= len(self._seen):  # the source has grown
             return
         is_again = bool(self._seen[place])
         self._seen[place] = 1
@@ -203,7 +204,7 @@ class VoxelDataset(Dataset[Any]):
 
 
 def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
-    """A list for a list, a named tuple for a named tuple, else a tuple."""
+    """Return a list for a list, a named tuple for a named tuple, otherwise a tuple."""
     if isinstance(sample, list):
         return list(values)
     make = getattr(sample, "_make", tuple)
@@ -211,7 +212,7 @@ def _like(sample: tuple[Any, ...] | list[Any], values: Iterable[Any]) -> Any:
 
 
 def _refuse_unmoved(call: str, name: object, value: Any, shape: tuple[int, ...]) -> None:
-    """Refuse what would stay where it was while the volumes of its sample are flipped and turned."""
+    """Refuse an entry that would not be moved while the volumes of its sample are flipped and turned."""
     for leaf in pytree.tree_leaves(value):
         is_array = isinstance(leaf, Tensor | np.ndarray)
         if is_array and tuple(leaf.shape[-3:]) == shape:

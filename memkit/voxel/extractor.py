@@ -1,4 +1,4 @@
-"""Frozen networks that losses compare volumes by: a random one from a seed, or the user's own."""
+"""Frozen feature extractors for losses: a random network drawn from a seed, or the user's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from memkit.voxel.pairs import VolumeLoss, work_dtype
 
 
 class FrozenNetworkLoss(VolumeLoss):
-    """A loss that compares by a network which is never trained.
+    """A loss that compares volumes with a network that is never trained.
 
-    The network moves with the loss and is no part of it otherwise: an optimiser does not see its parameters,
-    ``train()`` does not reach its norms, the state_dict has no entry for it.
+    The network moves with the loss but is otherwise not part of it: an optimizer does not see its parameters,
+    ``train()`` does not affect its norms, and the state_dict has no entry for it.
 
     Args:
         network: The network, or a function. A module is frozen and put into eval mode.
@@ -33,7 +33,7 @@ class FrozenNetworkLoss(VolumeLoss):
 
     @property
     def network(self) -> Callable[..., Any]:
-        """What volumes are compared by."""
+        """The network used to compare volumes."""
         return self._frozen[0]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's signature
@@ -43,10 +43,10 @@ class FrozenNetworkLoss(VolumeLoss):
         return self
 
     def _work_dtype(self, volume: Tensor) -> torch.dtype:
-        """The network's dtype, or that of the volume where it has no parameters.
+        """Return the network's dtype, or the work dtype of the volume if it has no parameters.
 
         Raises:
-            InputError: The volume lies on another device.
+            InputError: The volume is on another device.
             StateError: The network was converted to half precision.
         """
         network = self.network
@@ -71,10 +71,10 @@ class FrozenNetworkLoss(VolumeLoss):
 
 
 def random_extractor(in_channels: int, base_channels: int, num_levels: int, *, seed: int) -> nn.Sequential:
-    """Stages of two convolutions; each but the first halves the size and doubles the channels.
+    """Build stages of two convolutions; each but the first halves the size and doubles the channels.
 
-    Weights come from the seed alone: the same on every rank and device, whatever the global random state, which is not
-    touched.
+    Weights depend only on the seed: they are the same on every rank and device, and the global random state is neither
+    used nor changed.
     """
     generator = torch.Generator().manual_seed(seed)
     stages, channels = [], in_channels
@@ -88,10 +88,10 @@ def random_extractor(in_channels: int, base_channels: int, num_levels: int, *, s
 
 
 def levels_of(network: Callable[..., Any], volume: Tensor, *, use_checkpoint: bool, call: str) -> Iterator[Tensor]:
-    """The features (B, C, ...) that are compared: after each stage of an `nn.Sequential`, else what a network returns.
+    """Yield the features (B, C, ...) to compare: after each stage of an `nn.Sequential`, or the network's results.
 
     Raises:
-        InputTypeError: The network returns something else.
+        InputTypeError: The network does not return such features.
     """
     stages: list[Callable[..., Any]] = list(network) if isinstance(network, nn.Sequential) else [network]
     for stage in stages:
@@ -114,12 +114,12 @@ def levels_of(network: Callable[..., Any], volume: Tensor, *, use_checkpoint: bo
 
 
 def _convolution(channels: int, width: int, stride: int, generator: torch.Generator) -> nn.Module:
-    # skip_init: torch's own initialisation would draw from the global random state.
+    # skip_init: torch's own initialization would draw from the global random state.
     convolution: nn.Conv3d = skip_init(  # type: ignore[no-untyped-call] # torch's
         nn.Conv3d, channels, width, 3, stride=stride, padding=1, device="cpu", dtype=torch.float32
     )
     weight, bias = convolution.parameters()
     nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
-    # Without a bias, features would be of one direction whatever a volume is multiplied by, and the loss blind to it.
+    # Without a bias, scaling a volume would not change the direction of its features, and the loss would not see it.
     nn.init.uniform_(bias, -0.1, 0.1, generator=generator)
     return convolution

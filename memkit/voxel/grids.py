@@ -1,4 +1,4 @@
-"""How well two grids agree: which voxels are occupied in both, and what these hold."""
+"""Agreement of two voxel grids: occupancy scores and feature errors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _DENSE = (3, 4, 5)  # dimensions: (D, H, W), (B, D, H, W), (B, 1, D, H, W)
 
 
 class VoxelScores(NamedTuple):
-    """Agreement of occupied voxels: 0-dim means over the samples, float64. Both empty: 1. One empty: 0.
+    """Occupancy scores, 0-dim float64 means over the samples. Both empty: 1. One empty: 0.
 
     Attributes:
-        iou: Voxels occupied in both over voxels occupied in one at least.
-        precision: Share of the predicted voxels that are right.
-        recall: Share of the target's voxels that are found.
-        f_score: Their harmonic mean.
+        iou: Voxels occupied in both, over voxels occupied in at least one.
+        precision: Fraction of the predicted voxels that are correct.
+        recall: Fraction of the target's voxels that are found.
+        f_score: Harmonic mean of precision and recall.
 
     Example:
         >>> import torch
@@ -41,22 +41,22 @@ class VoxelScores(NamedTuple):
 
 
 def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> VoxelScores:
-    """Compare which voxels are occupied.
+    """Compare the occupied voxels of two grids.
 
     Args:
-        prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers of which those above ``threshold`` are
-            occupied; or `SparseVoxels`, whose voxels are.
-        target: The same form and shape.
-        threshold: For tensors that are not bool.
+        prediction: (D, H, W), (B, D, H, W) or (B, 1, D, H, W): bool, or numbers that count as occupied above
+            ``threshold``; or `SparseVoxels`, whose voxels are all occupied.
+        target: The same type and shape.
+        threshold: Threshold for tensors that are not bool.
 
     Returns:
         Intersection over union, precision, recall and F-score, each the mean over the samples.
 
     Raises:
-        InputTypeError: One of them is no grid, or only one is sparse.
-        InputError: Their shapes differ.
+        InputTypeError: An argument is not a grid, or only one is sparse.
+        InputError: The shapes differ.
 
-    Memory cost: dense: four bool grids of one sample. Sparse: one number for each voxel, sorted.
+    Memory cost: dense: four bool grids of one sample. Sparse: one number per voxel, sorted.
 
     Source: `docs/clouds.md`.
 
@@ -76,7 +76,7 @@ def voxel_scores(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> V
 
 
 def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tensor:
-    """The intersection over union of `voxel_scores`: 0-dim, float64.
+    """Compute the intersection over union of `voxel_scores`: 0-dim, float64.
 
     Args:
         prediction: As for `voxel_scores`.
@@ -84,8 +84,8 @@ def voxel_iou(prediction: Grid, target: Grid, *, threshold: float = 0.5) -> Tens
         threshold: As for `voxel_scores`.
 
     Raises:
-        InputTypeError: One of them is no grid, or only one is sparse.
-        InputError: Their shapes differ.
+        InputTypeError: An argument is not a grid, or only one is sparse.
+        InputError: The shapes differ.
 
     Memory cost: see `voxel_scores`.
 
@@ -109,24 +109,26 @@ def feature_mae(
     pairs: NearestPoints | None = None,
     per_channel: bool = False,
 ) -> Tensor:
-    """Mean absolute difference of what voxels or points hold.
+    """Compute the mean absolute difference of voxel or point features.
 
     Args:
         prediction: (B, C, D, H, W); `SparseVoxels`; or features (N, C) of the first cloud in ``pairs``.
-        target: The same form; or features (M, C) of the second cloud.
-        mask: (B, D, H, W) bool: the voxels of a volume that count; all without it. Sparse: those that both have.
-        pairs: For features of points: each is compared with that of its nearest, the mean of both directions.
-        per_channel: Return (C,) in place of the mean over the channels.
+        target: The same type; or features (M, C) of the second cloud.
+        mask: (B, D, H, W) bool: the voxels of a dense volume to compare; None for all. Sparse volumes are compared at
+            the voxels that both have.
+        pairs: For point features: each is compared with that of its nearest point; the result is the mean of both
+            directions.
+        per_channel: Whether to return (C,) instead of the mean over the channels.
 
     Returns:
-        A 0-dim tensor, or (C,), with gradients; float32 of integers and bool. Where nothing is compared: 0 if both are
-        empty, else inf.
+        A 0-dim tensor, or (C,), with gradients; float32 for integers and bool. If nothing is compared: 0 if both are
+        empty, otherwise inf.
 
     Raises:
-        InputTypeError: One of them is no grid, or only one is sparse.
-        InputError: Shapes differ, or there is a mask for what is no dense volume.
+        InputTypeError: An argument is not a grid, or only one is sparse.
+        InputError: The shapes differ, or a mask is given for anything but a dense volume.
 
-    Memory cost: the differences that are compared.
+    Memory cost: the compared differences.
 
     Source: `docs/clouds.md`.
 
@@ -167,13 +169,13 @@ def feature_mae(
                     "make it of what is occupied: mask = occupancy[:, 0] > 0.5.",
                 )
             difference = difference[mask.flatten()]
-            are_empty = not len(difference)  # the mask says that nothing is there
+            are_empty = not len(difference)  # the mask is empty
     mean = difference.abs().mean(0) if len(difference) else difference.sum(0) + (0.0 if are_empty else math.inf)
     return mean if per_channel else mean.mean()
 
 
 def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
-    """Voxels in both, of the prediction, of the target, for each sample: (3, B) float64."""
+    """Count the voxels in both, in the prediction, and in the target, per sample: (3, B) float64."""
     call = "voxel_scores(prediction, target)"
     if isinstance(prediction, SparseVoxels) and isinstance(target, SparseVoxels):
         _check_alike(prediction, target, call, features=False)
@@ -191,21 +193,21 @@ def count_voxels(prediction: Grid, target: Grid, *, threshold: float) -> Tensor:
     rows = []
     for sample in zip(*grids, strict=True):
         a, b = (each if each.dtype == torch.bool else each > threshold for each in sample)
-        rows.append(torch.stack([each.count_nonzero() for each in (a, b, a & b)]))  # sum() would make int64 of them
+        rows.append(torch.stack([each.count_nonzero() for each in (a, b, a & b)]))  # sum() would convert them to int64
     of_prediction, of_target, both = torch.stack(rows, 1).double()
     return torch.stack([both, of_prediction, of_target])
 
 
 def scores_of_counts(counts: Tensor) -> Tensor:
-    """Intersection over union, precision, recall, F-score: (3, B) to (4, B); all 1 where both are empty."""
+    """Compute IoU, precision, recall and F-score: (3, B) to (4, B); all 1 where both are empty."""
     both, of_prediction, of_target = counts
     are_empty = (of_prediction + of_target) == 0
     wholes = torch.stack([of_prediction + of_target - both, of_prediction, of_target, (of_prediction + of_target) / 2])
-    return torch.where(are_empty, 1, both / wholes.clamp_min(0.5))  # of whole numbers, and halves of those above one
+    return torch.where(are_empty, 1, both / wholes.clamp_min(0.5))  # nonzero values are integers, or at least one half
 
 
 def _samples(grid: object, call: str) -> Tensor:
-    """(B, D, H, W)."""
+    """Return the samples of a grid as (B, D, H, W)."""
     channels = grid.shape[1] if isinstance(grid, Tensor) and grid.dim() == 5 else 1
     if not isinstance(grid, Tensor) or grid.dim() not in _DENSE or channels != 1 or grid.is_complex():
         what = f"a tensor {tuple(grid.shape)}, {grid.dtype}" if isinstance(grid, Tensor) else f"a {type(grid).__name__}"
@@ -222,7 +224,7 @@ def _samples(grid: object, call: str) -> Tensor:
 
 
 def _shared_rows(a: SparseVoxels, b: SparseVoxels) -> tuple[Tensor, Tensor]:
-    """Rows of the voxels that both have, in the order of their place."""
+    """Return the rows of the voxels that both have, ordered by position."""
     keys = LinearKeys((0, 0, 0, 0), (a.batch_size, *a.shape))
     ours, order_a = keys.encode(a.coords).sort()
     theirs, order_b = keys.encode(b.coords).sort()

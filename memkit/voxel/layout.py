@@ -1,4 +1,4 @@
-"""What the channels of a volume mean, and where it lies in space: without that, a flip can be wrong."""
+"""Meaning of a volume's channels and its position in space, which flips and turns need to be correct."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Triple
 
 KINDS = ("occupancy", "intensity", "doppler", "scalar", "count")
-_CENTRAL = 1e-3  # of a voxel: a sensor this near to the middle is in the middle
+_CENTRAL = 1e-3  # of a voxel: a sensor this close to the center counts as centered
 
 
 class VectorField(NamedTuple):
@@ -29,20 +29,20 @@ class VoxelLayout:
     """The channels of a volume (C, D, H, W), and its frame.
 
     Attributes:
-        channels: What each channel is: ``"occupancy"``; ``"count"`` (of points); ``"intensity"``; ``"doppler"`` (radial
-            velocity, seen from the sensor); ``"scalar"`` (anything that no turn changes); ``"vector:x"``,
-            ``"vector:y"``, ``"vector:z"`` for a vector's components, with a name behind them where there is more than
-            one vector: ``"vector:x:normal"``.
-        axes: Which axis runs along D, H and W: ``"XYZ"``, or ``"ZYX"`` where D is the height.
-        voxel_size: Metres along X, Y and Z.
-        origin: Where the grid's corner at voxel (0, 0, 0) lies, in metres along X, Y and Z, in the frame of the points.
-        sensor_origin: Where the sensor is, in the same frame. Needed with a Doppler channel.
-        empty_value: What an empty voxel holds: one number, or one for each channel (-1 for data scaled to [-1, 1]).
-        value_range: For each channel the lowest and highest value it may have, or None. Jitter and noise stay within
-            it. A vector's range is symmetric, or a change of sign would leave it.
+        channels: Kind of each channel: ``"occupancy"``; ``"count"`` (of points); ``"intensity"``; ``"doppler"`` (radial
+            velocity relative to the sensor); ``"scalar"`` (anything invariant to turns); ``"vector:x"``,
+            ``"vector:y"``, ``"vector:z"`` for a vector's components, with a name appended if there is more than one
+            vector: ``"vector:x:normal"``.
+        axes: The axes along D, H and W: ``"XYZ"``, or ``"ZYX"`` if D is the height.
+        voxel_size: Voxel size in meters along X, Y and Z.
+        origin: Position of the grid corner at voxel (0, 0, 0), in meters along X, Y and Z, in the frame of the points.
+        sensor_origin: Position of the sensor, in the same frame. Required with a Doppler channel.
+        empty_value: Value of an empty voxel: one number, or one per channel (-1 for data scaled to [-1, 1]).
+        value_range: For each channel its minimum and maximum value, or None. Jitter and noise are clamped to it. A
+            vector's range must be symmetric, since a flip changes the sign.
 
     Raises:
-        ConfigError: A key has a wrong value; the message names it.
+        ConfigError: A setting is invalid; the message names it.
 
     Source: `docs/augmentation.md`.
 
@@ -101,12 +101,12 @@ class VoxelLayout:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        _ = self.vectors  # refuses one that is not whole
+        _ = self.vectors  # refuses an incomplete vector
 
     @property
     def empties(self) -> tuple[float, ...]:
-        """What an empty voxel holds, for each channel."""
-        assert isinstance(self.empty_value, tuple)  # noqa: S101 # made so above
+        """Value of an empty voxel, for each channel."""
+        assert isinstance(self.empty_value, tuple)  # noqa: S101 # set above
         return self.empty_value
 
     @property
@@ -126,11 +126,11 @@ class VoxelLayout:
         return tuple(VectorField(each["x"], each["y"], each.get("z")) for each in fields.values())
 
     def dim(self, axis: str) -> int:
-        """Which of D, H, W (0, 1, 2) an axis runs along."""
+        """Return which of D, H, W (0, 1, 2) an axis runs along."""
         return self.axes.index(axis)
 
     def centre(self, shape: Triple) -> tuple[float, float, float]:
-        """The middle of a grid (D, H, W): metres along X, Y and Z."""
+        """Return the center of a grid (D, H, W): meters along X, Y and Z."""
         x, y, z = (
             start + size * shape[self.dim(axis)] / 2
             for axis, start, size in zip("XYZ", self.origin, self.voxel_size, strict=True)
@@ -138,21 +138,21 @@ class VoxelLayout:
         return x, y, z
 
     def is_square(self, shape: Triple) -> bool:
-        """Whether a quarter turn in XY brings a grid (D, H, W) onto itself."""
+        """Return whether a quarter turn in XY maps a grid (D, H, W) onto itself."""
         return shape[self.dim("X")] == shape[self.dim("Y")] and self.voxel_size[0] == self.voxel_size[1]
 
     def off_centre(self, shape: Triple) -> str:
-        """The axes along which the sensor is not in the middle of a grid (D, H, W); none where no sensor is given."""
+        """Return the axes along which the sensor is off the center of a grid (D, H, W); empty without a sensor."""
         if self.sensor_origin is None:
             return ""
         places = zip("XYZ", self.sensor_origin, self.centre(shape), self.voxel_size, strict=True)
         return "".join(axis for axis, sensor, middle, size in places if abs(sensor - middle) > _CENTRAL * size)
 
     def occupied(self, volume: Tensor) -> Tensor:
-        """Which voxels are not empty: (C, ...) to (...) bool.
+        """Return which voxels are occupied: (C, ...) to (...) bool.
 
-        The occupancy channel says it, else that of counts; without both, a voxel is occupied that differs from the
-        empty value in some channel.
+        This is determined by the occupancy channel, otherwise by the count channel; without both, a voxel is occupied
+        if any channel differs from its empty value.
         """
         for kind in ("occupancy", "count"):
             if kind in self.channels:
@@ -165,7 +165,7 @@ class VoxelLayout:
 
 
 def refuse_no_layout(check: Checker, layout: object) -> None:
-    """Refuse what is neither a layout nor None."""
+    """Refuse anything but a layout or None."""
     if not isinstance(layout, VoxelLayout | None):
         raise check.refuse("layout", layout, "a VoxelLayout or None")
 

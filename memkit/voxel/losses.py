@@ -1,4 +1,4 @@
-"""Losses that know what voxels and points are: structure, occupancy, distance of clouds."""
+"""Losses for voxels and points: structure, occupancy, and distance between point clouds."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 class StructurePreservingLoss(VolumeLoss):
-    """How far the differences of neighbouring voxels are apart: edges count, and not a constant offset.
+    """A loss on the differences of neighboring voxels: edges count, a constant offset does not.
 
     The mean absolute difference of the finite differences along D, H and W, averaged over the three axes. An axis of
     one voxel counts as 0. Computed in float32, with its gradient, one sample at a time.
 
     Memory cost: one gradient of the prediction in float32, and two volumes of one sample.
 
-    Source: the gradient difference loss of Mathieu et al. 2016 in 3D, of the differences' own signs; `docs/losses.md`.
+    Source: the gradient difference loss of Mathieu et al. 2016 in 3D, with signed differences; `docs/losses.md`.
 
     Example:
         >>> import torch
@@ -56,7 +56,7 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
     total = torch.zeros((), dtype=dtype, device=prediction.device)
     gradient = torch.zeros_like(prediction, dtype=dtype) if needs[0] else None
     for sample, (ours, theirs) in enumerate(zip(prediction, target, strict=True)):
-        residual = ours.to(dtype) - theirs.to(dtype)  # differences are linear: that of two volumes' is the residual's
+        residual = ours.to(dtype) - theirs.to(dtype)  # differences are linear: take them of the residual
         for axis in (1, 2, 3):
             difference = residual.diff(dim=axis)
             if not difference.numel():
@@ -72,18 +72,18 @@ def _structure(prediction: Tensor, target: Tensor, needs: Sequence[bool]) -> tup
 
 
 class OccupancyAwareLoss(VolumeLoss):
-    """A mean over voxels in which the occupied ones count more: in a sparse grid empty space would outvote them.
+    """A mean over voxels weighted toward occupied ones, which empty space would outvote in a sparse grid.
 
-    The weighted mean within each sample, then the mean over samples: a constant error keeps its size whatever is
-    occupied, and micro-batches add up to the batch. Computed in float32 whatever the precision around it.
+    The weighted mean within each sample, then the mean over samples: a constant error gives the same loss for any
+    occupancy, and micro-batches add up to the batch. Computed in float32 regardless of the surrounding precision.
 
     Args:
-        occupied_weight: What a voxel counts that is occupied in the target; an empty one counts 1.
+        occupied_weight: Weight of voxels that are occupied in the target; empty ones have weight 1.
         kind: ``"l1"``, ``"mse"``, or ``"bce"``: the prediction is logits, the target in [0, 1].
-        layout: Says which voxels are occupied. Without it, those whose target is not zero in some channel.
+        layout: Defines which voxels are occupied. Without it, those whose target is nonzero in some channel.
 
     Raises:
-        ConfigError: The weight is no number above zero, or the kind is unknown.
+        ConfigError: The weight is not a number above zero, or the kind is unknown.
 
     Memory cost: one gradient of the prediction, and two volumes of one sample.
 
@@ -119,10 +119,10 @@ class OccupancyAwareLoss(VolumeLoss):
         return mean_of_samples(self._sum, prediction, target, chunk_size=1, call=self._call)
 
     def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Of one sample: (1, C, D, H, W)."""
+        """Return the loss of one sample (1, C, D, H, W)."""
         is_occupied = (target[0] != 0).any(0) if self.layout is None else self.layout.occupied(target[0])
         weights = torch.where(is_occupied, self.occupied_weight, 1.0).to(prediction.dtype)
-        # Over the channels first: the weights need no room for each of them.
+        # Average over the channels first, so that the weights need no memory per channel.
         losses = _LOSSES[self.kind](prediction[0], target[0], reduction="none").mean(0)
         return (losses * weights).sum() / weights.sum()
 
@@ -131,14 +131,14 @@ class ChamferLoss(nn.Module):
     """The Chamfer distance of clouds as a loss that is always finite: see `memkit.voxel.chamfer_distance`.
 
     Args:
-        empty_distance: What a pair counts of which one cloud is empty, in the unit of the distance: squared where the
+        empty_distance: Distance of a pair in which one cloud is empty, in the unit of the distance: squared if the
             convention squares. It has no gradient, as there is no point to move. Both empty: 0.
         convention: As for `memkit.voxel.chamfer_distance`.
         backend: As for `memkit.voxel.nearest_points`.
         memory_budget: As for `memkit.voxel.nearest_points`.
 
     Raises:
-        ConfigError: ``empty_distance`` is no finite number from zero on.
+        ConfigError: ``empty_distance`` is not a finite nonnegative number.
 
     Memory cost: see `memkit.voxel.chamfer_distance`.
 
@@ -171,16 +171,16 @@ class ChamferLoss(nn.Module):
         """Compare clouds.
 
         Args:
-            prediction: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), of which the mean is taken.
+            prediction: (N, D); a batch (B, N, D) or a sequence of B clouds (N_i, D), over which the mean is taken.
             target: The other cloud or clouds; they get gradients too.
 
         Returns:
             The loss, 0-dim, float32 or float64.
 
         Raises:
-            ConfigError: The convention or the back end is unknown.
-            InputTypeError: What came is no cloud.
-            InputError: The batches disagree, or a coordinate is not finite.
+            ConfigError: The convention or the backend is unknown.
+            InputTypeError: An argument is not a point cloud.
+            InputError: The batch sizes differ, or a coordinate is not finite.
         """
         return chamfer_distance(
             prediction,

@@ -1,4 +1,4 @@
-"""Two samples of a batch in one: mixed voxel by voxel, or one's box in the other."""
+"""Mixing of two samples of a batch: voxel by voxel (mixup), or by pasting a box (CutMix)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ M = TypeVar("M", MixupParams, CutmixParams)
 
 
 class MixedLabels(NamedTuple):
-    """The labels of mixed samples: ``weight * loss(x, first) + (1 - weight) * loss(x, second)``.
+    """Labels of mixed samples, for ``weight * loss(x, first) + (1 - weight) * loss(x, second)``.
 
     Attributes:
-        first: (B, ...) labels of each sample itself.
-        second: (B, ...) labels of its partner.
+        first: (B, ...) labels of the samples themselves.
+        second: (B, ...) labels of their partners.
         weight: (B,) float64 in [0, 1].
 
     Example:
@@ -58,11 +58,11 @@ class MixedLabels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Mix(Augmentation[M], Generic[M]):
-    """Draws partners and shares; each sample of a batch its own.
+    """Draws a partner and a weight for each sample of a batch.
 
     Attributes:
-        alpha: A sample's own share is drawn from Beta(alpha, alpha).
-        layout: What the channels mean. Without one all are scalars, and empty voxels hold 0.
+        alpha: A sample's own weight is drawn from Beta(alpha, alpha).
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
     """
 
     alpha: float = 0.2
@@ -77,7 +77,7 @@ class _Mix(Augmentation[M], Generic[M]):
         """Draw parameters for a batch; see `Augmentation.sample`.
 
         Raises:
-            InputError: The shape is no batch's (B, C, D, H, W), or a number cannot be.
+            InputError: The shape is not that of a batch (B, C, D, H, W), or a number is invalid.
         """
         call = f"{type(self).__name__}.sample(shape)"
         grid = read_grid(call, shape, self.layout)
@@ -95,14 +95,14 @@ class _Mix(Augmentation[M], Generic[M]):
     def _draw(self, chance: np.random.Generator, grid: BatchShape) -> M: ...
 
     def labels(self, labels: Tensor, params: M) -> MixedLabels:
-        """What a mixed sample is labelled with: its own label, its partner's, and the share of its own.
+        """Return the labels of mixed samples: their own, their partners', and the weights of their own.
 
         Args:
-            labels: (B, ...), one row for each sample.
-            params: What `sample` drew.
+            labels: (B, ...), one row per sample.
+            params: Parameters drawn by `sample`.
 
         Raises:
-            InputError: There are more or fewer labels than samples.
+            InputError: The number of labels differs from the number of samples.
         """
         if labels.dim() < 1 or len(labels) != len(params.partners):
             raise InputError(
@@ -128,17 +128,17 @@ class _Mix(Augmentation[M], Generic[M]):
 
 @dataclass(frozen=True, kw_only=True)
 class MixupAugmentation(_Mix[MixupParams]):
-    """Mix each sample of a batch with another one: where one of the two is empty, the other stays as it is.
+    """Mix each sample of a batch with another one; where one of the two is empty, the other is kept unchanged.
 
-    Occupied voxels are united; a voxel that both have gets the weighted mean, and the larger occupancy. Targets are
-    mixed with the same parameters; class labels with `labels`.
+    The result contains the occupied voxels of both; a voxel occupied in both gets the weighted mean, and the larger
+    occupancy. Mix targets with the same parameters, and class labels with `labels`.
 
     Attributes:
-        alpha: A sample's own share is drawn from Beta(alpha, alpha), for each sample.
-        layout: What the channels mean. Without one all are scalars, and empty voxels hold 0.
+        alpha: A sample's own weight is drawn from Beta(alpha, alpha), separately for each sample.
+        layout: Meaning of the channels. Without one all are scalars, and empty voxels hold 0.
 
     Raises:
-        ConfigError: A key has a wrong value; the message names it.
+        ConfigError: A setting is invalid; the message names it.
 
     Memory cost: the result.
 
@@ -184,18 +184,18 @@ class MixupAugmentation(_Mix[MixupParams]):
 
 @dataclass(frozen=True, kw_only=True)
 class CutmixAugmentation(_Mix[CutmixParams]):
-    """Put a box of another sample into each sample of a batch.
+    """Paste a box of another sample into each sample of a batch.
 
-    Each sample has a box of its own, inside of the grid, whose volume is the partner's share: its sides are the cube
-    root of that share. ``params.weights`` count voxels, after rounding. Targets and label volumes are cut with the same
-    parameters; class labels with `labels`.
+    Each sample has its own box inside the grid, whose volume is the partner's weight: its sides are the cube root of
+    that fraction. ``params.weights`` are counted in voxels, after rounding. Use the same parameters for targets and
+    label volumes, and `labels` for class labels.
 
     Attributes:
-        alpha: A sample's own share is drawn from Beta(alpha, alpha), for each sample.
-        layout: What the channels mean.
+        alpha: A sample's own weight is drawn from Beta(alpha, alpha), separately for each sample.
+        layout: Meaning of the channels.
 
     Raises:
-        ConfigError: A key has a wrong value; the message names it.
+        ConfigError: A setting is invalid; the message names it.
 
     Memory cost: the result.
 
@@ -238,7 +238,7 @@ class CutmixAugmentation(_Mix[CutmixParams]):
 
 
 def _mix(a: Tensor, b: Tensor, occupied: tuple[Tensor, Tensor], weight: float, layout: VoxelLayout) -> Tensor:
-    """Mix values (C, ...) of voxels, of which each is occupied or not, (...): the same arithmetic in both forms."""
+    """Mix voxel values (C, ...) given their occupancies (...), with the same arithmetic for dense and sparse."""
     mixed = (a * weight).add_(b * (1 - weight))
     for channel, kind in enumerate(layout.channels):
         if kind == "occupancy":
@@ -281,6 +281,6 @@ def _cut_sparse(voxels: SparseVoxels, params: CutmixParams) -> SparseVoxels:
 
 
 def _rows(voxels: SparseVoxels, number: int) -> tuple[Tensor, Tensor]:
-    """Places (N, 3) and features (N, C) of one sample."""
+    """Return the voxel coordinates (N, 3) and features (N, C) of one sample."""
     rows = voxels.coords[:, 0] == number
     return voxels.coords[rows, 1:], voxels.features[rows]

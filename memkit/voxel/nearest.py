@@ -1,4 +1,4 @@
-"""Which point of the other cloud is nearest, found once for all metrics, without the table of all pairs."""
+"""Nearest points between two clouds, found once for all metrics, without the full distance matrix."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ NearestBackend = Literal["auto", "tiled", "pruned", "kdtree"]
 
 _CALL = "nearest_points(a, b)"
 _TILE_ROWS = 256
-_BYTES_PER_PAIR = 12  # of what is held for each pair of points of a tile
-_LARGEST_TABLE = 2**24  # pairs, up to which all pairs are as fast as anything
+_BYTES_PER_PAIR = 12  # held for each pair of points of a tile
+_LARGEST_TABLE = 2**24  # pairs, up to which brute force is as fast as any other search
 _NUM_SPATIAL = (2, 3)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NearestPoints:
-    """Two clouds, and for each point the nearest of the other cloud. Made by `nearest_points`; metrics take it.
+    """Two clouds, and for each point its nearest point in the other; made by `nearest_points`, used by metrics.
 
     Attributes:
-        a: (N, D), as given, in float32 at least.
+        a: (N, D), as given, in at least float32.
         b: (M, D).
-        a_to_b: (N,) int64: the nearest point of ``b``. Of several at one distance it is one of them.
+        a_to_b: (N,) int64: the nearest point of ``b``. Ties are resolved arbitrarily.
         b_to_a: (M,) int64.
 
-    Where a cloud is empty, the indices of the other's points are 0 and mean nothing; their distances are inf.
+    If a cloud is empty, the indices of the other's points are 0 and meaningless; their distances are inf.
 
     Example:
         >>> import torch
@@ -49,14 +49,14 @@ class NearestPoints:
     b_to_a: Tensor
 
     def squared_distances(self) -> tuple[Tensor, Tensor]:
-        """Squared distances (N,) of ``a`` and (M,) of ``b`` to their nearest.
+        """Compute squared distances (N,) of ``a`` and (M,) of ``b`` to their nearest points.
 
-        Computed anew from the pairs, so that autograd keeps N + M pairs and not N times M.
+        Recomputed from the pairs, so that autograd keeps N + M pairs instead of N times M.
         """
         return _squared(self.a, self.b, self.a_to_b), _squared(self.b, self.a, self.b_to_a)
 
     def distances(self) -> tuple[Tensor, Tensor]:
-        """Distances (N,) and (M,); the gradient of a distance of zero is zero."""
+        """Compute distances (N,) and (M,); the gradient of a zero distance is zero."""
         of_a, of_b = self.squared_distances()
         return _safe_root(of_a), _safe_root(of_b)
 
@@ -64,27 +64,28 @@ class NearestPoints:
 def nearest_points(
     a: Tensor, b: Tensor, *, backend: NearestBackend = "auto", memory_budget: SupportsIndex | str = "16MiB"
 ) -> NearestPoints:
-    """Find for each point of two clouds the nearest point of the other.
+    """Find, for each point of two clouds, the nearest point of the other cloud.
 
     Args:
-        a: (N, D), floating point, finite. Half precision is computed in float32: at 50 m bfloat16 has steps of 25 cm.
+        a: (N, D), floating point, finite. Half precision is computed in float32: at 50 m the spacing of bfloat16 is 25
+            cm.
         b: (M, D), on the same device. Gradients flow into both through the distances of the result.
         backend: ``"tiled"``: all pairs, tile by tile, for any D. ``"pruned"``: only tiles of points that may be near,
-            for D of 2 and 3. ``"kdtree"``: SciPy's, on the CPU (``pip install "memkit[metrics]"``). ``"auto"``: the
-            k-d tree where SciPy is installed and the clouds are on the CPU, else pruned for large clouds, else tiled.
-        memory_budget: Bytes, or text, for the search; the k-d tree does not keep to it and takes about 100 bytes for
-            each point.
+            for D = 2 or 3. ``"kdtree"``: SciPy's k-d tree, on the CPU (``pip install "memkit[metrics]"``). ``"auto"``:
+            the k-d tree if SciPy is installed, the clouds are on the CPU and D is 2 or 3; otherwise pruned for large
+            clouds, otherwise tiled.
+        memory_budget: Bytes, or text, for the search; the k-d tree ignores it and takes about 100 bytes per point.
 
     Returns:
-        The pairs. All back ends give the same distances.
+        The pairs. All backends give the same distances.
 
     Raises:
         InputTypeError: The clouds are not floating point rows.
-        InputError: They disagree in dimensions or device, or hold a coordinate that is not finite, or whose square is
-            not.
-        ConfigError: The back end is unknown, not installed, or not for these dimensions.
+        InputError: They differ in dimension or device, or contain a coordinate that is not finite or whose square
+            overflows.
+        ConfigError: The backend is unknown, not installed, or does not support this dimension.
 
-    Memory cost: two int64 for each pair found, and the budget during the search.
+    Memory cost: one int64 per point of both clouds, and the budget during the search.
 
     Source: `docs/clouds.md`.
 
@@ -136,14 +137,14 @@ def _tiled(a: Tensor, b: Tensor, memory_bytes: int) -> tuple[Tensor, Tensor]:
 
 
 def _improve(best: Tensor, index: Tensor, squared: Tensor, found: Tensor, offset: int) -> None:
-    """Write into ``best`` and ``index`` what is better, in place."""
+    """Update ``best`` and ``index`` in place where the new distances are smaller."""
     is_better = squared < best
     torch.where(is_better, squared, best, out=best)
     torch.where(is_better, found + offset, index, out=index)
 
 
 def _kdtree(queries: Tensor, points: Tensor) -> Tensor:
-    spatial = importlib.import_module("scipy.spatial")  # only here: it takes a quarter of a second
+    spatial = importlib.import_module("scipy.spatial")  # imported lazily: it takes a quarter of a second
     index = spatial.cKDTree(points.detach().cpu().numpy()).query(queries.detach().cpu().numpy())[1]
     return torch.from_numpy(index).to(queries.device, torch.int64)
 
@@ -182,7 +183,7 @@ def _checked(cloud: object, name: str) -> Tensor:
             fix="give one row for each point; of a batch, one cloud at a time.",
         )
     cloud = cloud.to(torch.promote_types(cloud.dtype, torch.float32))
-    largest = (torch.finfo(cloud.dtype).max / (4 * cloud.shape[1])) ** 0.5  # two of them: a finite squared distance
+    largest = (torch.finfo(cloud.dtype).max / (4 * cloud.shape[1])) ** 0.5  # their squared distance stays finite
     is_usable = (cloud.detach().abs() <= largest).all(1)  # nan is not
     if not bool(is_usable.all()):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What the losses of two volumes share: which pairs they take, and a mean over samples with the memory of a few."""
+"""Base of losses on two volumes: input checks, and a mean over samples with the memory of a few."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from memkit._gradients.streamed import sum_of_chunks
 
 
 class VolumeLoss(nn.Module):
-    """A loss of two volumes, which are checked here and compared by the subclass."""
+    """A loss on two volumes, which are checked here and compared by the subclass."""
 
     def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Compare two volumes.
 
         Args:
-            prediction: (B, C, D, H, W), floating.
+            prediction: (B, C, D, H, W), floating point.
             target: The same shape, any real dtype; it gets no gradient.
 
         Returns:
             The loss, 0-dim, float32 or float64.
 
         Raises:
-            InputTypeError: What came is no tensor of numbers, or a network that was given returns none.
-            InputError: Shapes or devices differ, the volumes hold nothing, or have other channels than the loss.
-            StateError: A network was converted to half precision; in backward with ``create_graph=True``.
+            InputTypeError: An argument is not a tensor of real numbers, or a given network does not return one.
+            InputError: Shapes or devices differ, the volumes are empty, or their channels do not match the loss.
+            StateError: A network was converted to half precision; or in the backward pass with ``create_graph=True``.
         """
         return self._compare(*check_pair(self._call, prediction, target))
 
@@ -38,15 +38,15 @@ class VolumeLoss(nn.Module):
 
     @abstractmethod
     def _compare(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The loss of two volumes that go together; the target has no graph."""
+        """Return the loss of two checked volumes; the target has no graph."""
 
 
 def check_pair(call: str, prediction: object, target: object) -> tuple[Tensor, Tensor]:
-    """Return both volumes; the target without its graph, as losses here have no gradient for it.
+    """Check and return both volumes; the target is detached, since these losses have no gradient for it.
 
     Raises:
-        InputTypeError: One of them is no tensor, or the prediction is not floating.
-        InputError: They are not two volumes (B, C, D, H, W) of one shape on one device, or they hold nothing.
+        InputTypeError: An argument is not a tensor, or the prediction is not floating point.
+        InputError: They are not two volumes (B, C, D, H, W) of the same shape on the same device, or they are empty.
     """
     prediction, target = _real(call, "prediction", prediction), _real(call, "target", target)
     if prediction.shape != target.shape or prediction.dim() != 5 or prediction.device != target.device:
@@ -82,7 +82,7 @@ def _real(call: str, name: str, volume: object) -> Tensor:
 
 
 def work_dtype(volume: Tensor) -> torch.dtype:
-    """Float64 for float64; float32 for all else, half precision too."""
+    """Return float64 for float64, otherwise float32, also for half precision."""
     return torch.float64 if volume.dtype == torch.float64 else torch.float32
 
 
@@ -96,18 +96,18 @@ def mean_of_samples(
     dtype: torch.dtype | None = None,
     behind: Callable[..., object] | None = None,
 ) -> Tensor:
-    """The mean over samples of a loss, some samples at a time, each chunk's gradient taken at once.
+    """Average a loss over samples, a few at a time, taking each chunk's gradient immediately.
 
-    Autocast is off inside, and a prediction in half precision comes as float32: its gradient stays in float32 until
-    the upstream factor, a `GradScaler`'s too, was multiplied in.
+    Autocast is off inside, and a half-precision prediction is converted to float32: its gradient stays in float32 until
+    the upstream factor, including a `GradScaler`'s, has been applied.
 
     Args:
-        loss_sum: Of (n, ...) and (n, ...): the sum of the samples' losses, 0-dim.
-        prediction: (B, ...); the gradient is taken for it.
+        loss_sum: Maps (n, ...) and (n, ...) to the sum of the samples' losses, 0-dim.
+        prediction: (B, ...); the gradient is taken with respect to it.
         target: (B, ...), without a graph.
         chunk_size: Samples at a time.
         call: The user's call, for messages.
-        dtype: Compute in it; `work_dtype` without.
+        dtype: Computation dtype; None for `work_dtype`.
         behind: See `sum_of_chunks`.
 
     Memory cost: one chunk's graph, and one gradient of the prediction; in half precision its float32 copy.

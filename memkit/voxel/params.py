@@ -1,4 +1,4 @@
-"""What was drawn for an augmentation: frozen records, in JSON and back, that can be applied again and again."""
+"""Drawn augmentation parameters: frozen records that convert to and from JSON and can be reapplied."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memkit._core.sparse_voxels import Triple
 
 VERSION = 1
 _AMOUNTS = "noise_std", "doppler_std", "intensity_gain"
-Box = tuple[Triple, Triple]  # first voxel along D, H, W, and the one after the last
+Box = tuple[Triple, Triple]  # first voxel along D, H, W, and one past the last
 
 
 @dataclass(frozen=True, slots=True)
 class AugmentationParams(ABC):
-    """What an augmentation drew. The same record gives the same result, wherever and whenever it is applied.
+    """Drawn parameters of an augmentation; the same record always gives the same result.
 
     Source: `docs/augmentation.md`.
 
@@ -37,27 +37,27 @@ class AugmentationParams(ABC):
 
     @abstractmethod
     def geometry(self) -> AugmentationParams:
-        """What a target undergoes as well: flips, turns and mixing, without noise, jitter, dropout and holes."""
+        """Return the part that applies to targets: flips, turns and mixing, but no noise, jitter, dropout or holes."""
 
     @abstractmethod
     def inverse(self) -> AugmentationParams:
-        """What undoes flips and turns. Nothing undoes noise, jitter, dropout, holes and mixing."""
+        """Return parameters that undo flips and turns. Noise, jitter, dropout, holes and mixing cannot be undone."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types."""
+        """Return the record as plain types."""
         return {"kind": self.kind, **json.loads(json.dumps(dataclasses.asdict(self)))}
 
     def to_json(self) -> str:
-        """One line of JSON, for a log."""
+        """Return one line of JSON, for a log."""
         return json.dumps({"version": VERSION, **self.to_dict()})
 
     @staticmethod
     def from_json(text: str | bytes) -> AugmentationParams:
-        """The record that `to_json` wrote.
+        """Read a record written by `to_json`.
 
         Raises:
-            FileFormatError: The text is no such JSON.
-            InputError: A value in it cannot be.
+            FileFormatError: The text is not such JSON.
+            InputError: A value in it is invalid.
         """
         try:
             found = json.loads(text)
@@ -70,19 +70,19 @@ class AugmentationParams(ABC):
 
 @dataclass(frozen=True, slots=True)
 class VoxelDraw:
-    """What `VoxelAugmentation` drew for one sample.
+    """Parameters of `VoxelAugmentation` for one sample.
 
     Attributes:
-        flips: The axes that are mirrored, of X, Y and Z.
-        turns: Quarter turns from X towards Y, after the flips: 0 to 3.
-        noise_std: Of the noise on intensities and scalars.
-        doppler_std: Of the noise on Doppler channels.
-        intensity_gain: Factor of the intensities.
-        dropout_prob: Share of the voxels that are emptied.
-        seed: Of noise and dropout, which depend on it and on the voxel's place alone.
+        flips: The mirrored axes among X, Y and Z.
+        turns: Quarter turns from X toward Y, after the flips: 0 to 3.
+        noise_std: Standard deviation of the noise on intensities and scalars.
+        doppler_std: Standard deviation of the noise on Doppler channels.
+        intensity_gain: Factor applied to the intensities.
+        dropout_prob: Probability that a voxel is emptied.
+        seed: Seed of noise and dropout, which depend only on it and on the voxel's position.
 
     Raises:
-        InputError: A value cannot be.
+        InputError: A value is invalid.
 
     Example:
         >>> import memkit as mk
@@ -108,26 +108,26 @@ class VoxelDraw:
             object.__setattr__(self, name, value)
 
     def geometry(self) -> VoxelDraw:
-        """Flips and turns alone."""
+        """Return only the flips and turns."""
         return VoxelDraw(self.flips, self.turns)
 
     def inverse(self) -> VoxelDraw:
-        """The flips and turns that bring it back."""
-        is_mirrored = ("X" in self.flips) != ("Y" in self.flips)  # then a turn and its inverse change places
+        """Return the flips and turns that undo this draw."""
+        is_mirrored = ("X" in self.flips) != ("Y" in self.flips)  # then a turn and its inverse are swapped
         return VoxelDraw(self.flips, self.turns if is_mirrored else -self.turns % 4)
 
 
 @dataclass(frozen=True, slots=True)
 class VoxelParams(AugmentationParams):
-    """What `VoxelAugmentation` drew.
+    """Parameters of `VoxelAugmentation`.
 
     Attributes:
         shape: (D, H, W) of the grid.
-        batched: Whether it is for volumes (B, C, D, H, W); else for (C, D, H, W).
-        draws: One for each sample.
+        batched: Whether it is for volumes (B, C, D, H, W); otherwise for (C, D, H, W).
+        draws: One draw per sample.
 
     Raises:
-        InputError: A value cannot be.
+        InputError: A value is invalid.
 
     Example:
         >>> import torch
@@ -151,22 +151,22 @@ class VoxelParams(AugmentationParams):
         object.__setattr__(self, "draws", draws)
 
     def geometry(self) -> VoxelParams:
-        """Flips and turns alone: what a target undergoes as well."""
+        """Return only the flips and turns, which apply to targets too."""
         return VoxelParams(self.shape, self.batched, tuple(each.geometry() for each in self.draws))
 
     def inverse(self) -> VoxelParams:
-        """What undoes flips and turns."""
+        """Return parameters that undo flips and turns."""
         return VoxelParams(self.shape, self.batched, tuple(each.inverse() for each in self.draws))
 
 
 @dataclass(frozen=True, slots=True)
 class CutoutParams(AugmentationParams):
-    """What `CutoutAugmentation` drew.
+    """Parameters of `CutoutAugmentation`.
 
     Attributes:
         shape: (D, H, W) of the grid.
-        batched: Whether it is for volumes (B, C, D, H, W); else for (C, D, H, W).
-        holes: For each sample its boxes.
+        batched: Whether it is for volumes (B, C, D, H, W); otherwise for (C, D, H, W).
+        holes: The boxes of each sample.
     """
 
     kind = "cutout"
@@ -183,22 +183,22 @@ class CutoutParams(AugmentationParams):
         object.__setattr__(self, "holes", holes)
 
     def geometry(self) -> CutoutParams:
-        """No holes: a target keeps what its input lost."""
+        """Return parameters without holes: a target keeps what its input lost."""
         return CutoutParams(self.shape, self.batched, ((),) * len(self.holes))
 
     def inverse(self) -> CutoutParams:
-        """No holes: what they took is lost."""
+        """Return parameters without holes: emptied voxels cannot be restored."""
         return self.geometry()
 
 
 @dataclass(frozen=True, slots=True)
 class MixupParams(AugmentationParams):
-    """What `MixupAugmentation` drew.
+    """Parameters of `MixupAugmentation`.
 
     Attributes:
         shape: (D, H, W) of the grid.
-        partners: For each sample the one that is mixed into it.
-        weights: For each sample its own share; the partner has the rest.
+        partners: For each sample, the one that is mixed into it.
+        weights: For each sample, its own weight; the partner gets the rest.
     """
 
     kind = "mixup"
@@ -215,22 +215,22 @@ class MixupParams(AugmentationParams):
     batched: ClassVar[bool] = True
 
     def geometry(self) -> MixupParams:
-        """All of it: a target is mixed as its input is."""
+        """Return all of it: a target is mixed like its input."""
         return self
 
     def inverse(self) -> MixupParams:
-        """Nothing mixed in: what mixing did stays."""
+        """Return parameters that mix nothing: mixing cannot be undone."""
         return MixupParams(self.shape, tuple(range(len(self.partners))), (1.0,) * len(self.partners))
 
 
 @dataclass(frozen=True, slots=True)
 class CutmixParams(AugmentationParams):
-    """What `CutmixAugmentation` drew.
+    """Parameters of `CutmixAugmentation`.
 
     Attributes:
         shape: (D, H, W) of the grid.
-        partners: For each sample the one that a box is taken from.
-        boxes: For each sample the box.
+        partners: For each sample, the one that a box is taken from.
+        boxes: The box of each sample.
     """
 
     kind = "cutmix"
@@ -248,23 +248,23 @@ class CutmixParams(AugmentationParams):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """For each sample the share of its volume that is its own, counted in voxels."""
+        """Fraction of each sample's volume that is its own, counted in voxels."""
         whole = int(np.prod(self.shape))
         return tuple(1 - int(np.prod(np.subtract(stop, start))) / whole for start, stop in self.boxes)
 
     def geometry(self) -> CutmixParams:
-        """All of it: a target is cut as its input is."""
+        """Return all of it: a target is cut like its input."""
         return self
 
     def inverse(self) -> CutmixParams:
-        """Nothing pasted: what it overwrote is lost."""
+        """Return parameters that paste nothing: overwritten voxels cannot be restored."""
         nothing = ((0, 0, 0), (0, 0, 0))
         return CutmixParams(self.shape, tuple(range(len(self.partners))), (nothing,) * len(self.partners))
 
 
 @dataclass(frozen=True, slots=True)
 class ComposedParams(AugmentationParams):
-    """What `ComposedAugmentation` drew.
+    """Parameters of `ComposedAugmentation`.
 
     Attributes:
         steps: The record of each augmentation, in order.
@@ -280,15 +280,15 @@ class ComposedParams(AugmentationParams):
         object.__setattr__(self, "steps", tuple(read))
 
     def geometry(self) -> ComposedParams:
-        """What a target undergoes as well, of each step."""
+        """Return the part of each step that applies to targets."""
         return ComposedParams(tuple(each.geometry() for each in self.steps))
 
     def inverse(self) -> ComposedParams:
-        """What undoes the steps, the last one first."""
+        """Return parameters that undo the flips and turns, last step first."""
         return ComposedParams(tuple(each.inverse() for each in reversed(self.steps)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types."""
+        """Return the record as plain types."""
         return {"kind": self.kind, "steps": [each.to_dict() for each in self.steps]}
 
 

@@ -1,4 +1,4 @@
-"""Perceptual losses: how far two volumes are apart in the features of a frozen network, a few samples at a time."""
+"""Perceptual losses: distances in the feature space of a frozen network, computed a few samples at a time."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from memkit._gradients.streamed import Gradients, with_gradients
 from memkit.voxel.extractor import FrozenNetworkLoss, levels_of, random_extractor
 from memkit.voxel.pairs import mean_of_samples
 
-_EPSILON = 1e-4  # inside the root of the norm: an empty voxel's gradient is finite, and at most some tens
+_EPSILON = 1e-4  # inside the root of the norm: keeps an empty voxel's gradient finite, a few tens at most
 _AXES = {"D": 2, "H": 3, "W": 4}
 
 
 class Perceptual3DLoss(FrozenNetworkLoss):
-    """How far two volumes are apart in the features of a frozen 3D network.
+    """Perceptual distance of two volumes in the feature space of a frozen 3D network.
 
-    Features are scaled to unit length in each voxel; the loss is the squared distance, averaged over voxels and samples
-    and added up over the network's levels. The network needs no download: random convolutions compare structure at
-    several scales. It is drawn from the seed, so it is the same on every rank and after a restart. Give ``extractor``
-    to use a trained one.
+    Features are normalized to unit length in each voxel; the loss is the squared distance, averaged over voxels and
+    samples and summed over the network's levels. The network needs no download: random convolutions compare structure
+    at several scales. It is drawn from the seed, so it is the same on every rank and after a restart. Pass
+    ``extractor`` to use a trained one.
 
     The gradient is computed inside the forward, ``chunk_size`` samples at a time, so that memory does not grow with the
-    batch but by the gradient itself. Autocast is off inside: value and gradient are those of float32.
+    batch except for the gradient itself. Autocast is off inside: value and gradient are computed in float32.
 
     Args:
         in_channels: C of the volumes, for the random network.
         base_channels: Channels of its first level; each further level has twice as many.
-        use_checkpoint: Recompute the features inside a stage in place of keeping them; costs one more forward.
+        use_checkpoint: Whether to recompute the features inside a stage instead of keeping them; costs one more
+            forward.
         num_levels: Levels of the random network; each but the first halves the size.
-        extractor: A network in place of the random one. Of an `nn.Sequential` the features after each stage are
-            compared, else the tensor or the list of tensors (B, C, ...) that it returns. It is frozen and put into eval
-            mode.
-        seed: Of the random network.
+        extractor: A network to use instead of the random one. For an `nn.Sequential` the features after each stage are
+            compared, otherwise the tensor or the list of tensors (B, C, ...) that it returns. It is frozen and put into
+            eval mode.
+        seed: Seed of the random network.
         chunk_size: Samples at a time.
 
     Raises:
-        ConfigError: A setting is no whole number above zero.
+        ConfigError: A setting is not a valid integer.
 
     Memory cost: a volume's features on all levels, for ``chunk_size`` samples, and one gradient of the prediction.
 
@@ -98,7 +99,7 @@ class Perceptual3DLoss(FrozenNetworkLoss):
         )
 
     def _sum(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """The sum of the samples' losses. Both volumes go through the levels side by side: a target's live shortly."""
+        """Return the samples' summed loss. Both volumes run level by level, so target features are short-lived."""
         total = prediction.new_zeros(())
         theirs = levels_of(self.network, target, use_checkpoint=False, call=self._call)
         for features in levels_of(self.network, prediction, use_checkpoint=self.use_checkpoint, call=self._call):
@@ -109,21 +110,21 @@ class Perceptual3DLoss(FrozenNetworkLoss):
 
 
 class SliceLoss(FrozenNetworkLoss):
-    """A 2D distance of images, on all slices of two volumes: LPIPS, for example, where it is installed.
+    """A 2D image distance on all slices of two volumes, for example LPIPS if it is installed.
 
-    ``SliceLoss(lpips.LPIPS(net="alex"))`` for volumes of three channels in [-1, 1]. The mean over the axes of the mean
-    over slices; the gradient is computed inside the forward, ``chunk_size`` slices at a time.
+    ``SliceLoss(lpips.LPIPS(net="alex"))`` for volumes of three channels in [-1, 1]. The loss is the mean over the axes
+    of the mean over slices; the gradient is computed inside the forward, ``chunk_size`` slices at a time.
 
     Args:
-        distance: ``distance(prediction, target)`` of (n, C, H, W) each returns a distance for each slice, in any shape,
-            or their mean. A module is frozen and put into eval mode.
-        axes: Across which the slices are cut, of ``"D"``, ``"H"`` and ``"W"``.
+        distance: ``distance(prediction, target)`` takes two (n, C, H, W) and returns one distance per slice, in any
+            shape, or their mean. A module is frozen and put into eval mode.
+        axes: Axes across which slices are cut, among ``"D"``, ``"H"`` and ``"W"``.
         chunk_size: Slices at a time.
 
     Raises:
-        ConfigError: An axis is unknown or comes twice, or ``chunk_size`` is no whole number above zero.
+        ConfigError: An axis is unknown or repeated, or ``chunk_size`` is not a positive integer.
 
-    Memory cost: one chunk's graph; a copy of both volumes and a gradient of the prediction, for each axis.
+    Memory cost: one chunk's graph; a copy of both volumes and a gradient of the prediction per axis.
 
     Source: the 2.5D form of MONAI's PerceptualLoss; `docs/losses.md`.
 
@@ -175,9 +176,9 @@ class SliceLoss(FrozenNetworkLoss):
 
 
 def feature_distance(features: Tensor, target: Tensor, *, call: str) -> Tensor:
-    """Squared distance of features scaled to unit length in each place, the mean over places, the sum over samples.
+    """Compute the squared distance of normalized features, averaged over positions and summed over samples.
 
-    The gradient is written into the memory of the difference, and is all that is kept.
+    The gradient reuses the memory of the difference and is the only tensor kept.
 
     Args:
         features: (n, C, ...).
@@ -198,8 +199,8 @@ def _distance(features: Tensor, target: Tensor, needs: Sequence[bool]) -> tuple[
     num_places = squared[0].numel()
     if not needs[0]:
         return squared.sum() / num_places, [None]
-    # With a and b the scaled features: the gradient for the unscaled is 2 * ours * (a - b - a * <a, a - b>), and
-    # 2 <a, a - b> = |a|^2 - |b|^2 + |a - b|^2, where |a|^2 = 1 - epsilon * ours^2.
+    # With a and b the normalized features: the gradient for the original features is 2 * ours * (a - b - a * <a, a -
+    # b>), and 2 <a, a - b> = |a|^2 - |b|^2 + |a - b|^2, where |a|^2 = 1 - epsilon * ours^2.
     along = (squared + _EPSILON * (theirs.square() - ours.square())) / 2
     gradient = difference.addcmul_(features, along * ours, value=-1).mul_(ours * (2 / num_places))
     return squared.sum() / num_places, [gradient]

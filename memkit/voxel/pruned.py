@@ -1,4 +1,4 @@
-"""Nearest neighbours by tiles whose boxes are near each other: exact, in torch's own operators, on any device."""
+"""Exact nearest neighbors by pruning tiles with distant bounding boxes, in plain torch, on any device."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from torch import Tensor
 
 from memkit._core.voxel_keys import MORTON_BITS, morton_encode
 
-_TILE = 64  # points; of 16, 32, 64, 128 the fastest at 200,000 points, uniform and lidar-like
-_CELLS_LOG2 = 16  # along each axis of the curve on which neighbours lie close
-_BYTES_PER_BOX = 40  # of what is held for each pair of tiles: gap, its order, intermediate results
-_BYTES_PER_PAIR = 20  # of what is held for each pair of points
+_TILE = 64  # points; the fastest of 16, 32, 64, 128 for 200,000 points, uniform and lidar-like
+_CELLS_LOG2 = 16  # cells along each axis of the Morton curve
+_BYTES_PER_BOX = 40  # held for each pair of tiles: gap, its order, intermediate results
+_BYTES_PER_PAIR = 20  # held for each pair of points
 
 
 def nearest_pruned(x: Tensor, y: Tensor, memory_bytes: int) -> Tensor:
-    """For each point of ``x``, the row of its nearest point in ``y``.
+    """Find, for each point of ``x``, the row of its nearest point in ``y``.
 
-    Both clouds are sorted along a Morton curve and cut into tiles. A tile of ``x`` looks at the tiles of ``y`` in the
-    order of the gap between their boxes, until the gap is wider than the farthest of its own neighbours so far.
+    Both clouds are sorted along a Morton curve and cut into tiles. A tile of ``x`` visits the tiles of ``y`` in the
+    order of the gap between their boxes, until the gap exceeds the largest nearest-neighbor distance of its points so
+    far.
 
     Args:
         x: (N, D) float32 or float64, N and M at least 1, D 2 or 3.
         y: (M, D), the same dtype and device.
-        memory_bytes: For the work; the least is one tile against all boxes.
+        memory_bytes: Working memory; the minimum is one tile against all boxes.
 
     Returns:
         (N,) int64.
@@ -38,7 +39,7 @@ def nearest_pruned(x: Tensor, y: Tensor, memory_bytes: int) -> Tensor:
         part = slice(start, start + num_at_once)
         found[part] = _search(ours.points[part], ours.low[part], ours.high[part], theirs)
     index = torch.empty(len(x), dtype=torch.int64, device=x.device)
-    index[ours.rows.flatten()] = theirs.rows.flatten()[found.flatten()]  # a padded row is written again, alike
+    index[ours.rows.flatten()] = theirs.rows.flatten()[found.flatten()]  # padded rows are written twice, alike
     return index
 
 
@@ -62,7 +63,7 @@ class _Tiles:
 
 
 def _search(points: Tensor, low: Tensor, high: Tensor, others: _Tiles) -> Tensor:
-    """For each point of some tiles, the number of its nearest among the others' sorted points."""
+    """Find, for each point of some tiles, the number of its nearest among the others' sorted points."""
     gaps = points.new_zeros(len(points), len(others.low))
     for axis in range(points.shape[2]):
         below = others.low[:, axis] - high[:, axis, None]
@@ -73,7 +74,7 @@ def _search(points: Tensor, low: Tensor, high: Tensor, others: _Tiles) -> Tensor
     found = torch.zeros(best.shape, dtype=torch.int64, device=points.device)
     active = torch.arange(len(points), device=points.device)
     for turn in range(order.shape[1]):
-        # A gap and a distance are rounded apart from each other: one unit more is looked at.
+        # Gaps and distances are rounded independently, so a small tolerance is added.
         active = active[gaps[active, turn] * (1 - 2e-6) <= best[active].amax(1)]
         if not len(active):
             break
@@ -86,10 +87,10 @@ def _search(points: Tensor, low: Tensor, high: Tensor, others: _Tiles) -> Tensor
 
 
 def squared_distances(x: Tensor, y: Tensor) -> Tensor:
-    """Squared distances of all pairs: (..., N, D) and (..., M, D) to (..., N, M).
+    """Compute squared distances of all pairs: (..., N, D) and (..., M, D) to (..., N, M).
 
-    By differences along each axis: through products of matrices, as in `torch.cdist`, points that lie close together
-    and far from the origin lose their distance.
+    Uses differences along each axis: with matrix products, as in `torch.cdist`, the distances of points that are close
+    together and far from the origin would cancel.
     """
     total = (x[..., :, None, 0] - y[..., None, :, 0]).square_()
     for axis in range(1, x.shape[-1]):

@@ -1,4 +1,4 @@
-"""Which share of a cloud lies near another: precision, recall and F-score for one threshold or many."""
+"""Precision, recall and F-score of point clouds at one or more distance thresholds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from memkit.voxel.nearest import NearestBackend, NearestPoints
 
 
 class PrecisionRecall(NamedTuple):
-    """Shares of points that lie near the other cloud, for one threshold or for (T,) of them.
+    """Fractions of points near the other cloud, for one threshold or for (T,) thresholds.
 
     Attributes:
-        precision: Of the prediction's points.
-        recall: Of the target's points.
-        f_score: Their harmonic mean; 0 where both are.
+        precision: Fraction of the prediction's points.
+        recall: Fraction of the target's points.
+        f_score: Harmonic mean of both; 0 if both are 0.
 
     Example:
         >>> import torch
@@ -43,12 +43,13 @@ def precision_recall(
     backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> PrecisionRecall:
-    """Shares of points closer than a threshold to the other cloud, as Tanks and Temples counts them.
+    """Compute the fractions of points closer than a threshold to the other cloud, as in Tanks and Temples.
 
     Args:
         prediction: As ``a`` for `chamfer_distance`.
         target: As ``b`` for `chamfer_distance`.
-        threshold: In the unit of the coordinates, above zero, one or several; a distance counts if it is smaller.
+        threshold: One or several distances above zero, in the unit of the coordinates; a distance counts if it is
+            smaller.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
@@ -56,9 +57,9 @@ def precision_recall(
         Precision, recall and F-score: 0-dim, or (T,) for several thresholds. Both clouds empty: 1. One empty: 0.
 
     Raises:
-        ConfigError: A threshold or the back end is wrong.
-        InputTypeError: What came is no cloud.
-        InputError: The batches disagree, or a coordinate is not finite.
+        ConfigError: A threshold or the backend is invalid.
+        InputTypeError: An argument is not a point cloud.
+        InputError: The batch sizes differ, or a coordinate is not finite.
 
     Memory cost: see `nearest_points`; one search for all thresholds.
 
@@ -83,7 +84,7 @@ def f_score(
     backend: NearestBackend = "auto",
     memory_budget: SupportsIndex | str = "16MiB",
 ) -> Tensor:
-    """The F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.
+    """Compute the F-score of `precision_recall`: 0-dim, or (T,) for several thresholds.
 
     Args:
         prediction: As for `precision_recall`.
@@ -92,7 +93,7 @@ def f_score(
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
-    Raises: what `precision_recall` raises.
+    Raises: The same errors as `precision_recall`.
 
     Memory cost: see `nearest_points`.
 
@@ -132,7 +133,7 @@ def _limits(name: str, threshold: object) -> list[float]:
 
 @torch.no_grad()
 def _shares(pairs: NearestPoints, limits: Sequence[float]) -> Tensor:
-    """Precision, recall and F-score: (3, T)."""
+    """Compute precision, recall and F-score: (3, T)."""
     limit = torch.tensor(limits, dtype=pairs.a.dtype, device=pairs.a.device)
     if not len(pairs.a) or not len(pairs.b):
         return limit.new_full((3, len(limit)), float(len(pairs.a) == len(pairs.b)))

@@ -1,4 +1,4 @@
-"""Metrics over a whole evaluation: sums in float64 that add up over batches and ranks."""
+"""Streaming metrics: float64 sums that accumulate over batches and ranks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _VERSION = 1
 
 
 class _Sums:
-    """Named sums in float64 on the CPU, and how many samples they are of.
+    """Named float64 sums on the CPU, with the number of samples.
 
     Args:
-        names: Of the sums.
-        settings: What the names do not say, as plain types: sums of other settings do not add up with these.
+        names: Names of the sums.
+        settings: Settings that the names do not encode, as plain types; sums with different settings cannot be merged.
     """
 
     def __init__(self, names: Sequence[str], **settings: float) -> None:
@@ -34,16 +34,16 @@ class _Sums:
 
     @property
     def num_samples(self) -> int:
-        """How many samples were seen."""
+        """Number of samples seen."""
         return self._num_samples
 
     def reset(self) -> None:
-        """Forget all samples."""
+        """Reset all sums."""
         self._sums.zero_()
         self._num_samples = 0
 
     def merge(self, other: Self) -> None:
-        """Add what another one of the same settings has seen.
+        """Add the sums of another object with the same settings.
 
         Raises:
             StateError: Its settings differ.
@@ -59,12 +59,12 @@ class _Sums:
         self._num_samples += other._num_samples
 
     def sync(self, group: dist.ProcessGroup | None = None) -> None:
-        """Add up over the ranks: all have the whole afterwards. Call it once, before `compute`.
+        """Sum over the ranks, so that all have the total. Call it once, before `compute`.
 
-        In a single process, where torch.distributed was not begun, there is nothing to add.
+        In a single process without torch.distributed this does nothing.
 
         Args:
-            group: The ranks; None is all.
+            group: The process group; None means all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
@@ -76,10 +76,10 @@ class _Sums:
         self._num_samples = round(everything[-1].item())
 
     def compute(self) -> dict[str, float]:
-        """The means over the samples, by name, and counts.
+        """Return the means over the samples and the counts, by name.
 
         Raises:
-            StateError: There was no sample.
+            StateError: There are no samples.
         """
         if not self._num_samples:
             raise StateError(
@@ -89,7 +89,7 @@ class _Sums:
         return {name: value if name.startswith("num_") else value / self._num_samples for name, value in sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, as plain types."""
+        """Return the sums as plain types."""
         return {
             "version": _VERSION,
             "settings": dict(self._settings),
@@ -98,10 +98,10 @@ class _Sums:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Restore the state of `state_dict`.
 
         Raises:
-            FileFormatError: It is another version's, or of other settings.
+            FileFormatError: The state has a different version or different settings.
         """
         found = state.get("version"), tuple(state.get("sums", ())), state.get("settings")
         if found != (_VERSION, self._names, self._settings):
@@ -115,27 +115,27 @@ class _Sums:
         self._num_samples = state["num_samples"]
 
     def _add(self, rows: Tensor) -> None:
-        """Add samples: (B, names)."""
+        """Add rows of samples: (B, names)."""
         self._sums += rows.to("cpu", torch.float64).sum(0)
         self._num_samples += len(rows)
 
 
 class PointCloudMetrics(_Sums):
-    """Distances of clouds over an evaluation, from one search for neighbours for each pair.
+    """Point-cloud distances over an evaluation, from one nearest-neighbor search per pair.
 
     Args:
-        thresholds: Of precision, recall and F-score, in the unit of the coordinates.
-        quantiles: Of the Hausdorff distance.
-        conventions: Of the Chamfer distance.
-        empty_distance: What a pair counts of which one cloud is empty; inf makes the mean inf, so that a model that
-            finds nothing cannot hide. How many there were is counted apart.
+        thresholds: Thresholds of precision, recall and F-score, in the unit of the coordinates.
+        quantiles: Quantiles of the Hausdorff distance.
+        conventions: Conventions of the Chamfer distance.
+        empty_distance: Distance of a pair in which one cloud is empty; inf makes the mean inf, so that a model that
+            predicts nothing cannot go unnoticed. Empty clouds are counted separately.
         backend: As for `nearest_points`.
         memory_budget: As for `nearest_points`.
 
     Raises:
-        ConfigError: A setting is unknown or out of range, or one comes twice.
+        ConfigError: A setting is unknown, out of range, or repeated.
 
-    Memory cost: one number for each metric, whatever the number of samples; `nearest_points` during `update`.
+    Memory cost: one number per metric, regardless of the number of samples; `nearest_points` during `update`.
 
     Source: `docs/clouds.md`.
 
@@ -195,16 +195,16 @@ class PointCloudMetrics(_Sums):
 
 
 def _short(number: float) -> str:
-    return str(number).removesuffix(".0")  # and not "g", in which neighbours would be one
+    return str(number).removesuffix(".0")  # not "g", in which close numbers would coincide
 
 
 class VoxelMetrics(_Sums):
-    """Agreement of occupied voxels over an evaluation.
+    """Occupancy scores over an evaluation.
 
     Args:
-        threshold: Above which a number counts as occupied.
+        threshold: Numbers above it count as occupied.
 
-    Memory cost: one number for each metric; `voxel_scores` during `update`.
+    Memory cost: one number per metric; `voxel_scores` during `update`.
 
     Source: `docs/clouds.md`.
 

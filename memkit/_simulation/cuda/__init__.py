@@ -1,1 +1,1 @@
-"""CUDA as it would be on a GPU that is not there."""
+"""CUDA on a simulated GPU."""

@@ -1,7 +1,7 @@
 """A model of torch's caching allocator for CUDA: the same decisions on the same requests, without a GPU.
 
-`CachingAllocator` decides; beneath it are blocks, the lists of free ones and the card that gives and takes segments;
-beside it its settings, its segments as plain records, and torch's out-of-memory message.
+`CachingAllocator` makes the decisions. It builds on blocks, the lists of free blocks and the driver that provides
+segments. Its settings, plain records of its segments, and torch's out-of-memory message are also here.
 """
 
 from __future__ import annotations
@@ -24,46 +24,47 @@ from memkit._core.units import GIB, KIB, MIB, parse_bytes
 _LARGEST_SMALL = MIB  # requests up to this size share segments of 2 MiB
 _SMALL_SEGMENT = 2 * MIB
 _SHARES_LARGE_SEGMENT = 10 * MIB  # requests under this size share segments of 20 MiB
-_ROUNDING = 2 * MIB  # of a segment for one request
+_ROUNDING = 2 * MIB  # for a segment of one request
 _SMALLEST_BLOCK = 512
 _KEY_BITS = 64  # a free block's key is its size above its address, in one number
 _ADDRESS = attrgetter("address")
-_LEAST_SEGMENT_MB = 11  # above what one request takes for itself: 10 MiB and more
+_LEAST_SEGMENT_MB = 11  # must exceed 10 MiB, from which size on a request has a segment of its own
 _SMALLEST_INTERVAL_BITS = 20  # roundup_power2_divisions has one number for each power of two from 1 MiB to 32 GiB
 _NUM_INTERVALS = 16
 _OPTION = re.compile(r"([^:,\[\]]+):(\[[^\[\]]*\]|[^:,\[\]]+)(?:,|$)")
 _FORM = "key:value,key:value, with a list as key:[a:1,b:2]"
 
 ACTIVE: Final = "active_allocated"
-PENDING: Final = "active_pending_free"  # freed, and maybe still in use on another stream
+PENDING: Final = "active_pending_free"  # freed, but possibly still in use on another stream
 CACHED: Final = "inactive"
 UNMAPPED: Final = "unmapped"  # addresses of an expandable segment with no memory behind them
-GONE: Final = "gone"  # merged into a neighbour, or given back
+GONE: Final = "gone"  # merged into a neighbor, or returned to the driver
 
 
 class CachingAllocator:
-    """The CUDA caching allocator of torch 2.13, as a model: which block, which segment, and when memory runs out.
+    """A model of torch 2.13's CUDA caching allocator: which block, which segment, and when memory runs out.
 
-    Not modelled: private pools (CUDA graphs, ``torch.cuda.MemPool``), the ``cudaMallocAsync`` backend, peer access.
+    Not modeled: private pools (CUDA graphs, ``torch.cuda.MemPool``), the ``cudaMallocAsync`` backend, peer access.
 
     Args:
-        capacity_bytes: The memory of the card, as ``torch.cuda.mem_get_info`` gives it; also as text, ``"24GiB"``.
-        other_bytes: What this process takes outside of this allocator: the CUDA context, libraries.
+        capacity_bytes: The GPU's memory, as ``torch.cuda.mem_get_info`` returns it; also as text, ``"24GiB"``.
+        other_bytes: Memory that this process uses outside this allocator: the CUDA context, libraries.
         settings: An `AllocatorSettings`, or the text of ``PYTORCH_ALLOC_CONF``; None for torch's defaults.
-        device_index: The card's number, for the error message.
+        device_index: The GPU's index, for the error message.
 
     Raises:
-        ConfigError: ``other_bytes`` is above the capacity, or a setting is none of torch's.
+        ConfigError: ``other_bytes`` is above the capacity, or torch has no such setting.
         InputError: A size is negative, or text without a known unit.
 
     Attributes:
-        driver: Gives and takes segments. A replay of a recorded run puts its own here, to give the recorded addresses.
-        allocated_bytes: In blocks in use, rounded up: ``torch.cuda.memory_allocated``.
-        requested_bytes: In blocks in use, as asked for.
+        driver: Provides and takes back segments. A replay of a recorded run sets its own driver here, which returns the
+            recorded addresses.
+        allocated_bytes: Bytes of blocks in use, rounded up: ``torch.cuda.memory_allocated``.
+        requested_bytes: Bytes of blocks in use, as requested.
         peak_allocated_bytes: Highest ``allocated_bytes`` since the last `reset_peaks`.
         peak_reserved_bytes: Highest ``reserved_bytes`` since the last `reset_peaks`.
-        num_retries: How often all cached segments had to be given back to find room: ``num_alloc_retries``.
-        num_ooms: How often there was no room even so.
+        num_retries: How often all cached segments had to be freed to find room: ``num_alloc_retries``.
+        num_ooms: How often there was still no room.
 
     Memory:
         About 300 bytes for each block.
@@ -117,22 +118,22 @@ class CachingAllocator:
 
     @property
     def highest_allocated_bytes(self) -> int:
-        """Highest ``allocated_bytes`` ever, whatever peaks were reset."""
+        """Highest ``allocated_bytes`` ever, regardless of `reset_peaks`."""
         return max(self.peak_allocated_bytes, self._earlier_peaks[0])
 
     @property
     def highest_reserved_bytes(self) -> int:
-        """Highest ``reserved_bytes`` ever, whatever peaks were reset."""
+        """Highest ``reserved_bytes`` ever, regardless of `reset_peaks`."""
         return max(self.peak_reserved_bytes, self._earlier_peaks[1])
 
     def set_memory_fraction(self, fraction: float) -> None:
-        """Allow the process a part of the card, as ``torch.cuda.set_per_process_memory_fraction`` does.
+        """Limit the process to a fraction of the GPU, as ``torch.cuda.set_per_process_memory_fraction`` does.
 
         Args:
-            fraction: From 0 to 1; 1 for no limit but the card.
+            fraction: From 0 to 1; 1 for no limit other than the GPU.
 
         Raises:
-            InputError: It is outside of 0 to 1.
+            InputError: ``fraction`` is not between 0 and 1.
         """
         if not 0 <= fraction <= 1:
             got, rule = f"fraction={fraction}", "a fraction from 0 to 1"
@@ -140,20 +141,20 @@ class CachingAllocator:
         self._limit_bytes = int(fraction * self.driver.capacity_bytes) if fraction < 1 else None
 
     def allocate(self, num_bytes: SupportsIndex | str, stream: int = 0) -> Block:
-        """Take a block of at least this size.
+        """Allocate a block of at least this size.
 
         Args:
-            num_bytes: What is asked for, also as text. Above zero: torch takes no memory for an empty tensor.
-            stream: Number of the CUDA stream that asks. Streams do not share free blocks.
+            num_bytes: Requested size, also as text. Above zero: torch allocates no memory for an empty tensor.
+            stream: Number of the requesting CUDA stream. Streams do not share free blocks.
 
         Returns:
-            The block; give it to `free`.
+            The block; pass it to `free`.
 
         Raises:
             torch.OutOfMemoryError: There is no room, with torch's own message and figures.
             InputError: ``num_bytes`` is not above zero.
         """
-        if type(num_bytes) is not int or num_bytes < 1:  # a replay asks a million times, with plain numbers
+        if type(num_bytes) is not int or num_bytes < 1:  # replays make a million requests with plain ints
             num_bytes = parse_bytes(num_bytes, name="num_bytes")
         if not num_bytes:
             raise InputError("num_bytes=0", got="0", expected="at least one byte", fix="leave out empty tensors.")
@@ -171,7 +172,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back to the cache.
+        """Return a block to the cache.
 
         Raises:
             StateError: The block is not in use.
@@ -180,7 +181,7 @@ class CachingAllocator:
         self.complete_free(block)
 
     def request_free(self, block: Block) -> None:
-        """Give back a block that another stream may still use (``Tensor.record_stream``): it cannot be used yet.
+        """Free a block that another stream may still use (``Tensor.record_stream``); it cannot be reused yet.
 
         Raises:
             StateError: The block is not in use.
@@ -192,10 +193,10 @@ class CachingAllocator:
         self.allocated_bytes -= block.num_bytes
 
     def complete_free(self, block: Block) -> None:
-        """The other streams are done with a block of `request_free`: put it into the cache.
+        """Return a block from `request_free` to the cache once the other streams are done with it.
 
         Raises:
-            StateError: `request_free` was not called for it, or the block is in the cache already.
+            StateError: `request_free` was not called for it, or the block is already in the cache.
         """
         if block.state != PENDING:
             raise _wrong_state("complete_free", block, PENDING)
@@ -206,7 +207,7 @@ class CachingAllocator:
         self._cache(block.pool.merge(block))
 
     def empty_cache(self) -> None:
-        """Wait for all streams, and give all cached segments back, as ``torch.cuda.empty_cache`` does."""
+        """Wait for all streams and free all cached segments, as ``torch.cuda.empty_cache`` does."""
         for block in tuple(self._pending):
             self.complete_free(block)
         for pool in sorted(self._pools.values(), key=lambda pool: (pool.is_small, pool.stream)):
@@ -217,17 +218,17 @@ class CachingAllocator:
                     self._release(block)
 
     def reset_peaks(self) -> None:
-        """Start the peaks anew from what is there now."""
+        """Reset the peaks to the current figures."""
         self._earlier_peaks = self.highest_allocated_bytes, self.highest_reserved_bytes
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def memory(self) -> DeviceMemory:
-        """The figures of now.
+        """Return the current figures.
 
         Returns:
-            The record that a real card gives too. ``inactive_split_bytes`` are cached and cannot be given back,
-            since another part of their segment is in use; expandable segments are left out of it, as in torch.
+            The same record as for a real GPU. ``inactive_split_bytes`` are cached but cannot be freed because another
+            part of their segment is in use; they exclude expandable segments, as in torch.
         """
         split = sum(
             block.num_bytes
@@ -246,7 +247,7 @@ class CachingAllocator:
         )
 
     def segments(self) -> tuple[SegmentRecord, ...]:
-        """All segments by address, with their blocks: ``torch.cuda.memory_snapshot``."""
+        """Return all segments by address, with their blocks: ``torch.cuda.memory_snapshot``."""
         is_expandable = self.settings.expandable_segments
         heads = (self._heads[address] for address in sorted(self._heads))
         return tuple(record for head in heads for record in records_of(head, is_expandable=is_expandable))
@@ -292,7 +293,7 @@ class CachingAllocator:
         return -(-size // _ROUNDING) * _ROUNDING
 
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Take memory from the card; None where it has none, or the process is not allowed it."""
+        """Get memory from the driver; None if there is none left, or the process has reached its limit."""
         num_bytes = self._segment_bytes(size)
         if self._limit_bytes is not None and self.reserved_bytes + num_bytes > self._limit_bytes:
             return None
@@ -306,7 +307,7 @@ class CachingAllocator:
         return block
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
-        """Map pages at the lowest address where there is room, behind a cached block if there is one."""
+        """Map pages at the lowest address with enough room, after a cached block if there is one."""
         block = pool.lowest_room(size) or self._new_expandable(pool)
         if block.state == UNMAPPED:
             mapped = self._map(block, min(block.num_bytes, size))
@@ -322,7 +323,7 @@ class CachingAllocator:
         return block
 
     def _new_expandable(self, pool: Pool) -> Block:
-        most = self.driver.capacity_bytes * 9 // 8  # more than can ever be mapped: gaps are unavoidable
+        most = self.driver.capacity_bytes * 9 // 8  # more than can ever be mapped, because gaps are unavoidable
         num_bytes = -(-most // pool.page_bytes) * pool.page_bytes
         address = self.driver.reserve_addresses(num_bytes)
         block = self._heads[address] = Block(address, num_bytes, pool, UNMAPPED, address)
@@ -330,7 +331,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, num_bytes: int) -> Block | None:
-        """Map whole pages from the start of an unmapped block; the cached block that they are part of then."""
+        """Map whole pages from the start of an unmapped block; return the cached block that then contains them."""
         pool = block.pool
         mapped_bytes = -(-num_bytes // pool.page_bytes) * pool.page_bytes
         if not self.driver.map(block.address, mapped_bytes):
@@ -362,7 +363,7 @@ class CachingAllocator:
         self.driver.release(block.address, block.num_bytes)
 
     def _unmap(self, block: Block) -> None:
-        """Unmap the whole pages of a cached block; a segment without any page is given up."""
+        """Unmap the whole pages of a cached block; drop a segment that has no pages left."""
         pool = block.pool
         start, end = pool.whole_pages(block)
         if start >= end:
@@ -384,7 +385,7 @@ class CachingAllocator:
             pool.put(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """Give back just enough of the blocks that are too large to be split; say whether that was enough."""
+        """Free just enough of the blocks that are too large to be split; return whether that was enough."""
         oversize = self.settings.max_split_bytes
         if oversize is None or self.settings.expandable_segments:
             return False
@@ -402,7 +403,7 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Give back cached segments, the older half first, until the use is below the threshold."""
+        """Free cached segments, the older half first, until usage is below the threshold."""
         threshold = self.settings.garbage_collection_threshold
         if threshold is None or self._limit_bytes is None:
             return
@@ -434,12 +435,12 @@ def _wrong_state(call: str, block: Block, expected: str) -> StateError:
 
 
 class Block:
-    """A piece of a segment, between the pieces before and after it in the same segment.
+    """A piece of a segment, linked to the pieces before and after it in the same segment.
 
     Attributes:
-        address: Where it begins.
-        num_bytes: Its size: the request rounded up, and what was not worth splitting off.
-        requested_bytes: What was asked for.
+        address: Start address.
+        num_bytes: Its size: the rounded request plus any remainder that was not worth splitting off.
+        requested_bytes: The requested size.
         state: ``"active_allocated"``, ``"active_pending_free"`` or ``"inactive"``, as in
             ``torch.cuda.memory_snapshot``; within the model also ``"unmapped"`` and ``"gone"``.
     """
@@ -451,7 +452,7 @@ class Block:
         self.num_bytes = num_bytes
         self.pool = pool
         self.state = state
-        self.segment = segment  # where the segment begins
+        self.segment = segment  # start address of the segment
         self.requested_bytes = 0
         self.freed_at = 0  # on the clock of the garbage collection
         self.prev: Block | None = None
@@ -459,11 +460,11 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether it covers its whole segment."""
         return self.prev is None and self.next is None
 
     def cut(self, num_bytes: int) -> Block:
-        """Keep the first ``num_bytes``; the rest is a block of the same state, in no list."""
+        """Keep the first ``num_bytes``; return the rest as a block of the same state, in no list."""
         rest = Block(self.address + num_bytes, self.num_bytes - num_bytes, self.pool, self.state, self.segment)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
@@ -473,7 +474,7 @@ class Block:
         return rest
 
     def absorb(self, after: Block) -> None:
-        """Take over the next block. So the first block of a segment stays the same object as long as the segment."""
+        """Merge the next block into this one, so that a segment's first block stays the same object."""
         self.num_bytes += after.num_bytes
         self.next = after.next
         if after.next is not None:
@@ -487,7 +488,7 @@ class Pool:
     Args:
         stream: Number of the stream.
         is_small: Whether it is for requests of up to 1 MiB.
-        page_bytes: What is mapped at once to an expandable segment.
+        page_bytes: Page size of an expandable segment.
     """
 
     __slots__ = ("_blocks", "_keys", "_unmapped", "is_small", "page_bytes", "stream")
@@ -501,7 +502,7 @@ class Pool:
         self._blocks: dict[int, Block] = {}
 
     def put(self, block: Block) -> None:
-        """Take a cached or unmapped block into its list."""
+        """Add a cached or unmapped block to its list."""
         if block.state == CACHED:
             key = block.num_bytes << _KEY_BITS | block.address
             insort(self._keys, key)
@@ -510,7 +511,7 @@ class Pool:
             insort(self._unmapped, block, key=_ADDRESS)
 
     def remove(self, block: Block) -> None:
-        """Take a cached or unmapped block out of its list."""
+        """Remove a cached or unmapped block from its list."""
         if block.state == CACHED:
             key = block.num_bytes << _KEY_BITS | block.address
             del self._keys[bisect_left(self._keys, key)]
@@ -524,12 +525,12 @@ class Pool:
             yield self._blocks[self._keys[index]]
 
     def best_fit(self, num_bytes: int) -> Block | None:
-        """The smallest cached block that is large enough; of equals the one with the lowest address."""
+        """Return the smallest cached block that is large enough; ties go to the lowest address."""
         index = bisect_left(self._keys, num_bytes << _KEY_BITS)
         return self._blocks[self._keys[index]] if index < len(self._keys) else None
 
     def best_expandable_fit(self, num_bytes: int) -> Block | None:
-        """The best fit, where a block before unmapped addresses counts as large as it can grow."""
+        """Return the best fit, counting a block before unmapped addresses with the size it can grow to."""
         best: Block | None = None
         for block in self.cached(num_bytes):
             if best is not None and _room(block) >= _room(best):
@@ -538,7 +539,7 @@ class Pool:
         return best
 
     def lowest_room(self, num_bytes: int) -> Block | None:
-        """The first block of a run of cached and unmapped blocks that is long enough for the request.
+        """Return the first block of the lowest run of cached and unmapped blocks that is long enough.
 
         The run begins with an unmapped block or with the cached one before it.
         """
@@ -554,7 +555,7 @@ class Pool:
         return None
 
     def merge(self, block: Block) -> Block:
-        """Merge a cached or unmapped block, which is in no list, with its neighbours of the same state."""
+        """Merge a cached or unmapped block, which is in no list, with its neighbors of the same state."""
         after = block.next
         if after is not None and after.state == block.state:
             self.remove(after)
@@ -567,7 +568,7 @@ class Pool:
         return block
 
     def whole_pages(self, block: Block) -> tuple[int, int]:
-        """The first and the last page border inside of a block."""
+        """Return the first and the last page boundary inside a block."""
         first = -((block.segment - block.address) // self.page_bytes)
         last = (block.address + block.num_bytes - block.segment) // self.page_bytes
         return block.segment + first * self.page_bytes, block.segment + last * self.page_bytes
@@ -579,11 +580,11 @@ def _room(block: Block) -> int:
 
 
 class CudaDriver:
-    """The card: says whether there is memory, and where. What it says is all that the allocator knows of it.
+    """The driver: decides whether there is memory, and where. The allocator knows nothing else about the GPU.
 
     Args:
-        capacity_bytes: What ``torch.cuda.mem_get_info`` gives as the total.
-        other_bytes: Used by this process outside of PyTorch's allocator: the CUDA context, libraries.
+        capacity_bytes: The total that ``torch.cuda.mem_get_info`` returns.
+        other_bytes: Memory that this process uses outside PyTorch's allocator: the CUDA context, libraries.
 
     Raises:
         ConfigError: ``other_bytes`` is above the capacity.
@@ -604,35 +605,35 @@ class CudaDriver:
 
     @property
     def free_bytes(self) -> int:
-        """What is left: ``torch.cuda.mem_get_info()[0]``."""
+        """Free memory: ``torch.cuda.mem_get_info()[0]``."""
         return self.capacity_bytes - self.other_bytes - self.given_bytes
 
     def allocate(self, num_bytes: int) -> int | None:
-        """Give a segment (``cudaMalloc``): its address, or None where there is no memory."""
+        """Allocate a segment (``cudaMalloc``); return its address, or None if there is no memory."""
         if num_bytes > self.free_bytes:
             return None
         self.given_bytes += num_bytes
         return self.reserve_addresses(num_bytes)
 
     def release(self, address: int, num_bytes: int) -> None:  # noqa: ARG002 - a replay checks the address
-        """Take a segment back (``cudaFree``)."""
+        """Free a segment (``cudaFree``)."""
         self.given_bytes -= num_bytes
 
     def reserve_addresses(self, num_bytes: int) -> int:
-        """Give addresses without memory (``cuMemAddressReserve``)."""
+        """Reserve addresses without memory (``cuMemAddressReserve``)."""
         address = self._next_address
         self._next_address += -(-num_bytes // (2 * MIB)) * 2 * MIB
         return address
 
     def map(self, address: int, num_bytes: int) -> bool:  # noqa: ARG002
-        """Put memory behind addresses (``cuMemMap``), all of it or none."""
+        """Map memory to addresses (``cuMemMap``), all of it or none."""
         if num_bytes > self.free_bytes:
             return False
         self.given_bytes += num_bytes
         return True
 
     def unmap(self, address: int, num_bytes: int) -> None:  # noqa: ARG002
-        """Take the memory behind addresses back (``cuMemUnmap``)."""
+        """Unmap the memory of addresses (``cuMemUnmap``)."""
         self.given_bytes -= num_bytes
 
 
@@ -641,25 +642,25 @@ class CudaDriver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """How the CUDA caching allocator is set up; the defaults are those of torch.
+    """Settings of the CUDA caching allocator; the defaults are torch's.
 
     Attributes:
-        expandable_segments: One growing segment for each stream and pool, in place of one segment for each request.
-        max_split_bytes: Blocks of this size and more are never split, and kept for requests of this size and more.
+        expandable_segments: Use one growing segment per stream and pool instead of one segment per request.
+        max_split_bytes: Blocks of at least this size are never split, and are kept for requests of at least this size.
             None: every block may be split.
         max_non_split_rounding_bytes: How much larger such a block may be than the request that it serves. None: by
-            the large segment.
-        large_segment_bytes: The segment for a request of over 1 MiB and under 10 MiB; with expandable segments, the
-            page of the large pool.
-        garbage_collection_threshold: Above this part of the memory that the process is allowed, old cached segments
-            are given back before a new one is asked for. It needs a ``memory_fraction`` below 1: torch looks at
-            it only where a limit is set. None: never.
-        memory_fraction: The part of the card that the process is allowed. 1.0: no limit but the card.
-        roundup_power2_divisions: For requests from 1 MiB, 2 MiB, ... 32 GiB on: into how many steps the way to the
-            next power of two is divided. 0: round to 512 bytes.
+            the size of a large segment.
+        large_segment_bytes: Segment size for a request of over 1 MiB and under 10 MiB; with expandable segments, the
+            page size of the large pool.
+        garbage_collection_threshold: Above this fraction of the process's memory limit, old cached segments are freed
+            before a new one is requested. It needs a ``memory_fraction`` below 1: torch checks it only if a limit is
+            set. None: never.
+        memory_fraction: The fraction of the GPU that the process may use. 1.0: no limit other than the GPU.
+        roundup_power2_divisions: For requests from 1 MiB, 2 MiB, ... 32 GiB on: the number of steps into which the
+            interval up to the next power of two is divided. 0: round to 512 bytes.
 
     Raises:
-        ConfigError: A value is not one that torch would take.
+        ConfigError: torch would not accept a value.
 
     Example:
         >>> import memkit as mk
@@ -676,7 +677,7 @@ class AllocatorSettings:
     roundup_power2_divisions: tuple[int, ...] = (0,) * _NUM_INTERVALS
 
     def __post_init__(self) -> None:
-        """Refuse what torch would: as `parse` does of the text."""
+        """Reject values that torch would reject, as `parse` does for text."""
         check = Checker("AllocatorSettings(...)")
         check.flag("expandable_segments", self.expandable_segments)
         segment_bytes = check.whole("large_segment_bytes", self.large_segment_bytes, _LEAST_SEGMENT_MB * MIB)
@@ -693,7 +694,7 @@ class AllocatorSettings:
 
     @classmethod
     def of(cls, settings: AllocatorSettings | str | None) -> AllocatorSettings:
-        """Settings as they come from a user: as they are, as text for `parse`, or None for torch's defaults."""
+        """Make settings from user input: settings, text for `parse`, or None for torch's defaults."""
         if isinstance(settings, AllocatorSettings):
             return settings
         if not settings and (settings is None or isinstance(settings, str)):
@@ -707,12 +708,12 @@ class AllocatorSettings:
         """Read the text of ``PYTORCH_ALLOC_CONF``.
 
         Args:
-            text: For example ``"expandable_segments:True,max_split_size_mb:128"``. Spaces do not count. Options of
-                pinned host memory are checked and have no effect here.
+            text: For example ``"expandable_segments:True,max_split_size_mb:128"``. Spaces are ignored. Options of
+                pinned host memory are checked but have no effect here.
 
         Raises:
-            ConfigError: An option is unknown, given twice or has a wrong value (torch refuses it too, or silently
-                reads something else), or it asks for what the model does not do: ``backend:cudaMallocAsync``,
+            ConfigError: An option is unknown, given twice or has an invalid value (torch rejects it too, or silently
+                reads something else), or the model does not support it: ``backend:cudaMallocAsync``,
                 ``throw_on_cudamalloc_oom:True``.
 
         Source:
@@ -725,7 +726,7 @@ class AllocatorSettings:
             (134217728, 6291456)
         """
         options = _options("".join(text.split()))
-        segment_mb = options.pop("large_segment_size_mb", 20)  # first: it is the smallest value of two others
+        segment_mb = options.pop("large_segment_size_mb", 20)  # first: it is the minimum of two others
         sizes = {}
         for name in ("max_non_split_rounding_mb", "max_split_size_mb"):
             megabytes = options.pop(name, None)
@@ -743,7 +744,7 @@ class AllocatorSettings:
         )
 
     def round_up(self, num_bytes: int) -> int:
-        """The size of the block that a request of ``num_bytes`` gets, before what is left over by splitting."""
+        """Return the block size for a request of ``num_bytes``, without any unsplit remainder."""
         interval = min(max(num_bytes.bit_length() - 1 - _SMALLEST_INTERVAL_BITS, 0), _NUM_INTERVALS - 1)
         divisions = self.roundup_power2_divisions[interval]
         step = 512
@@ -752,7 +753,7 @@ class AllocatorSettings:
         return -(-num_bytes // step) * step
 
     def too_large_bytes(self, size: int) -> float:
-        """From which size on a cached block does not serve a request of ``size`` rounded bytes."""
+        """Return the size from which on a cached block is too large for a request of ``size`` rounded bytes."""
         if self.max_split_bytes is None:
             return math.inf
         if size < self.max_split_bytes:
@@ -841,7 +842,7 @@ def _power_of_two(name: str, value: str, *, or_zero: bool = False) -> int:
 
 
 def _divisions(name: str, value: str) -> tuple[int, ...]:
-    """Read ``4``, for all sizes, or ``[256:1,512:2,>:4]``: up to 512 MiB, from there on, from 1 GiB on."""
+    """Read ``4``, for all sizes, or ``[256:1,512:2,>:4]``: up to 512 MiB, from 512 MiB on, from 1 GiB on."""
     if not value.startswith("["):
         return (_power_of_two(name, value),) * _NUM_INTERVALS
     divisions = [0] * _NUM_INTERVALS
@@ -854,7 +855,7 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
             divisions[last + 1 :] = [num_divisions] * (_NUM_INTERVALS - last - 1)
             continue
         last = min(_power_of_two(name, start).bit_length() - 1, _NUM_INTERVALS - 1)
-        if is_first:  # it also counts for all that is smaller
+        if is_first:  # it also applies to all smaller sizes
             divisions[:last] = [num_divisions] * last
             is_first = False
         divisions[last] = num_divisions
@@ -880,7 +881,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "per_process_memory_fraction": _fraction,
     "backend": _one_of("native"),
     "throw_on_cudamalloc_oom": _one_of("False"),
-    # No effect on which memory is taken on the card.
+    # No effect on GPU memory.
     "release_lock_on_cudamalloc": _boolean,
     "release_lock_on_hipmalloc": _boolean,
     "graph_capture_record_stream_reuse": _boolean,
@@ -913,11 +914,11 @@ class SegmentRecord:
     """One segment, or one mapped range of an expandable segment.
 
     Attributes:
-        address: Where it begins.
+        address: Start address.
         num_bytes: Its size.
         stream: The stream that it belongs to.
         is_small: Whether it holds requests of up to 1 MiB.
-        is_expandable: Whether it lies in an expandable segment.
+        is_expandable: Whether it is part of an expandable segment.
         blocks: Its blocks by address, without gaps.
     """
 
@@ -930,7 +931,7 @@ class SegmentRecord:
 
 
 def records_of(head: Block, *, is_expandable: bool) -> Iterator[SegmentRecord]:
-    """Yield the segment that begins with a block; of an expandable one, each run of blocks that are mapped."""
+    """Yield the segment that begins with a block; for an expandable one, each run of mapped blocks."""
     run: list[Block] = []
     block: Block | None = head
     while block is not None:
@@ -957,7 +958,7 @@ def _record(blocks: list[Block], *, is_expandable: bool) -> SegmentRecord:
 def no_room(
     num_bytes: int, driver: CudaDriver, device_index: int, allocated_bytes: int, limit_bytes: int | None
 ) -> str:
-    """Torch's own words when no segment of ``num_bytes`` can be had."""
+    """Return torch's own message for a failed allocation of a segment of ``num_bytes``."""
     reserved_bytes = driver.given_bytes
     allowed = "" if limit_bytes is None else f"{_format_size(limit_bytes)} allowed; "
     return (

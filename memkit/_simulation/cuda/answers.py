@@ -1,4 +1,4 @@
-"""What `torch.cuda` and CUDA's tensors answer in Python about a GPU that is not there: queries, streams, files."""
+"""Answers of `torch.cuda` and of CUDA tensors in Python about a simulated GPU: queries, streams, files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NVTX = ("range_push", "range_pop", "range_start", "range_end", "mark")
 
 
 def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors) -> list[Patches]:
-    """What is changed of torch so that it speaks of this card and its memory."""
+    """Make the patches through which torch reports this GPU and its memory."""
     old_types = {name: _old_type(name, dtype) for name, dtype in _OLD_TYPES.items()}
     answers = _answers(card, memory) | _streams(memory) | old_types
     of_memory = {name: value for name, value in answers.items() if name in vars(cuda.memory)}
@@ -67,7 +67,7 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
             {name: value for name, value in accelerator.items() if hasattr(torch.accelerator, name)},
         ),
         Patches(accelerator_owner, "FSDP2 finds the card", {GET_ACCELERATOR: lambda *_: CARD}),
-        # LSTMs run step by step: what cuDNN keeps for their backward is its own secret.
+        # LSTMs run step by step: what cuDNN saves for their backward is undocumented.
         Patches(torch.backends.cudnn, "recurrent layers run step by step", {"is_acceptable": lambda tensor: False}),  # noqa: ARG005
         Patches(Tensor, "what CUDA's tensors do in Python", {**_numbered(Tensor, _NEW), **_methods(old_types)}),
         Patches(FakeTensor, "tensors without data go into files", {"__reduce_ex__": _reduced}),
@@ -90,14 +90,14 @@ def answer_patches(card: SimulatedGpu, memory: CudaMemory, tensors: CudaTensors)
 
 
 class _Generator(torch.Generator):
-    """Random numbers are drawn on the host alone."""
+    """A generator that always lives on the host, where all random numbers are drawn."""
 
     def __new__(cls, device: Any = "cpu") -> Self:  # noqa: ARG004 - torch's own signature
         return super().__new__(cls)
 
 
 def _set_default_tensor_type(kind: Any) -> None:
-    """``torch.set_default_tensor_type("torch.cuda.FloatTensor")`` makes the card everybody's device."""
+    """Make the GPU the default device for ``torch.set_default_tensor_type("torch.cuda.FloatTensor")``."""
     name = kind if isinstance(kind, str) else torch.typename(kind)
     device_type = "cuda" if ".cuda." in name else "cpu"
     torch.set_default_device(device_type)  # memkit: ignore[global-cuda-default] - it stands in for torch's own
@@ -106,7 +106,7 @@ def _set_default_tensor_type(kind: Any) -> None:
 
 
 def _compile(model: Any = None, **_: Any) -> Any:
-    """Compiled code runs as written."""
+    """Return the code uncompiled."""
     return (lambda model: model) if model is None else model
 
 
@@ -174,7 +174,7 @@ def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
             "reserved_bytes.all.current": allocator.reserved_bytes,
             "reserved_bytes.all.peak": allocator.peak_reserved_bytes,
             "requested_bytes.all.current": allocator.requested_bytes,
-            # No block waits for another stream here: what is not allocated is not active.
+            # No block waits for another stream here, so only allocated blocks are active.
             "active_bytes.all.current": allocator.allocated_bytes,
             "active_bytes.all.peak": allocator.peak_allocated_bytes,
             "inactive_split_bytes.all.current": allocator.memory().inactive_split_bytes or 0,
@@ -222,7 +222,7 @@ def _memory(card: SimulatedGpu, memory: CudaMemory) -> dict[str, Any]:
 
 
 def _streams(memory: CudaMemory) -> dict[str, Any]:
-    """The current stream: what is allocated meanwhile comes from the stream's own cache."""
+    """Make the patches for streams: allocations come from the current stream's own cache."""
 
     def set_stream(stream: _Stream) -> None:
         memory.stream = stream.cuda_stream
@@ -267,11 +267,11 @@ def _driver_name(card: SimulatedGpu) -> str:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """A card that is not there has nothing to do."""
+    """Do nothing: a simulated GPU has no work to do."""
 
 
 class _Stream:
-    """A stream: all work of a virtual card is done when its call returns."""
+    """A stream: all work of a virtual GPU is done when the call returns."""
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
         self.cuda_stream = self.stream_id = id(self) if number is None else number
@@ -287,7 +287,7 @@ class _Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing was changed."""
+        """Do nothing: there is nothing to restore."""
 
     def query(self) -> bool:
         return True
@@ -302,19 +302,19 @@ class _Stream:
 
 
 class _Scatter:
-    """Moves a batch to the one card that there is."""
+    """Moves a batch to the only GPU."""
 
     @staticmethod
     def apply(target_gpus: Any, chunk_sizes: Any, dim: int, tensor: Tensor) -> tuple[Tensor]:  # noqa: ARG004 - torch's
-        """Move it."""
+        """Move the tensor."""
         return (tensor.to("cuda"),)
 
 
 class _Event:
-    """An event that has always happened, and took no time."""
+    """An event that is always complete and took no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Options of timing have no effect."""
+        """Ignore all options."""
 
     def query(self) -> bool:
         return True
@@ -366,7 +366,7 @@ def _methods(old_types: dict[str, type]) -> dict[str, Any]:
 
 
 def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
-    """``module.to(0)``: PyTorch's own parser asks the machine for its devices."""
+    """Support ``module.to(0)``, for which PyTorch's own parser would query the machine's devices."""
 
     @wraps(parse)
     def parsed(*args: Any, **kwargs: Any) -> Any:
@@ -379,7 +379,7 @@ def _parsing(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _makers() -> dict[str, Any]:
-    """``torch.tensor(data, device="cuda")``: made on the host and copied, as with CUDA, but where a mode sees it."""
+    """Patch ``torch.tensor(data, device="cuda")``: made on the host and copied, as on CUDA, but visible to modes."""
 
     def maker(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         @wraps(make)
@@ -404,12 +404,12 @@ def _makers() -> dict[str, Any]:
 
 
 def _holds_fakes(data: Any) -> bool:
-    """Whether a list has tensors without data in it."""
+    """Whether a list contains tensors without data."""
     return isinstance(data, (list, tuple)) and any(isinstance(each, FakeTensor) or _holds_fakes(each) for each in data)
 
 
 def _stacked(data: Any) -> Tensor:
-    """What a list of tensors and numbers makes on the host: no number is read, so none is guessed."""
+    """Make a host tensor from a list of tensors and numbers without reading any, so that none is guessed."""
     if not isinstance(data, (list, tuple)):
         return data.detach().cpu() if isinstance(data, Tensor) else torch.as_tensor(data, device="cpu")
     parts = [_stacked(each) for each in data]
@@ -418,7 +418,7 @@ def _stacked(data: Any) -> Tensor:
 
 
 def _numbered(owner: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Let a device be a number: C++ asks the machine for its accelerator."""
+    """Accept a device given as a number, for which C++ would query the machine's accelerator."""
 
     def numbered(make: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(make)
@@ -429,12 +429,12 @@ def _numbered(owner: Any, names: Sequence[str]) -> dict[str, Any]:
 
         return made
 
-    device_constructors()  # torch keeps the functions as they are when it is first asked
+    device_constructors()  # torch caches the functions on the first call
     return {name: numbered(getattr(owner, name)) for name in names}
 
 
 class _OldType(type):
-    """``torch.cuda.FloatTensor`` and the like: classes of which a card's tensors are instances."""
+    """``torch.cuda.FloatTensor`` and the like: classes of which the GPU's tensors are instances."""
 
     dtype: torch.dtype
 
@@ -450,7 +450,7 @@ def _old_type(name: str, dtype: torch.dtype) -> type:
 
 
 def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Old constructors: of sizes, or of data."""
+    """Construct a tensor the old way, from sizes or from data."""
     if args and not isinstance(args[0], (int, torch.Size)):
         return torch.tensor(args[0], dtype=dtype).to(device)
     return torch.empty(*args or (0,), dtype=dtype, device=device)
@@ -460,13 +460,13 @@ def _made(args: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> Te
 
 
 class _Loading:
-    """`torch.load` on a GPU that is not there."""
+    """`torch.load` on a simulated GPU."""
 
     def __init__(self, tensors: CudaTensors) -> None:
         self._tensors = tensors
 
     def load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.load` with data for the host; what belongs on the card is copied there afterwards."""
+        """Load host tensors with data; copy those that belong on the GPU there afterwards."""
 
         @wraps(load)
         def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -484,7 +484,7 @@ class _Loading:
             for_card: set[int] = set()
             _now.place_of, _now.storages, _now.tensors = place_of, {}, self._tensors
             with (
-                patched(fake_mode_owner, "detect_fake_mode", _nothing),  # it would leave the host's without data
+                patched(fake_mode_owner, "detect_fake_mode", _nothing),  # otherwise host tensors would have no data
                 torch.serialization.safe_globals([rebuilt]),
             ):
                 return _moved(load(f, note, *args, **kwargs), for_card)
@@ -493,7 +493,7 @@ class _Loading:
 
 
 class _Now(threading.local):
-    """What the `torch.load` that runs now has to know: `rebuilt` is called by torch alone."""
+    """State of the running `torch.load`, for `rebuilt`, which only torch calls."""
 
     place_of: Callable[[str], str] = staticmethod(lambda device: device)
     storages: dict[int, Tensor]
@@ -519,7 +519,7 @@ def _moved(value: Any, for_card: set[int]) -> Any:
 
 
 def _reduced(self: FakeTensor, _: Any) -> Any:
-    """A tensor without data in a file: where it is, its storage, its view of it."""
+    """Pickle a tensor without data: its device, its storage, and its view of the storage."""
     storage = self.untyped_storage()
     view = self.dtype, tuple(self.shape), self.stride(), self.storage_offset()
     return rebuilt, (
@@ -543,7 +543,7 @@ def rebuilt(
     requires_grad: bool,  # noqa: FBT001
     is_parameter: bool,  # noqa: FBT001
 ) -> Tensor:
-    """A tensor from a file of `torch.save` on a virtual card, on the device that `torch.load` chooses."""
+    """Rebuild a tensor saved by `torch.save` on a virtual GPU, on the device that `torch.load` chooses."""
     if key not in _now.storages:
         size, place = num_bytes // dtype.itemsize, torch.device(_now.place_of(device))
         if place.type == "cpu":

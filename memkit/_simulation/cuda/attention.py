@@ -1,4 +1,4 @@
-"""Attention for the virtual card: which of CUDA's kernels takes a call, as sdp_utils.cpp and attention.cpp decide."""
+"""Attention for the virtual GPU: choose CUDA's kernel for a call as sdp_utils.cpp and attention.cpp do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 class Attention(NamedTuple):
-    """The arguments of a call of `scaled_dot_product_attention` that decide which kernel takes it."""
+    """The arguments of a `scaled_dot_product_attention` call that determine its kernel."""
 
     query: Tensor
     key: Tensor
@@ -28,7 +28,7 @@ class Attention(NamedTuple):
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether the kernel keeps what its backward needs."""
+        """Whether the kernel saves tensors for its backward."""
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self[:3])
 
 
@@ -73,7 +73,7 @@ def attend(
 
 
 def attention_backend(call: Attention, capability: tuple[int, int], rules: Rules) -> str:
-    """Which of "cudnn", "flash", "efficient" and "math" takes a call, in PyTorch's order of preference."""
+    """Return "cudnn", "flash", "efficient" or "math" for a call, in PyTorch's order of preference."""
     if call.query.dim() != 4 or 0 in (call.query.shape[-2], call.key.shape[-2]) or capability > (12, 1):
         return "math"
     choices = {
@@ -187,7 +187,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype, rules: Rules) -> Tensor |
 
 
 def _aligned(mask: Tensor, shape: tuple[int, ...], rules: Rules) -> Tensor:
-    """`preprocess_mask`: rows lie at multiples of 8 numbers in memory, and the mask is expanded without a copy."""
+    """`preprocess_mask`: rows are aligned to 8 numbers in memory, and the mask is expanded without a copy."""
     if rules.pads_masks_first:
         is_aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
         return (mask if is_aligned else _padded(mask, 8)).expand(*shape)

@@ -1,4 +1,4 @@
-"""CUDA's autocast for the virtual card: which operator runs in which precision, and the cache of cast weights."""
+"""CUDA's autocast for the virtual GPU: the precision of each operator, and the cache of cast weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CastCache:
         if not _is_eligible(value) or value.dtype is dtype:
             return value
         is_weight = value.dtype is torch.float32 and value.requires_grad and value.is_leaf and not is_view(value)
-        # Nothing is kept in inference mode: so do the recorded allocations of inference under autocast.
+        # Nothing is kept in inference mode, as recorded allocations of inference under autocast show.
         is_kept = torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
         if not (is_weight and dtype in _LOW and is_kept):
             return value.to(dtype)
@@ -49,7 +49,7 @@ class CastCache:
 
 
 def autocast_kernels(casts: CastCache, version: tuple[int, int]) -> dict[str, Kernel]:
-    """CUDA's autocast, operator by operator."""
+    """Return the kernels of CUDA's autocast, by operator."""
     policies: dict[Policy, Callable[[Any], Kernel]] = {
         "lower precision": lambda operator: _casting(
             operator, casts, lambda _: torch.get_autocast_dtype(private_name())
@@ -92,7 +92,7 @@ def _unknown(name: str) -> Kernel:
 
 
 def _operator(name: str) -> Any:
-    """The overload, or None where this PyTorch lacks it."""
+    """Return the overload, or None if this PyTorch lacks it."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(_aten, packet, None), overload or "default", None)
 
@@ -198,7 +198,7 @@ def operators_by_policy(version: tuple[int, int]) -> dict[Policy, tuple[str, ...
     """Return the operators of each of CUDA's autocast policies: ATen/autocast_mode.h of PyTorch 2.6 to 2.15.
 
     Args:
-        version: Of PyTorch, as `memkit._torch.versions.parse` gives it.
+        version: PyTorch version, as `memkit._torch.versions.parse` returns it.
     """
     later = [(name, policy) for name, (policy, since) in _SINCE.items() if version >= since]
     return {
@@ -208,6 +208,6 @@ def operators_by_policy(version: tuple[int, int]) -> dict[Policy, tuple[str, ...
 
 
 def operators_without_a_rule() -> list[str]:
-    """Name the operators that this PyTorch's autocast for CUDA knows and the table does not."""
+    """Return the operators that this PyTorch's autocast for CUDA knows but the table does not."""
     registered = {name.removeprefix("aten::") for name in kernels_of("AutocastCUDA") if name.startswith("aten::")}
     return sorted(registered - {*_SINCE, *_OF_THEIR_OWN, *" ".join(_OPERATORS.values()).split()})

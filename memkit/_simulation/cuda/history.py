@@ -1,4 +1,4 @@
-"""What a virtual card's allocator did, and for which operator, module and line: in the form of PyTorch's snapshots."""
+"""History of a virtual GPU's allocator, with operator, module and line, in the format of PyTorch's snapshots."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from memkit._recorder.recorder import OperatorPlace
 from memkit._simulation.cuda.allocator import PENDING, CachingAllocator, CudaDriver, SegmentRecord
 
 _WAITING = "active_awaiting_free"  # PyTorch's name in snapshots
-_POOL = (0, 0)  # the one that all allocations come from outside of CUDA graphs
+_POOL = (0, 0)  # the pool of all allocations outside CUDA graphs
 
 
 class Asker(NamedTuple):
-    """Who asked for a block: the operator, and where in the code it ran; None where there is none."""
+    """Origin of a request for a block: the operator, and where in the code it ran; None where there is none."""
 
     operator: str
     place: OperatorPlace | None
@@ -28,17 +28,17 @@ class _Action(NamedTuple):
 
 
 class History:
-    """Watches an allocator; from then on every action is kept.
+    """Watches an allocator and keeps every action from then on.
 
     Args:
-        allocator: Its driver is replaced by one that tells what it does.
-        card_name: As the driver calls the card.
+        allocator: The allocator; its driver is replaced by one that reports its actions.
+        card_name: Name of the GPU as its driver reports it.
 
     Attributes:
         stream: Number of the current stream.
 
     Memory cost:
-        About 0.2 kB for each block that is taken.
+        About 0.2 kB for each allocated block.
     """
 
     def __init__(self, allocator: CachingAllocator, card_name: str) -> None:
@@ -46,36 +46,36 @@ class History:
         self._card_name = card_name
         self._allocator = allocator
         self._actions: list[_Action] = []
-        self._askers: dict[int, Asker] = {}  # of the blocks in use, by address
+        self._askers: dict[int, Asker] = {}  # for the blocks in use, by address
         allocator.driver = _WatchedDriver(allocator.driver, self)
 
     def note_alloc(self, address: int, num_bytes: int, asker: Asker) -> None:
-        """A block was handed out; ``num_bytes`` is what was asked for."""
+        """Note an allocated block; ``num_bytes`` is the requested size."""
         self._askers[address] = asker
         self._note("alloc", address, num_bytes, asker)
 
     def note_free(self, address: int, num_bytes: int, stream: int) -> None:
-        """A block was given back; it is one of ``stream``, whichever the current one is."""
+        """Note a freed block; it belongs to ``stream``, whichever stream is current."""
         asker = self._askers.pop(address, None)
         for kind in ("free_requested", "free_completed"):
             self._actions.append(_Action(kind, address, num_bytes, stream, asker))
 
     def note_shortage(self, num_bytes: int, asker: Asker) -> None:
-        """There was no room."""
+        """Note a request that ran out of memory."""
         free_bytes = self._allocator.driver.free_bytes
         self._actions.append(_Action("oom", 0, num_bytes, self.stream, asker, free_bytes))
 
     def note_segment(self, kind: str, address: int, num_bytes: int) -> None:
-        """The driver gave or took memory."""
+        """Note memory that the driver gave or took back."""
         self._note(kind, address, num_bytes, None)
 
     def _note(self, kind: str, address: int, num_bytes: int, asker: Asker | None) -> None:
         self._actions.append(_Action(kind, address, num_bytes, self.stream, asker))
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``torch.cuda.memory._snapshot`` would return; virtual time does not pass, so that no action has one.
+        """Return what ``torch.cuda.memory._snapshot`` would, without times because no simulated time passes.
 
-        What a real snapshot does not have stands under one key of its own, for `memkit.report.read_memory_events`.
+        Data that a real snapshot lacks is under one separate key, for `memkit.report.read_memory_events`.
         """
         allocator, settings = self._allocator, self._allocator.settings
         return {
@@ -128,7 +128,7 @@ class History:
 
 
 class _WatchedDriver(CudaDriver):
-    """A driver that tells what it does."""
+    """A driver that reports its actions to the history."""
 
     def __init__(self, driver: CudaDriver, history: History) -> None:
         super().__init__(driver.capacity_bytes, driver.other_bytes)
@@ -167,7 +167,7 @@ def _entry(action: _Action) -> dict[str, Any]:
 
 
 def _frames(asker: Asker | None) -> list[dict[str, Any]]:
-    """A stack as the viewers show it, the innermost first: operator, module with phase, line of code."""
+    """Return a stack as the viewers show it, innermost first: operator, module with phase, line of code."""
     if asker is None:
         return []
     frames = [{"name": asker.operator, "filename": "operator", "line": 0}] if asker.operator else []

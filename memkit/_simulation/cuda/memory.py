@@ -1,10 +1,11 @@
-"""The memory of a GPU that is not there: what storages take until they die, and what kernels take inside.
+"""The memory of a simulated GPU: blocks of storages while they live, and scratch memory inside kernels.
 
-Kernels take three kinds: what an operator's own code takes (`_KERNELS`); partial sums and counters of reductions, where
-many blocks of threads share a result (`setReduceConfig` in ATen/native/cuda/Reduce.cuh and the order of dimensions in
-ATen/TensorIterator.cpp); and what cuDNN's convolutions may take, an interval, since cuDNN chooses when it runs. The
-lowest is nothing: implicit products need none. The highest is what known methods of cuDNN need; each is named where it
-is computed. It is no proven bound: which published figures lie inside, and which do not, is in `docs/virtual-gpu.md`.
+Kernels use three kinds of scratch memory: allocations in an operator's own code (`_KERNELS`); partial sums and counters
+of reductions in which many thread blocks share a result (`setReduceConfig` in ATen/native/cuda/Reduce.cuh and the order
+of dimensions in ATen/TensorIterator.cpp); and workspaces of cuDNN's convolutions, given as an interval because cuDNN
+chooses its algorithm at run time. The lower end is zero: implicit GEMM needs none. The upper end is the need of cuDNN's
+known algorithms, each named where it is computed. It is not a proven bound: `docs/virtual-gpu.md` lists which published
+figures lie within it and which do not.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from memkit._torch.graph import current_backward
 
 _aten = torch.ops.aten
 _NONE = 0  # at::Reduction
-_SORTED_AT_ONCE = 3072  # rows that embedding's backward adds up without sorting them
+_SORTED_AT_ONCE = 3072  # rows that embedding's backward accumulates without sorting
 _FLOAT, _INDEX = 4, 8  # bytes
-_MOST_THREADS = 512  # of a block
+_MOST_THREADS = 512  # per block
 _WARP = 32
 _VECTOR = 4  # numbers that a thread loads at a time
-_FEWEST_VALUES, _MOST_VALUES = 16, 256  # that a thread adds up
+_FEWEST_VALUES, _MOST_VALUES = 16, 256  # values that a thread reduces
 _COUNTER = 4  # bytes
-_WITH_INDEX, _MOMENTS = 16, 16  # bytes that are carried along: a value and its index; mean and squares
-# Of convolutions whatever the tensors' sizes, as recorded runs show: split sums and tables (4 MiB, 128 MiB).
+_WITH_INDEX, _MOMENTS = 16, 16  # bytes of an accumulator: a value and its index; mean and squares
+# Scratch memory of convolutions of any size, as recorded runs show: split sums and tables (4 MiB, 128 MiB).
 _FIXED_BYTES = 128 * MIB
 # Non-fused Winograd F(4x4, 3x3): 36 numbers for each tile of 16 positions.
 _WINOGRAD = 36 / 16
@@ -47,26 +48,26 @@ Phases: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 MULTIPLYING = overloads("addbmm", "addmm", "addmv", "baddbmm", "bmm", "dot", "mm", "mv", "vdot", "_scaled_mm")
-"""Operators that take a handle of cuBLAS."""
+"""Operators that use a cuBLAS handle."""
 CONVOLVING = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 """Operators of `convolution_bound`."""
 _LOSSES = overloads("mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy", "huber_loss")
 _NO_BACKWARD = -1
-_SMALL_WORKSPACE, _LARGE_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 * 4096 * 1024  # of cuBLAS
+_SMALL_WORKSPACE, _LARGE_WORKSPACE = 2 * 4096 * 1024 + 8 * 16 * 1024, 8 * 4096 * 1024  # for cuBLAS
 _LT_WORKSPACE = 1024 * 1024
 
 
 class CudaMemory:
-    """Feeds an allocator with what the tensors on one card do.
+    """Drives an allocator by the allocations and frees of one GPU's tensors.
 
     Attributes:
-        allocator: The model of the card's allocator.
-        workspace_bytes: What the libraries' handles hold.
-        timeline: Allocated bytes after each block that was taken or given back.
-        stream: Number of the current stream, which blocks are taken for.
-        history: What the allocator did; None where nobody asks for it.
-        asker: Says who asks for a block now.
-        shortages: Who asked for a block for which there was no room, each time.
+        allocator: The model of the GPU's allocator.
+        workspace_bytes: Workspace bytes held by library handles.
+        timeline: Allocated bytes after each allocation or free of a block.
+        stream: Number of the current stream, for which blocks are allocated.
+        history: The allocator's actions; None if they are not kept.
+        asker: Returns the origin of the current request.
+        shortages: Origin of each request that ran out of memory.
         on_request: Called with the bytes of each request.
     """
 
@@ -85,64 +86,64 @@ class CudaMemory:
         self._processors = Processors.of(capability, card.num_multiprocessors)
         is_large = _is_one_of(rules.large_workspaces, capability)
         by_rule, measured = _LARGE_WORKSPACE if is_large else _SMALL_WORKSPACE, card.cublas_workspace_bytes
-        # A card that was calibrated under another setting has its own.
+        # A GPU that was calibrated under another setting has its own size.
         is_own = measured is not None and measured not in (_LARGE_WORKSPACE, _SMALL_WORKSPACE)
         self._rules, self._workspace_size = rules, int(measured or 0) if is_own else by_rule
         self._handles: set[tuple[str, bool]] = set()
         self._blocks: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
 
     def snapshot(self) -> dict[str, Any]:
-        """What ``torch.cuda.memory._snapshot`` would return; without a history there is nothing in it."""
+        """Return what ``torch.cuda.memory._snapshot`` would; without a history it is empty."""
         return {"segments": [], "device_traces": [[]]} if self.history is None else self.history.snapshot()
 
     def begin(self, recorder: Recorder) -> None:
-        """Follow a recorder from here on; peaks begin anew."""
+        """Follow a recorder from now on, and reset the peaks."""
         self.asker = lambda: Asker(str(recorder.operator or ""), recorder.moment().place)
         self.allocator.reset_peaks()
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Take a block for a storage, until it dies."""
+        """Allocate a block for a storage until it dies."""
         if id(storage) not in self._blocks and storage.nbytes():
             self._watch(storage, self._take(storage.nbytes()))
 
     def pass_on(self, key: int, storage: torch.UntypedStorage) -> None:
-        """Let a storage have the block of another one, whose `id` is ``key``."""
+        """Transfer the block of the storage whose `id` is ``key`` to another storage."""
         if key in self._blocks:
             self._watch(storage, self._blocks.pop(key)[1])
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Take a block of a storage's new size and give its old one back."""
+        """Allocate a block of a storage's new size and free its old one."""
         old = self._blocks.pop(id(storage), None)
         self.hold(storage)
         if old is not None:
             self._give_back(old[1])
 
     def counts(self, device: torch.device) -> bool:
-        """Whether a device is the card."""
+        """Whether a device is the simulated GPU."""
         return device.type == "cuda"
 
-    def device_of(self, storage: torch.UntypedStorage) -> torch.device:  # noqa: ARG002 - it does not say so itself
-        """The card."""
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device:  # noqa: ARG002 - it does not know it itself
+        """Return the simulated GPU."""
         return CARD
 
     def run_inside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-        """Take and give back what an operator's kernels take inside; return what cuDNN may take beside."""
+        """Allocate and free the scratch memory of an operator's kernels; return the bound of cuDNN's in addition."""
         if func not in TAKING or not (is_on_card(out) or is_on_card(args)):
             return 0
         for phase in inside(func, args, self._processors):
             blocks = [self._take(num_bytes) for num_bytes in phase if num_bytes]
             if func in MULTIPLYING:
                 blocks += map(self._take, self._workspaces(is_biased=adds_bias(func, args, kwargs, self._rules)))
-            for block in reversed(blocks):  # as C++ destroys what a function holds
+            for block in reversed(blocks):  # the order in which C++ destroys locals
                 self._give_back(block)
         return convolution_bound(func, args, out) if func in CONVOLVING else 0
 
     def divided(self, func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
-        """What runs an operator's parts, where it comes undivided."""
+        """Return a function that runs an operator's parts, if the operator was not decomposed."""
         return run_divided(func) if is_undivided(func) and is_on_card(args) else None
 
     def _workspaces(self, *, is_biased: bool) -> list[int]:
-        """What the libraries of a product take for this call; what they keep is taken at once."""
+        """Return the libraries' workspaces for one matrix product; allocate permanent ones right away."""
         lt = self._rules.lt_workspace
         each = [_LT_WORKSPACE] if is_biased and lt == "each" else []
         if self._rules.keeps_workspaces:
@@ -154,7 +155,7 @@ class CudaMemory:
         return each
 
     def _keep(self, library: str, num_bytes: int) -> None:
-        """A workspace for each handle; the thread that autograd runs in has a handle of its own."""
+        """Keep a workspace for each handle; autograd's thread has a handle of its own."""
         handle = library, current_backward() != _NO_BACKWARD
         if handle not in self._handles:
             self._handles.add(handle)
@@ -195,7 +196,7 @@ class CudaMemory:
 
 
 def is_on_card(value: Any) -> bool:
-    """Whether a tensor, or the first of several, is on the card."""
+    """Whether a tensor, or the first of several, is on the simulated GPU."""
     if isinstance(value, (tuple, list)):
         return any(is_on_card(item) for item in value)
     return isinstance(value, torch.Tensor) and value.device.type == "cuda"
@@ -209,10 +210,10 @@ def _is_one_of(cards: tuple[Cards, ...], capability: tuple[int, int]) -> bool:
 
 
 def inside(func: Any, args: Sequence[Any], processors: Processors) -> Phases:
-    """Bytes of the blocks that a kernel takes and gives back before it returns.
+    """Return the bytes of the blocks that a kernel allocates and frees before it returns.
 
     Returns:
-        Phases, one after the other: blocks that are there at the same time, in the order in which they are taken.
+        Consecutive phases: blocks that are live at the same time, in allocation order.
     """
     kernel = _KERNELS.get(func)
     if kernel is not None:
@@ -236,7 +237,7 @@ def adds_bias(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], rules: 
 
 
 def _loss(args: Sequence[Any], _: Processors) -> Phases:
-    """The losses that are reduced."""
+    """The unreduced losses, if the loss is reduced."""
     reduced = next((arg for arg in reversed(args) if isinstance(arg, int)), 1) != _NONE
     return ((args[0].numel() * args[0].element_size(),),) if reduced else ()
 
@@ -250,7 +251,7 @@ def _flash_backward(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in it too."""
+    """`_efficient_attention_backward`: output times gradient, in float32; half precision accumulates in float32 too."""
     query, out = args[1], args[5]
     batch, heads, rows, _width = query.shape
     delta = batch * heads * rows * _FLOAT
@@ -260,7 +261,7 @@ def _efficient_backward(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
-    """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are summed up in groups first."""
+    """`LaunchGammaBetaBackwardCUDAKernel`: many short rows are first summed in groups."""
     width = math.prod(args[2])
     rows, columns = args[1].numel() // width, math.ceil(width / 32)
     copies = tuple(each.numel() * each.element_size() for each in args[:2] if not each.is_contiguous())
@@ -271,19 +272,19 @@ def _layer_norm_backward(args: Sequence[Any], processors: Processors) -> Phases:
 
 
 def _layer_norm(args: Sequence[Any], _: Processors) -> Phases:
-    """`layer_norm_cuda`: what does not lie in order is copied first."""
+    """`layer_norm_cuda`: tensors that are not contiguous are copied first."""
     return () if args[0].is_contiguous() else ((args[0].numel() * args[0].element_size(),),)
 
 
 def _group_norm(args: Sequence[Any], _: Processors) -> Phases:
-    """Factor and shift of each channel."""
+    """Scale and shift of each channel."""
     rows, channels, size = args[3:6]
     has_weights = args[1] is not None or args[2] is not None
     return ((rows * channels * _FLOAT,) * 2,) if size > 1 and has_weights else ()
 
 
 def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """Two sums of each channel; for the input's gradient two factors of each group, and one of each channel."""
+    """Two sums per channel; for the input's gradient two factors per group and one per channel."""
     rows, channels, size, groups = args[5:9]
     if size == 1:
         return ()
@@ -293,7 +294,7 @@ def _group_norm_backward(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
-    """`embedding_dense_backward_cuda`: few rows are added as they come; else sorted, then summed in tens."""
+    """`embedding_dense_backward_cuda`: few rows are added in order; more are sorted, then summed in groups of ten."""
     grad, indices, num_weights = args[:3]
     num_rows, size, width = indices.numel(), indices.element_size(), grad.shape[-1]
     if num_rows <= _SORTED_AT_ONCE and not args[4]:
@@ -308,12 +309,12 @@ def _embedding_backward(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _index_put(args: Sequence[Any], _: Processors) -> Phases:
-    """`index_put_with_sort_kernel`, where values are added: positions, and their order."""
+    """`index_put_with_sort_kernel`, if values are accumulated: positions, and their order."""
     if len(args) < 4 or not args[3]:
         return ()
     given = [index for index in args[1] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in given):
-        return ()  # how many rows a mask selects is in its data
+        return ()  # the number of rows that a mask selects depends on its data
     num_rows = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))  # type: ignore[no-untyped-call]
     num_slots = math.prod(size for size, index in zip(args[0].shape, args[1], strict=False) if index is not None)
     positions = num_rows * _INDEX
@@ -321,7 +322,7 @@ def _index_put(args: Sequence[Any], _: Processors) -> Phases:
 
 
 def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
-    """What CUB's `DeviceRadixSort::SortPairs` asks for: with one block of threads nothing, which it calls 1 byte."""
+    """Return the temporary storage of CUB's `DeviceRadixSort::SortPairs`: none (reported as 1 byte) for one block."""
     if num_rows <= 256 * (19 * 4 // size):
         return 1
     num_passes = math.ceil(num_keys.bit_length() / 8)
@@ -334,11 +335,11 @@ def _radix_sort(num_rows: int, num_keys: int, size: int) -> int:
 
 
 class Processors(NamedTuple):
-    """What of a card decides how a kernel is laid out.
+    """Properties of a GPU that determine how a kernel is launched.
 
     Attributes:
-        multiprocessors: Their number.
-        threads: Most threads at a time on one of them.
+        multiprocessors: Number of multiprocessors.
+        threads: Maximum number of resident threads per multiprocessor.
     """
 
     multiprocessors: int
@@ -346,13 +347,13 @@ class Processors(NamedTuple):
 
     @classmethod
     def of(cls, capability: tuple[int, int], count: int | None) -> Processors:
-        """Those of a card; where their number is not known, as many as an A100 has."""
+        """Return the properties of a GPU; if its number of multiprocessors is unknown, use that of an A100."""
         threads = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536}.get(capability, 2048)
         return cls(count or 108, 1536 if capability[0] == 12 else threads)
 
 
 def reduction_workspace(func: Any, args: Sequence[Any], processors: Processors) -> tuple[int, ...]:
-    """Bytes of the partial results and of the counters that a reducing operator takes; nothing where it needs none."""
+    """Return the bytes of a reduction's partial results and counters; empty if it needs none."""
     rule = _RULES.get(func)
     if rule is None or args[0].layout is not torch.strided or not args[0].numel():
         return ()
@@ -366,7 +367,7 @@ def reduction_workspace(func: Any, args: Sequence[Any], processors: Processors) 
 
 
 class _Dimension(NamedTuple):
-    """A dimension with the steps of input and output in it, in numbers; an output does not move where it is summed."""
+    """A dimension with the strides of input and output in elements; the output's is zero if it is reduced."""
 
     size: int
     step: int
@@ -374,7 +375,7 @@ class _Dimension(NamedTuple):
 
 
 def _dimensions(x: Tensor, reduced: set[int]) -> list[_Dimension]:
-    """Those of the kernel: the reduced ones first, the fastest of each first, and what lies in order as one."""
+    """Return the kernel's dimensions: reduced ones first, fastest first, with contiguous ones merged."""
     dims, step_out = [], 1
     for dim in reversed(range(x.dim())):
         dims.append(_Dimension(x.shape[dim], x.stride(dim), 0 if dim in reduced else step_out))
@@ -440,9 +441,9 @@ def _power_of_two(number: int) -> int:
 
 
 def convolution_bound(func: Any, args: Sequence[Any], out: Any) -> int:
-    """Most bytes that a known method takes inside; zero where it is no convolution.
+    """Return the most scratch memory that a known algorithm uses; zero if this is not a convolution.
 
-    With ``torch.backends.cudnn.enabled = False`` the truth is known: a column for each position of one image.
+    With ``torch.backends.cudnn.enabled = False`` the exact size is known: a column for each position of one image.
     """
     if func not in CONVOLVING:
         return 0
@@ -481,7 +482,7 @@ _KERNELS: dict[Any, Callable[[Sequence[Any], Processors], Phases]] = {
     **dict.fromkeys(_LOSSES, _loss),
     **dict.fromkeys(overloads("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"), _index_put),
 }
-# Bytes that a reduction carries along (0: those of the input's numbers), and where its dimensions are named.
+# Bytes of a reduction's accumulator (0: of the input's dtype), and which argument names its dimensions.
 _RULES: dict[Any, tuple[int, int]] = {
     _aten.sum.default: (_FLOAT, 0),
     _aten.sum.dim_IntList: (_FLOAT, 1),
@@ -505,4 +506,4 @@ _RULES: dict[Any, tuple[int, int]] = {
     _aten.std_mean.correction: (_MOMENTS, 1),
 }
 TAKING = frozenset({*_KERNELS, *_RULES, *MULTIPLYING, *CONVOLVING})
-"""Operators of which something is known; all others take nothing inside."""
+"""Operators with known scratch memory; all others use none."""

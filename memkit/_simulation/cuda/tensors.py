@@ -1,10 +1,10 @@
-"""A GPU that is not there: tensors that say they are on ``cuda`` and hold no data, beside host tensors that do.
+"""Simulated GPU: tensors that report ``cuda`` as their device and hold no data, next to host tensors with data.
 
-PyTorch's CPU build knows the name of the device, but neither its autograd nor its streams. So these tensors are fake
-ones whose Python side says ``cuda``; towards autograd, whose C++ asks for the device, they are on ``lazy``, a device of
-PyTorch's own that needs no driver and whose backward runs in the calling thread; and their dispatch keys are those for
-private use, which nobody else's tensors carry. Kernels for that key alone make the operators that CUDA has kernels of
-its own for. All of it ends with `on_cuda`.
+PyTorch's CPU build knows the name of the device, but neither its autograd nor its streams. So these are fake tensors
+whose Python side reports ``cuda``; for autograd, whose C++ asks for the device, they are on ``lazy``, a PyTorch device
+that needs no driver and whose backward runs in the calling thread; and they use the private-use dispatch keys, which no
+other tensors carry. Kernels for that key provide the operators for which CUDA has kernels of its own. All of it ends
+with `on_cuda`.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ from memkit._torch.tensors import MAKE_SUBCLASS, storage_key
 _aten = torch.ops.aten
 _COPIED = aten.to_copy
 CARD = torch.device("cuda", 0)
-_LAZY = torch.device("lazy", 0)  # what autograd takes it for
+_LAZY = torch.device("lazy", 0)  # the device as autograd sees it
 _META = torch.device("meta")
 _Device = torch.device
-_one_at_a_time = threading.Lock()  # it changes what "cuda" means for all threads
-# Host tensors of random or constant numbers above this size hold no data: weights on their way to the card.
+_one_at_a_time = threading.Lock()  # it changes the meaning of "cuda" for all threads
+# Host tensors of random or constant numbers above this size hold no data: weights that are about to move to the GPU.
 _MOST_HOST_BYTES = 2**20
-# GradScaler's operators: they write into gradients and scalars that are there, and find no infinity.
+# GradScaler's operators: they write into existing gradients and scalars, and find no infinity.
 _SCALING = aten.amp_foreach_non_finite_check_and_unscale_
 _RESCALING = aten.amp_update_scale_
 _UPDATING = (aten.fused_sgd_, aten.fused_adagrad_)  # in place, and without a shape function
 _NEVER_RUN = frozenset({_SCALING, _RESCALING, *_UPDATING})
-# Operators that CUDA has a kernel for, and other devices make of others.
+# Operators that have a kernel on CUDA, but decompose into others on other devices.
 _WHOLE = (_aten.silu_backward.default, _aten.mish_backward.default)
 _DATA_OF: Any = TensorBase.data
-_DATA = "data_on_host"  # an attribute of parameters that were moved to the card: the tensor that they were before
+_DATA = "data_on_host"  # attribute of parameters that were moved to the GPU: their previous tensor
 
 
 class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Fake tensors for the card; operators on host tensors alone run as they are, with data."""
+    """Fake tensors for the simulated GPU; operators on host tensors only run normally, with data."""
 
-    # Whatever torch.cuda.is_available() is made to say: nothing may be initialised.
+    # Whatever torch.cuda.is_available() is patched to return, nothing may be initialized.
     avoid_device_init = True
 
     def __init__(self, selected_fraction: float | None = None) -> None:
@@ -84,7 +84,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         self._running = threading.local()  # whether an operator on tensors without data runs, in each thread
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator: on the host with data, on the card without."""
+        """Run an operator: on the host with data, on the GPU without."""
         if func in _NEVER_RUN:
             return self._scaled(func, args)
         args, kwargs, names_card = _with_devices(args, kwargs)
@@ -98,7 +98,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
                 with_data, named = tree_map(self._guessed, (args, kwargs))
                 return func(*with_data, **named)
         elif device is None or device.type == "cpu":
-            is_inside = getattr(self._running, "is_inside", False)  # what such an operator makes has no data either
+            is_inside = getattr(self._running, "is_inside", False)  # tensors made within one have no data either
             if not is_inside and not _is_large_filling(args, kwargs):
                 return func(*args, **kwargs)
         elif device.type == "cuda" and args and isinstance(args[0], Tensor):
@@ -108,24 +108,24 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return self._placed(func, types, args, kwargs, out) if is_known and device is None else out
 
     def without_data(self, tensor: Tensor) -> Tensor:
-        """A stand-in on the card."""
+        """Make a stand-in on the GPU."""
         return self.fake(self.copies.view(tensor, "meta"), _LAZY)
 
     def with_values(self, tensor: Tensor) -> Tensor:
-        """A stand-in that keeps its values: on the card, but for an optimizer's step count."""
+        """Make a stand-in that keeps its values: on the GPU, except for an optimizer's step count."""
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             return super().with_values(tensor)
         return self._on_card(self.copies.view(tensor, "cpu"), CARD)
 
     def on_host(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A host tensor without data, as what is copied from the card."""
+        """Make a host tensor without data, as the result of a copy from the GPU."""
         with no_dispatch():
             return FakeTensor(self, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu"))
 
     def _without_data(self, func: Any, types: Any, args: Any, kwargs: Any, moved: Sequence[Any]) -> Any:
         """Run an operator on tensors without data.
 
-        PyTorch computes with known values for real: it must not try to do so on the card, with those of ``moved``.
+        PyTorch really computes with known values; it must not try to do so on the GPU with those of ``moved``.
         """
         known = [(each, each.constant) for each in moved if isinstance(each, FakeTensor) and each.constant is not None]
         for tensor, _ in known:
@@ -141,7 +141,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
                 tensor.constant = constant
 
     def _placed(self, func: Any, types: Any, args: Any, kwargs: Any, out: FakeTensor) -> Tensor:
-        """What was computed from known values: PyTorch puts it on the CPU."""
+        """Place a result that was computed from known values, which PyTorch puts on the CPU."""
         on_card = [arg for arg in args if isinstance(arg, FakeTensor) and arg.fake_device.type == "lazy"]
         if _is_view(func, out, on_card):
             return self._known(self._without_data(func, types, args, kwargs, on_card), cast("Tensor", out.constant))
@@ -153,7 +153,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return args[0] if func is _RESCALING else None
 
     def _transferred(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        """A tensor's copy on the card, or one like it there; whole numbers that are known stay so."""
+        """Make a tensor's copy on the GPU, or one like it there; known integers stay known."""
         tensor, *others = args
         if tensor.layout is not torch.strided:
             _refuse_layout(tensor.layout)
@@ -169,7 +169,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return fake
 
     def _to_host(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> Tensor:
-        """A copy on the host, without data but for what is known."""
+        """Make a copy on the host, without data except for known values."""
         if tensor.constant is not None:
             return cast("Tensor", _COPIED(tensor.constant, **kwargs))
         with no_dispatch():
@@ -180,7 +180,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
         return fake
 
     def _guessed(self, value: Any) -> Any:
-        """What is written into a host tensor, which has data: guessed numbers where there are none."""
+        """Return the value to write into a host tensor with data: guessed numbers if the source has no data."""
         if not isinstance(value, FakeTensor):
             return value
         if value.constant is not None:
@@ -198,7 +198,7 @@ class CudaTensors(Tensors):  # type: ignore[no-untyped-call]  # torch's own clas
 
 
 def _is_view(func: Any, out: FakeTensor, args: Sequence[FakeTensor]) -> bool:
-    """Whether an operator on known values only looks at them, and so takes no memory."""
+    """Whether an operator on known values only makes a view, and so takes no memory."""
     storages = {storage_key(arg.constant.untyped_storage()) for arg in args if arg.constant is not None}
     is_alias = out.constant is not None and storage_key(out.constant.untyped_storage()) in storages
     return is_alias and not schema_of(func).is_mutable
@@ -208,7 +208,7 @@ _DEVICES = {_LAZY: CARD, torch.device("lazy"): CARD, torch.device("cuda"): CARD}
 
 
 def _as_cuda(value: Any) -> Any:
-    """What C++ made of a card's tensor's device, as Python knows it."""
+    """Map the device that C++ gave a GPU tensor back to the one Python knows."""
     if type(value) is not _Device:
         return value
     if value.index and value.type in ("lazy", "cuda"):
@@ -227,7 +227,7 @@ def _refuse_layout(layout: torch.layout) -> NoReturn:
 
 
 def _with_devices(args: Any, kwargs: Any) -> tuple[Any, dict[str, Any], bool]:
-    """An operator's arguments with devices as Python knows them, none pinned, and whether one of them is the card."""
+    """Return an operator's arguments with Python's devices and no pinning, and whether one of them is the GPU."""
     names_card = False
     if kwargs:
         kwargs = {name: _as_cuda(value) for name, value in kwargs.items() if name != "pin_memory"}
@@ -250,7 +250,7 @@ def _writes_to_host(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether this makes a large host tensor of floating point numbers out of nothing but its size."""
+    """Whether this makes a large floating point host tensor from nothing but its size."""
     size = args[0] if args else kwargs.get("size")
     if not isinstance(size, (list, tuple)) or not all(isinstance(length, int) for length in size):
         return False
@@ -262,12 +262,12 @@ def _is_large_filling(args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def is_undivided(func: Any) -> bool:
-    """Whether an operator that comes to a mode is made of others: only inference_mode leaves it undivided."""
+    """Whether an operator that reaches a mode is composite: only inference_mode leaves it undecomposed."""
     return torch.is_inference_mode_enabled() and _has_parts(func)
 
 
 def run_divided(func: Any) -> Callable[..., Any]:
-    """Return what runs the operators that an operator is made of on the card."""
+    """Return a function that runs a composite operator's parts on the GPU."""
     is_own = has_kernel(func, "PrivateUse1")
     key = DispatchKey.PrivateUse1 if is_own else DispatchKey.CompositeImplicitAutograd
     return lambda *args, **kwargs: run_kernel_of(func, key, args, kwargs)
@@ -285,10 +285,10 @@ def _whole(rules: Rules) -> tuple[Any, ...]:
 
 @contextmanager
 def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch.library.Library]:
-    """Let tensors of the card take the operators that they would take on a card of this compute capability."""
+    """Make the GPU's tensors use the operators that they would use on a GPU of this compute capability."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's own
     fallthrough = _passing("AutogradPrivateUse1")
-    # One operator for a whole layer of inference: what it takes inside, its operators show one by one.
+    # The fast path is one operator for a whole inference layer; separate operators show its internal memory.
     fused_layers = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(value=False)
     try:
@@ -300,7 +300,7 @@ def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch
             ("linear", _linear),
         ):
             library.impl(name, kernel, "AutogradPrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
-            # Without autograd, as under inference_mode:
+            # Without autograd, as in inference_mode:
             library.impl(name, kernel, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
         for operator in _whole(rules):
             library.impl(operator, _never_called, "PrivateUse1")  # type: ignore[no-untyped-call]  # torch's own
@@ -312,7 +312,7 @@ def _cuda_operators(capability: tuple[int, int], rules: Rules) -> Iterator[torch
 
 
 def _passing(key: str) -> torch.library.Library:
-    """Let operators without a kernel for a dispatch key go on to the next; for autograd torch does so, but for 2.8."""
+    """Let operators without a kernel for a dispatch key fall through; for autograd torch does so, except 2.8."""
     library = torch.library.Library("_", "IMPL", key)  # type: ignore[no-untyped-call]  # torch's own
     if not has_fallback(getattr(DispatchKey, key)):
         library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # torch's own
@@ -320,7 +320,7 @@ def _passing(key: str) -> torch.library.Library:
 
 
 def _never_called(*_: Any, **__: Any) -> Any:
-    """A kernel whose being there tells PyTorch not to divide its operator. The mode answers before it."""
+    """Serve as a kernel whose presence keeps PyTorch from decomposing its operator; the mode answers before it."""
 
 
 def _batch_norm(
@@ -334,7 +334,7 @@ def _batch_norm(
     eps: float,
     *_: Any,
 ) -> Any:
-    """`_batch_norm_impl_index`: cuDNN is given, and keeps for the backward, a copy of what does not lie in order."""
+    """`_batch_norm_impl_index`: cuDNN gets, and saves for the backward, a contiguous copy of the input if needed."""
     if _is_for_cudnn(x, weight, bias, mean, var, training=training):
         x = x.contiguous(memory_format=memory_format_of(x))
     return torch.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)[0]
@@ -357,7 +357,7 @@ def _is_for_cudnn(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *, tra
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`at::linear`, which adds a bias in place, but out of place to subclasses, such as tensors without data."""
+    """`at::linear`, which adds a bias in place, but out of place for subclasses such as tensors without data."""
     if bias is None or weight.dim() != 2:
         out = torch.matmul(x, weight.t())
         return out if bias is None else out.add_(bias)
@@ -369,7 +369,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _softmax(inner: Any) -> Callable[..., Any]:
-    """`at::softmax` on CUDA: the kernel itself widens float16; what else has another dtype is converted first."""
+    """`at::softmax` on CUDA: the kernel itself widens float16; inputs of any other differing dtype are cast first."""
 
     def kernel(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         widens = x.dtype is torch.float16 and dtype is torch.float32
@@ -387,10 +387,10 @@ def _softmax(inner: Any) -> Callable[..., Any]:
 def on_cuda(
     tensors: CudaTensors, capability: tuple[int, int], rules: Rules, answers: Sequence[Patches]
 ) -> Iterator[Sequence[Patches]]:
-    """Everything around a mode that makes PyTorch take its tensors for CUDA's; enter the mode inside.
+    """Set up everything that makes PyTorch treat a mode's tensors as CUDA tensors; enter the mode inside.
 
     Yields:
-        What is changed of torch.
+        The patches to torch.
     """
     if not _one_at_a_time.acquire(blocking=False):
         raise StateError(
@@ -419,7 +419,7 @@ def on_cuda(
 
 @contextmanager
 def _still_scriptable(patches: Sequence[Patches]) -> Iterator[None]:
-    """Let `torch.jit.script` take changed functions of torch for the operators that they were."""
+    """Let `torch.jit.script` treat patched functions of torch as the original operators."""
     table = scriptable()
     added = {
         id(value): table[id(vars(each.owner)[name])]
@@ -437,7 +437,7 @@ def _still_scriptable(patches: Sequence[Patches]) -> Iterator[None]:
 
 @contextmanager
 def _keeping_defaults() -> Iterator[None]:
-    """``torch.set_default_device("cuda")`` inside is over outside."""
+    """Restore the default dtype and device, such as ``torch.set_default_device("cuda")`` within the block."""
     dtype, context = torch.get_default_dtype(), device_context()
     try:
         yield
@@ -449,10 +449,10 @@ def _keeping_defaults() -> Iterator[None]:
 
 @contextmanager
 def _moving_modules() -> Iterator[list[Patches]]:
-    """Let parameters stay the same objects when their module moves to the card, and give them their data back.
+    """Keep parameters the same objects when their module moves to the GPU, and restore their data afterwards.
 
-    A parameter keeps the tensor that it was, and a module's buffers are kept as long as the module: what dies meanwhile
-    takes its memory with it.
+    A parameter keeps its previous tensor, and a module's buffers are kept as long as the module: if these die in the
+    meantime, their memory is freed with them.
     """
     apply, load = getattr(nn.Module, APPLY), getattr(nn.Module, LOAD)
     buffers: WeakKeyDictionary[nn.Module, dict[str, Tensor | None]] = WeakKeyDictionary()
@@ -490,13 +490,13 @@ def _moving_modules() -> Iterator[list[Patches]]:
 
 
 class _Moved:
-    """Tensors that became others, and keep what they were as an attribute."""
+    """Tensors that were swapped for others and keep their previous tensor as an attribute."""
 
     def __init__(self) -> None:
         self._has_moved = False
 
     def swap(self, tensor: Tensor, other: Tensor) -> None:
-        """What `torch.utils.swap_tensors` does."""
+        """Do the same as `torch.utils.swap_tensors`."""
         is_moved = isinstance(other, FakeTensor) and not isinstance(tensor, FakeTensor)
         data = vars(tensor).pop(_DATA, None)
         data = other if data is None and is_moved else data
@@ -507,7 +507,7 @@ class _Moved:
             self._has_moved = True
 
     def set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """What ``tensor.data = value`` does."""
+        """Do the same as ``tensor.data = value``."""
         if tensor.device == value.device:
             _DATA_OF.__set__(tensor, value)
             return
@@ -518,10 +518,10 @@ class _Moved:
             tensor.grad = gradient
 
     def put_back(self) -> None:
-        """Make tensors with data of them again."""
+        """Turn them back into tensors with data."""
         if not self._has_moved:
             return
-        # The list of all objects is gone before anything dies: until 2.10 a storage in it would outlive its memory.
+        # The list of all objects is gone before anything dies: up to 2.10 a storage in it would outlive its memory.
         moved = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and _DATA in vars(each)]
         for each in moved:
             each.grad = None
@@ -529,9 +529,9 @@ class _Moved:
 
 
 def _swap(tensor: Tensor, other: Tensor) -> None:
-    """As `torch.utils.swap_tensors`, also where views, graphs or weak references hold the tensor.
+    """Swap as `torch.utils.swap_tensors` does, even if views, graphs or weak references hold the tensor.
 
-    On a GPU a parameter moves by `Tensor.data`, which does not ask who else holds it either.
+    On a real GPU a parameter moves through `Tensor.data`, which does not check for other holders either.
     """
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
@@ -539,7 +539,7 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
 
 
 def tensor_patches() -> list[Patches]:
-    """What is changed of torch so that its Python side takes these tensors for CUDA's."""
+    """Make the patches to torch through which its Python side treats these tensors as CUDA tensors."""
     make_subclass, to = getattr(Tensor, MAKE_SUBCLASS), Tensor.to
 
     def named(self: FakeTensor) -> torch.device:
@@ -598,7 +598,7 @@ def _subclassing(as_subclass: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Converting(FakeTensor):
-    """Lets `__torch_function__` of a subclass with its own behaviour have results of that class, as `Tensor` does."""
+    """Lets `__torch_function__` of a subclass with its own behavior return results of that class, as `Tensor` does."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -607,12 +607,12 @@ class _Converting(FakeTensor):
 
 @cache
 def _without_data_of(cls: type[Tensor]) -> type[FakeTensor]:
-    """A user's subclass of `Tensor`, without data."""
+    """Make the dataless counterpart of a user's subclass of `Tensor`."""
     return type(cls.__name__, (cls, _Converting), {"__module__": cls.__module__})
 
 
 def _device_functions() -> dict[str, Any]:
-    """What lets tensors without data keep a device that is not there; others complete theirs as ever."""
+    """Make patches that let tensors without data keep a simulated device; other devices are normalized as usual."""
     functions: dict[str, Any] = {}
     if NORMALIZE_DEVICE is not None:
         normalize = getattr(FakeTensor, NORMALIZE_DEVICE)
@@ -632,7 +632,7 @@ def _making(new: Callable[..., Any]) -> Callable[..., Any]:
     def made(cls: type, first: Any, *others: Any, **options: Any) -> Any:
         is_mode = not isinstance(first, Tensor)
         if not is_mode and options.keys() <= {"requires_grad"} and len(others) < 2:
-            return nn.Parameter(first, *others, **options)  # ``type(parameter)(value)``: what code makes of a Parameter
+            return nn.Parameter(first, *others, **options)  # ``type(parameter)(value)``, as code makes a Parameter
         if is_mode and IS_MADE_WITH_DEVICE:
             elem, device, *rest = others
             others = elem, _for_autograd(torch.device(device)), *rest
@@ -642,7 +642,7 @@ def _making(new: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fallback() -> Callable[..., Any]:
-    """Torch runs operators without a shape function on zeros, on the device itself; here they run on the CPU."""
+    """Run operators without a shape function on the CPU; torch runs them on zeros, on the device itself."""
     run: Callable[..., Any] = getattr(fake_tensor, RUN_FALLBACK)
 
     def moved(value: Any, device: torch.device) -> Any:
@@ -667,7 +667,7 @@ def _listing(devices: list[str]) -> Callable[[], list[str]]:
 
 
 def _copied(self: Tensor, memo: dict[int, Any]) -> Tensor:
-    """``copy.deepcopy``, which for other tensors looks at their data."""
+    """Implement ``copy.deepcopy``, which for other tensors reads their data."""
     if id(self) not in memo:
         copy = self.detach().clone()
         memo[id(self)] = nn.Parameter(copy) if isinstance(self, nn.Parameter) else copy
@@ -689,7 +689,7 @@ def _as_lazy(device: Any) -> torch.device:
 
 
 def _autocast_functions(library: torch.library.Library, rules: Rules, stack: ExitStack) -> dict[str, Any]:
-    """``cuda`` means the private key, whose kernels do as CUDA's; they are there from the first block on."""
+    """Map autocast for ``cuda`` to the private key, whose kernels act like CUDA's and exist from the first block on."""
     casts: list[CastCache] = []
     was_enabled, clear_cache, set_enabled = (
         torch.is_autocast_enabled,

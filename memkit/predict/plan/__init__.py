@@ -1,1 +1,1 @@
-"""The planner: what a step costs, how it may be arranged, and which arrangement that fits is the fastest."""
+"""The planner: what a step costs, how it can be arranged, and which arrangement is the fastest that fits."""

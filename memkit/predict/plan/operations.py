@@ -1,4 +1,4 @@
-"""The operators of a training step on fake tensors: how long each part of it takes, and each block's forward."""
+"""Times of a training step's operators on fake tensors: of each part of the step and of each block's forward."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NO_BACKWARD = -1
 
 @dataclass
 class BlockForward:
-    """What a block's forward takes.
+    """Cost of a block's forward.
 
     Attributes:
-        seconds: All of it.
-        light_seconds: The operators whose results a selective treatment does not keep.
-        num_operators: How many there are.
-        input_bytes: What it is given.
+        seconds: Total time.
+        light_seconds: Time of the operators whose results a selective treatment does not keep.
+        num_operators: Number of operators.
+        input_bytes: Bytes of its inputs.
     """
 
     seconds: float = 0.0
@@ -38,12 +38,12 @@ class BlockForward:
 
 
 class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
-    """Adds up what the operators of a step take, one part of it after the other. Enter it beneath the recorder.
+    """Adds up the times of a step's operators, part by part. Enter it beneath the recorder.
 
     Args:
-        speeds: How fast they are.
+        speeds: Speeds of the device.
         blocks: Modules that may be treated, with their names.
-        kept_operators: What a selective treatment keeps.
+        kept_operators: Operators whose results a selective treatment keeps.
 
     Attributes:
         parts: Seconds of each part: before the first micro-batch, of each micro-batch, of the optimizer's step.
@@ -64,7 +64,7 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         with ExitStack() as cleanup:
             super().__enter__()  # type: ignore[no-untyped-call]
             cleanup.push(super().__exit__)
-            # As the recorder enters, with other hooks: a shared form would hide which ones.
+            # The recorder enters the same way with other hooks; a shared helper would hide which ones.
             for handle in (
                 register_module_forward_pre_hook(self._enter_block),
                 register_module_forward_hook(self._leave_block, always_call=True),
@@ -80,13 +80,13 @@ class StepTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         self._cleanup.close()
 
     def begin_part(self, *_: object) -> None:
-        """What comes from here on belongs to the next part."""
+        """Count the following operators toward the next part."""
         self.parts.append(0.0)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and count it."""
+        """Run an operator and count its time."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim":

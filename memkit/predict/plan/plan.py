@@ -1,4 +1,4 @@
-"""`TrainingPlan`: the chosen arrangement, what it is expected to hold and to take, and what it was chosen over."""
+"""`TrainingPlan`: the chosen arrangement, its predicted memory and time, and the rejected candidates."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CHOSEN, _FITS, _TOO_LARGE = "*", "o", "x"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCandidate:
-    """One way to take the step that was tried on fake tensors.
+    """One way to run the step, tried on fake tensors.
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
-        checkpoint: What is done with each treated block; empty where none is.
-        required_bytes: What must fit into the budget.
-        seconds: What the operators of a step take, by the plan's speeds.
-        measured_seconds: Processor time of a step that was really run; None where none was.
+        checkpoint: Treatment of each treated block; empty if there are none.
+        required_bytes: Bytes that must fit into the budget.
+        seconds: Time of a step's operators, according to the plan's speeds.
+        measured_seconds: Processor time of a step that was really run; None if none was.
         fits: Whether it fits.
 
     Example:
@@ -49,7 +49,7 @@ class PlanCandidate:
 
     @classmethod
     def of(cls, trial: Trial, budget_bytes: int, measured_seconds: float | None) -> PlanCandidate:
-        """The candidate that a trial was."""
+        """Make a candidate from a trial."""
         arrangement = trial.arrangement
         return cls(
             micro_batch_size=arrangement.micro_batch_size,
@@ -64,32 +64,33 @@ class PlanCandidate:
 
     @property
     def treatment(self) -> str:
-        """Its blocks for people, such as ``"3 full, 1 offload"``."""
+        """Readable summary of the treatments, such as ``"3 full, 1 offload"``."""
         counts = Counter(self.checkpoint.values())
         return ", ".join(f"{count} {treatment}" for treatment, count in counts.items()) or "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPlan:
-    """How to take a step of the whole batch inside a budget, with the gradient of the whole batch.
+    """A plan for running a step on the whole batch within a budget, with the gradient of the whole batch.
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
-        checkpoint: What is done with each treated block, ``{"blocks.0": "full"}``; None where none is.
-        predicted_peak_bytes: Highest bytes in live tensors of the planned step, from its dry run.
-        required_bytes: That with what kernels may take inside; on a card, what its allocator reserves and the driver's
-            context. This fits into the budget.
+        checkpoint: Treatment of each treated block, ``{"blocks.0": "full"}``; None if there are none.
+        predicted_peak_bytes: Peak bytes in live tensors of the planned step, from its dry run.
+        required_bytes: The peak plus scratch memory inside kernels; on a GPU, the memory that its allocator reserves
+            plus the driver's context. This fits into the budget.
         budget_bytes: The budget.
-        predicted_seconds: What the operators of the planned step take, by `speeds`.
-        predicted_slowdown: That over the same figure of the first candidate: the largest micro-batches allowed (the
-            whole batch, where it may be chosen), no block treated, in the first precision.
-        estimate: The planned step's memory, taken apart.
-        candidates: All that was tried, in that order.
-        speeds: Where the times come from.
-        notes: What the plan could not look at, and why; what was answered without data.
-        is_split_exact: Whether parts of the batch were found to have its gradient; None where that was not looked at.
+        predicted_seconds: Time of the planned step's operators, according to `speeds`.
+        predicted_slowdown: `predicted_seconds` divided by the time of the first candidate: the largest micro-batches
+            allowed (the whole batch, if that may be chosen), no block treated, in the first precision.
+        estimate: The planned step's memory, broken down by part.
+        candidates: Everything that was tried, in that order.
+        speeds: Source of the times.
+        notes: What the plan could not check, and why; values answered without data.
+        is_split_exact: Whether the micro-batches were found to give the gradient of the whole batch; None if that was
+            not checked.
 
     Example:
         >>> import torch
@@ -130,7 +131,7 @@ class TrainingPlan:
         notes: Sequence[str],
         is_split_exact: bool | None,
     ) -> TrainingPlan:
-        """The plan that a search came to; its first trial is the step as it would be without a plan."""
+        """Make the plan from the trials of a search; the first trial is the step without a plan."""
         arrangement = best.arrangement
         return cls(
             micro_batch_size=arrangement.micro_batch_size,
@@ -154,7 +155,7 @@ class TrainingPlan:
         )
 
     def wrapper_settings(self) -> dict[str, Any]:
-        """Return what to pass to `MemoryEfficientTrainingWrapper` as keywords."""
+        """Return the keyword arguments for `MemoryEfficientTrainingWrapper`."""
         return {
             "accumulation_steps": self.accumulation_steps,
             "precision": self.precision,
@@ -162,7 +163,7 @@ class TrainingPlan:
         }
 
     def explain(self) -> str:
-        """Return the frontier for people: all that was tried with why it lost, and a plot of time against memory."""
+        """Return a readable report: every candidate and why it lost, and a plot of time against memory."""
         columns = ["rows x steps", "precision", "blocks", "needs", "time", ""]
         rows = [columns, *map(self._row, sorted(self.candidates, key=lambda each: each.seconds))]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -202,7 +203,7 @@ class TrainingPlan:
         return f"{candidate.seconds / self.predicted_seconds:.2f} times the time of the chosen one{measured}"
 
     def _plot(self) -> list[str]:
-        """Time upwards, memory to the right, the budget as a line."""
+        """Plot time upwards and memory to the right, with the budget as a line."""
         right = max(self.budget_bytes, *(each.required_bytes for each in self.candidates))
         times = [self._slowdown(each) for each in self.candidates]
         low, high = min(times), max(times)

@@ -8,14 +8,14 @@ from itertools import accumulate
 
 from memkit.predict.plan.trial import Arrangement, BlockCost, PlannedTreatment, Trial
 
-_MOST_TRIALS = 5  # of treatments for one size of micro-batches
-_PATIENCE = 2  # sizes in a row that are slower than the best, after which smaller ones are not looked at
+_MOST_TRIALS = 5  # of treatments for one micro-batch size
+_PATIENCE = 2  # consecutive sizes slower than the best, after which smaller ones are skipped
 RunArrangement = Callable[[Arrangement, Trial | None], Trial]
 
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """One block's next treatment: what it saves and costs more than the treatment before."""
+    """One block's next treatment, with its extra savings and cost over the previous treatment."""
 
     block: str
     treatment: PlannedTreatment
@@ -24,7 +24,7 @@ class Upgrade:
 
 
 def micro_batch_counts(num_rows: int) -> list[int]:
-    """Numbers of micro-batches to look at: powers of two, these times 1.5, and single rows, without equal sizes."""
+    """Return the micro-batch counts to try: powers of two, 1.5 times these, and single rows; no size twice."""
     counts = sorted({1, num_rows, *(count for power in range(31) for count in (2**power, 3 * 2**power))})
     sizes: dict[int, int] = {}
     for count in counts:
@@ -34,7 +34,7 @@ def micro_batch_counts(num_rows: int) -> list[int]:
 
 
 def order_upgrades(costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]) -> list[Upgrade]:
-    """Order what can be done to blocks by bytes saved per second, the best first; earlier blocks before equal ones.
+    """Order the blocks' upgrades by bytes saved per second, best first; ties go to the earlier block.
 
     Within a block each upgrade saves more than the one before, at a worse rate.
     """
@@ -66,18 +66,18 @@ def search(
     *,
     slack: float,
 ) -> list[Trial]:
-    """Try what may be the fastest arrangement that fits.
+    """Try the arrangements that may be the fastest that fits.
 
     Args:
-        run: Tries an arrangement; is given the trial without treatments where the arrangement has some.
+        run: Tries an arrangement; for one with treatments it also receives the trial without treatments.
         num_rows: Rows of the batch.
-        counts: Numbers of micro-batches to look at, ascending.
-        precisions: Precisions to look at.
-        budget_bytes: What a trial may require.
-        slack: Times the fastest one's seconds up to which others are worth a trial; 1 where seconds are to be trusted.
+        counts: Micro-batch counts to try, ascending.
+        precisions: Precisions to try.
+        budget_bytes: The most that a trial may require.
+        slack: Arrangements up to this multiple of the fastest time are worth a trial; 1 if the times can be trusted.
 
     Returns:
-        All trials in their order; the first is the whole batch at once, untreated, where that is allowed.
+        All trials in order; the first is the whole batch at once, untreated, if that is allowed.
     """
     trials: list[Trial] = []
 
@@ -106,7 +106,7 @@ def search(
 
 
 def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
-    """The fastest trial that fits of each number of micro-batches and precision, fastest first."""
+    """Return the fastest trial that fits for each micro-batch count and precision, fastest first."""
     best: dict[tuple[int, str | None], Trial] = {}
     for trial in sorted(trials, key=lambda each: each.seconds):
         if trial.required_bytes <= budget_bytes:
@@ -117,11 +117,11 @@ def fastest(trials: Sequence[Trial], budget_bytes: int) -> list[Trial]:
 def _treat(
     tried: Callable[[Arrangement, Trial | None], Trial], plain: Trial, budget_bytes: int, limit_seconds: float
 ) -> None:
-    """Try to find the fewest upgrades with which a trial fits, by what the upgrades save and what the trials hold."""
+    """Search for the fewest upgrades that make a trial fit, from the upgrades' savings and the trials' memory."""
     upgrades = order_upgrades(plain.block_costs)
     saved = [0, *accumulate(each.saved_bytes for each in upgrades)]
     seconds = [plain.seconds, *(plain.seconds + more for more in accumulate(each.seconds for each in upgrades))]
-    low, high = 0, len(upgrades) + 1  # that many do not fit; that many fit, or nobody knows
+    low, high = 0, len(upgrades) + 1  # `low` upgrades do not fit; `high` fit, or that is unknown
     low_bytes, high_bytes = plain.required_bytes, None
     for _ in range(_MOST_TRIALS):
         if high - low <= 1:

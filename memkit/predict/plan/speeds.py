@@ -1,4 +1,4 @@
-"""How fast a device computes, moves and launches: published of a card, or measured on this machine's CPU."""
+"""Compute, transfer and launch speeds of a device: published for a GPU, or measured on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _GIGA, _TERA = 10**9, 10**12
 _HALF = (torch.float16, torch.bfloat16)
 _NUM_RUNS = 7
 _PROBE_WIDTH, _PROBE_BYTES, _PROBE_DEPTH = 384, 2**24, 32
-_PROBE_OPERATORS = 10  # of a linear layer and its backward: 3 products, a sum, 2 sums of gradients, 4 views
-_DISK_BANDWIDTH = 2e8  # of a plain disk: the page cache in front of it takes memory too
+_PROBE_OPERATORS = 10  # in a linear layer and its backward: 3 products, a sum, 2 sums of gradients, 4 views
+_DISK_BANDWIDTH = 2e8  # a plain disk: the page cache in front of it takes memory too
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """A device as a roofline: an operator takes as long as the longer of computing and moving, and a launch.
+    """A roofline model of a device: an operator takes the longer of its compute and transfer time, plus a launch.
 
     Attributes:
         flops: Floating point operations per second by dtype; others count as float32.
         bandwidth: Bytes per second of its memory.
-        link_bandwidth: Bytes per second to where its activations can wait.
-        operator_seconds: The launch of an operator.
-        view_seconds: A view, which computes and moves nothing.
-        about: Where these come from, for people.
+        link_bandwidth: Bytes per second to the place where activations can be offloaded.
+        operator_seconds: Time to launch an operator.
+        view_seconds: Time of a view, which computes and moves nothing.
+        about: Readable source of these figures.
     """
 
     flops: Mapping[torch.dtype, float]
@@ -45,22 +45,22 @@ class Speeds:
     about: str
 
     def seconds(self, *, num_flops: int, num_bytes: int, dtype: torch.dtype | None) -> float:
-        """Time of one operator.
+        """Return the time of one operator.
 
         Args:
-            num_flops: What it computes: products, convolutions and attention; 0 of others.
-            num_bytes: What it reads and writes.
-            dtype: What it computes in.
+            num_flops: Its floating point operations: for matrix products, convolutions and attention; 0 for others.
+            num_bytes: Bytes that it reads and writes.
+            dtype: The dtype that it computes in.
         """
         rate = self.flops.get(dtype or torch.float32, self.flops[torch.float32])
         return max(num_flops / rate, num_bytes / self.bandwidth) + self.operator_seconds
 
 
 def card_speeds(gpu: GPU) -> Speeds:
-    """Published speeds of a card, which real kernels stay below.
+    """Return the published speeds of a GPU, which real kernels stay below.
 
-    A card that is not listed has those of the listed one of its generation that is nearest by its multiprocessors,
-    in proportion to these.
+    An unlisted GPU gets those of the listed GPU of its generation with the nearest number of multiprocessors, scaled
+    in proportion to that number.
     """
     data = _table()
     rows: Mapping[str, Any] = data["cards"]
@@ -74,7 +74,7 @@ def card_speeds(gpu: GPU) -> Speeds:
         bandwidth=row["bandwidth"] * _GIGA * share,
         link_bandwidth=row["link"] * _GIGA,
         operator_seconds=data["operator_seconds"],
-        view_seconds=0.0,  # the card does not see it
+        view_seconds=0.0,  # the GPU does not see it
         about=f"the published speeds of {name}" + ("" if share == 1 else f", times {share:.2f}"),
     )
 
@@ -99,7 +99,7 @@ def _table() -> dict[str, Any]:
 
 
 def host_speeds() -> Speeds:
-    """Speeds of this machine's CPU, from a matrix product, a copy, and a chain of operators too small to compute much.
+    """Measure this machine's CPU with a matrix product, a copy, and a chain of operators too small to compute much.
 
     Takes less than a second and 64 MiB.
     """

@@ -1,4 +1,4 @@
-"""One way to arrange a step, tried on fake tensors: what it holds at its peak, and how long its operators take."""
+"""Trials of one way to arrange a step on fake tensors: its peak memory, and the time of its operators."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from memkit.predict.plan.speeds import Speeds
 
 PlannedTreatment = Literal["selective", "full", "offload"]
 _NUMBERS_BYTES = 64  # Python numbers in tensors, which a dry run does not see
-# What treating a block takes in Python for each of its operators, in launches: as measured on tiny blocks on a CPU.
+# Python overhead of treating a block, per operator and counted in launches, as measured on tiny blocks on a CPU.
 _PYTHON_LAUNCHES: dict[PlannedTreatment, int] = {"selective": 35, "full": 20, "offload": 5}
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How to take a step.
+    """One way to run a step.
 
     Attributes:
         micro_batch_size: Rows of the largest micro-batch.
         accumulation_steps: Micro-batches per optimizer step.
         precision: As for `MemoryEfficientTrainingWrapper`.
-        treatments: What is done with each treated block: names and treatments.
+        treatments: Name and treatment of each treated block.
     """
 
     micro_batch_size: int
@@ -43,12 +43,12 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What treating a block is expected to do.
+    """Expected savings and cost of treating a block.
 
     Attributes:
-        saved_bytes: What it takes off a micro-batch's saved activations.
-        seen_seconds: What operators it adds to a step, which a trial with the treatment has.
-        unseen_seconds: What else it adds.
+        saved_bytes: Reduction of a micro-batch's saved activations.
+        seen_seconds: Time of the operators it adds to a step, which a trial with the treatment includes.
+        unseen_seconds: Other time it adds.
     """
 
     saved_bytes: int
@@ -57,21 +57,21 @@ class BlockCost:
 
     @property
     def seconds(self) -> float:
-        """What it adds to a step."""
+        """Total time it adds to a step."""
         return self.seen_seconds + self.unseen_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of an arrangement.
+    """Result of trying an arrangement.
 
     Attributes:
         arrangement: The arrangement.
-        estimate: What the planned step holds at its peak.
-        required_bytes: What must fit, with what kernels may take inside, and on the CPU the random state that the step
-            and its treated blocks keep.
-        seconds: What its operators take.
-        block_costs: What each treatment of each block would save and cost, where the micro-batches are these.
+        estimate: Memory of the planned step at its peak.
+        required_bytes: Bytes that must fit, including scratch memory inside kernels, and on the CPU the random state
+            that the step and its treated blocks keep.
+        seconds: Time of its operators.
+        block_costs: Savings and cost of each treatment of each block, for micro-batches of this size.
     """
 
     arrangement: Arrangement
@@ -81,15 +81,15 @@ class Trial:
     block_costs: Mapping[str, Mapping[PlannedTreatment, BlockCost]]
 
 
-# Takes the whole batch, and runs the first two micro-batches of it at most: a third finds what the second finds, but
-# for what each leaves until the end of the step (its loss). Returns how many bytes that is.
+# Takes the whole batch and runs at most its first two micro-batches: a third starts from the same memory as the second,
+# except for what each one keeps until the end of the step (its loss). Returns the bytes of that.
 TrainStep: TypeAlias = Callable[[Any, LossFn], int]
-# Gives the training step of an arrangement for the block.
+# Provides the training step of an arrangement within a ``with`` block.
 Arrange: TypeAlias = Callable[[nn.Module, Optimizer, Arrangement], AbstractContextManager[TrainStep]]
 
 
 class _Recorded(NamedTuple):
-    """A planned step as it was recorded, and how many bytes each micro-batch leaves until its end."""
+    """A recorded planned step, and the bytes that each micro-batch keeps until the end of the step."""
 
     record: Record
     trace: StepTimes
@@ -99,11 +99,11 @@ class _Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class StepTrials:
-    """The user's step, and where it is rehearsed.
+    """Tries arrangements of the user's step in a simulation.
 
     Attributes:
         blocks: Modules that can be treated, by name.
-        kept_operators: Those whose results a "selective" block keeps.
+        kept_operators: Operators whose results a "selective" block keeps.
         num_rows: Rows of the batch.
     """
 
@@ -120,11 +120,11 @@ class StepTrials:
     num_rows: int
 
     def run(self, arrangement: Arrangement, plain: Trial | None = None) -> Trial:
-        """Run two steps as arranged on fake tensors, and record the second.
+        """Run two steps of an arrangement on fake tensors and record the second.
 
         Args:
-            arrangement: How.
-            plain: The trial of the same micro-batches without treatments; None where there are none.
+            arrangement: The arrangement.
+            plain: The trial of the same micro-batches without treatments; None if the arrangement has none.
         """
         record, trace, left_bytes, device_type = self._record(arrangement)
         estimate = MemoryEstimate.of(record)
@@ -189,7 +189,7 @@ class StepTrials:
         return costs
 
     def _saved_bytes(self, recording: Recording) -> dict[str, tuple[int, int]]:
-        """What each block's forward keeps for its backward: all of it, and what selective treatment leaves there."""
+        """Bytes that each block's forward saves for its backward: in total, and under selective treatment."""
         saved = dict.fromkeys(self.blocks, (0, 0))
         kept_names = {str(each) for each in self.kept_operators}
         for storage in recording.storages():
@@ -202,7 +202,7 @@ class StepTrials:
 
 
 def _announced(loss_fn: LossFn, trace: StepTimes) -> LossFn:
-    """A loss that says when a micro-batch begins."""
+    """Wrap a loss function so that it announces each micro-batch."""
 
     def announced(model: Any, micro_batch: Any) -> Any:
         trace.begin_part()

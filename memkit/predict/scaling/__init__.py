@@ -1,1 +1,1 @@
-"""Scaling: how the memory of a step grows with its size, from a few sizes."""
+"""Scaling laws: how the memory of a step grows with its size, derived from a few sizes."""

@@ -1,4 +1,4 @@
-"""The deterministic law: straight lines through exact peaks, where the step itself cannot be traced."""
+"""The deterministic law: straight lines through exact peaks, for steps that cannot be traced."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memkit.predict.scaling.law import FARTHEST, Tier, checked_size, too_far
 
 @dataclass(frozen=True)
 class DeterministicLaw:
-    """Lines between exact peaks, and the last line drawn on.
+    """Lines between exact peaks, with the last line extrapolated.
 
-    A peak is the highest of many curves, and bends upwards as long as the step runs the same operators. Then the line
-    through two peaks lies above the truth between them and below it elsewhere: drawn on, it is a lower bound. What does
-    not fit by it does not fit. Where the last three peaks bend downwards (work in chunks, another kernel), it says
-    nothing beyond them.
+    The peak is the maximum of many curves and is convex as long as the step runs the same operators. Then the line
+    through two peaks lies above the true peak between them and below it outside: extrapolated, it is a lower bound, so
+    a size that does not fit by the line does not fit. If the last three peaks are concave (work in chunks, another
+    kernel), the law says nothing beyond them.
 
     Attributes:
         sizes: Ascending.
         peaks: Peak bytes at each size.
-        places: Place of the peak at each size; empty text where it is not known.
+        places: Place of the peak at each size; empty if unknown.
     """
 
     tier: ClassVar[Tier] = "deterministic"
@@ -37,28 +37,28 @@ class DeterministicLaw:
 
     @property
     def breakpoints(self) -> tuple[int, ...]:
-        """The known sizes at which the peak is in another place than at the one before."""
+        """Known sizes at which the peak is in a different place than at the previous one."""
         return tuple(self.sizes[k] for k in range(1, len(self.sizes)) if self.places[k] != self.places[k - 1])
 
     @property
     def held_out_error(self) -> float | None:
-        """How far the line through the two peaks before it passes from the last one."""
+        """Relative error of the last peak when predicted by the line through the two peaks before it."""
         if len(self.sizes) < 3:
             return None
         predicted = self._line(len(self.sizes) - 3, self.sizes[-1])
         return abs(predicted / self.peaks[-1] - 1)
 
     def predict(self, n: int) -> int:
-        """Peak in bytes: an upper bound between known sizes, a lower bound beyond the largest; see the class."""
+        """Return the peak in bytes: an upper bound between known sizes, a lower bound beyond the largest."""
         n = self._checked(n, f"law.predict({n!r})")
         if n == self.sizes[-1]:
             return self.peaks[-1]
         return self._line(min(bisect_right(self.sizes, n), len(self.sizes) - 1) - 1, n)
 
     def interval(self, n: int) -> tuple[int, int | None]:
-        """Lower and upper bound, as far as the peaks bend upwards; beyond the largest size there is no upper one.
+        """Return lower and upper bound where the peaks are convex; beyond the largest size there is no upper bound.
 
-        Where they bend downwards, the lines on both sides lie above the one between: then all of them are within.
+        Where they are concave, the lines on both sides lie above the one between; the interval then covers all of them.
         """
         n = self._checked(n, f"law.interval({n!r})")
         between = self.predict(n)
@@ -72,7 +72,7 @@ class DeterministicLaw:
         return (lower, between) if lower <= between else (min(between, *beside), lower)
 
     def max_n(self, budget: CapacityLike) -> int | None:
-        """The largest size that fits by the lines: one above it does not fit. Sizes below the smallest count as 0."""
+        """Return the largest size that fits by the lines: the next one does not. Below the smallest size it is 0."""
         call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
         if most < self.peaks[0]:
             return 0
@@ -90,7 +90,7 @@ class DeterministicLaw:
         return n
 
     def peak_where(self, n: int) -> str:
-        """The place of the peak at the known size next below ``n``."""
+        """Return the place of the peak at the largest known size up to ``n``."""
         n = self._checked(n, f"law.peak_where({n!r})")
         return self.places[bisect_right(self.sizes, n) - 1]
 
@@ -115,11 +115,11 @@ class DeterministicLaw:
         return n
 
     def _bends_upwards(self) -> bool:
-        """Whether the last two slopes do not fall; compared as integers."""
+        """Whether the last slope is at least the one before; compared as integers."""
         rises = [(n - m, q - p) for (m, n), (p, q) in zip(pairwise(self.sizes), pairwise(self.peaks), strict=True)][-2:]
         return bool(rises) and rises[0][1] * rises[-1][0] <= rises[-1][1] * rises[0][0]
 
     def _line(self, k: int, n: int) -> int:
-        """The line through the peaks number ``k`` and ``k + 1``, at ``n``."""
+        """Return the value at ``n`` of the line through peaks ``k`` and ``k + 1``."""
         (x, y), (p, q) = self.sizes[k : k + 2], self.peaks[k : k + 2]
         return p + (q - p) * (n - x) // (y - x)

@@ -1,4 +1,4 @@
-"""What a figure shows, as plain data, and its two renderings: SVG drawn here, PNG by matplotlib where that is."""
+"""A figure's content as plain data, and its two renderings: SVG drawn here, PNG by matplotlib if installed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Series:
     """Points or a line.
 
     Attributes:
-        name: For the legend; empty text keeps it out of there.
-        x: Where.
-        y: How much, one for each x.
-        colour: Number of its colour.
-        style: Dots, a line, a dashed line, or crosses for what ran out of memory.
+        name: Name in the legend; empty text leaves it out.
+        x: Positions.
+        y: Values, one for each x.
+        colour: Number of its color.
+        style: Dots, a line, a dashed line, or crosses for points that ran out of memory.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        title: Above it.
-        x_name: Under the axis, with the unit; a logarithmic axis.
-        y_name: Beside the axis, with the unit.
-        series: In the order in which they are drawn.
-        levels: Name and height of horizontal lines, drawn where they are within the axis.
-        is_log: Whether the vertical axis is logarithmic; else it begins at zero.
+        title: Title above the panel.
+        x_name: Label of the horizontal axis, with the unit; the axis is logarithmic.
+        y_name: Label of the vertical axis, with the unit.
+        series: Series in drawing order.
+        levels: Name and height of horizontal lines, drawn if they are within the axis.
+        is_log: Whether the vertical axis is logarithmic; otherwise it starts at zero.
     """
 
     title: str
@@ -67,13 +67,13 @@ class Panel:
 
     @property
     def x_ticks(self) -> list[float]:
-        """Every x where there are few, round numbers otherwise."""
+        """Return every x if there are few, round numbers otherwise."""
         every = sorted({x for series in self.series if series.style in ("points", "oom") for x in series.x})
         return every if 1 < len(every) <= _MOST_TICKS else ticks(*self.x_range, is_log=True)
 
     @property
     def y_range(self) -> tuple[float, float]:
-        """Lowest and highest y, and the level next above that."""
+        """Lowest and highest y, including the next level above."""
         every = [y for series in self.series for y in series.y]
         top = min((height for _, height in self.levels if height >= max(every)), default=max(every))
         return (min(every) / 1.3, top * 1.6) if self.is_log else (0.0, top * 1.12)
@@ -87,7 +87,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Panels, two in a row, under a title; notes stand below."""
+    """Panels, two in a row, under a title, with notes below."""
 
     title: str
     panels: Sequence[Panel]
@@ -95,7 +95,7 @@ class Figure:
 
 
 def ticks(low: float, high: float, *, is_log: bool) -> list[float]:
-    """Round numbers between two: 1, 2 and 5 times powers of ten, fewer on a long axis; equal steps otherwise."""
+    """Return round numbers in a range: 1, 2 and 5 times powers of ten (fewer on a long axis), or equal steps."""
     if is_log:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         factors = (1, 2, 5) if high / low < 5_000 else (1,)
@@ -117,7 +117,7 @@ def short_number(value: float) -> str:
 
 
 def to_svg(figure: Figure) -> str:
-    """Draw a figure as one SVG file that loads nothing."""
+    """Draw a figure as one self-contained SVG file."""
     rows = math.ceil(len(figure.panels) / 2)
     width = _WIDTH * max(1, min(2, len(figure.panels)))
     height = 40 + rows * _HEIGHT + 18 * len(figure.notes) + 12
@@ -193,7 +193,7 @@ def _colour(series: Series) -> str:
 
 
 def _radius(series: Series) -> float:
-    """Earlier ones are larger, so that they are seen under later ones."""
+    """Return the radius: larger for earlier series, so that they stay visible under later ones."""
     return max(2.2, 4.0 - 0.9 * series.colour)
 
 
@@ -214,10 +214,10 @@ def _label(
 
 
 def to_png(figure: Figure) -> bytes | None:
-    """Draw a figure as PNG, 2 x 2 panels to 2240 x 1560 pixels. No display is needed, and pyplot's state is left alone.
+    """Draw a figure as PNG, 2240 x 1560 pixels for 2 x 2 panels. Needs no display and leaves pyplot's state unchanged.
 
     Returns:
-        The file's bytes; None where matplotlib is not installed.
+        The file's bytes; None if matplotlib is not installed.
     """
     try:
         drawn = importlib.import_module("matplotlib.figure")

@@ -1,4 +1,4 @@
-"""The law of peaks that were measured, where there is no step to trace."""
+"""Fit a law to measured peaks when there is no step to trace."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from memkit.predict.scaling.noisy import noisy_law
 def fit_points(
     sizes: Sequence[int], peaks: Sequence[int], *, tier: Literal["deterministic", "noisy"] = "deterministic"
 ) -> Law:
-    """The law of measured peaks, where there is no step to trace.
+    """Fit a law to measured peaks when there is no step to trace.
 
     Args:
         sizes: Distinct sizes of 1 or more, in any order; lists or NumPy arrays.
         peaks: Peak bytes at each, 1 or more.
-        tier: ``"deterministic"`` for what an allocator counts: the same at every run. ``"noisy"`` for what scatters:
-            resident memory, the driver's figures, what an allocator reserves.
+        tier: ``"deterministic"`` for an allocator's counts, which are the same in every run. ``"noisy"`` for figures
+            that scatter: resident memory, the driver's figures, an allocator's reserved bytes.
 
     Returns:
-        The law; a noisy one may say, in `reason`, that it is none.
+        The law; the `reason` of a noisy one may say that it is not valid.
 
     Raises:
-        InputError: No sizes, sizes that repeat, a size or a peak below 1, or another number of peaks.
-        InputTypeError: A size or a peak is no whole number.
-        ConfigError: ``tier`` is another word.
+        InputError: No sizes, repeated sizes, a size or a peak below 1, or a different number of peaks than sizes.
+        InputTypeError: A size or a peak is not an integer.
+        ConfigError: ``tier`` is unknown.
 
     Source:
         Variable projection: Golub and Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares

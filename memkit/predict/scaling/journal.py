@@ -1,4 +1,4 @@
-"""Measured points kept as they come, so that a sweep that was interrupted goes on where it was."""
+"""Journal of measured points, so that an interrupted sweep can be resumed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from memkit.predict.scaling.points import ScalingPoint
 
 
 class SweepJournal:
-    """A file with one line for what is swept, and one for each point.
+    """A file with one line that describes the sweep, and one line for each point.
 
     Args:
-        path: The file; its directory must exist. It is begun anew where it belongs to another sweep.
-        sweep: Everything that the points depend on; plain types.
+        path: The file; its directory must exist. It is overwritten if it belongs to another sweep.
+        sweep: Everything that the points depend on, as plain types.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -26,7 +26,7 @@ class SweepJournal:
     def __init__(self, path: str | os.PathLike[str], sweep: Mapping[str, Any]) -> None:
         self._path = Path(path)
         self.known: dict[str, list[ScalingPoint]] = {}
-        """Points that are there already, by the name of their curve."""
+        """Existing points, by the name of their curve."""
         head = json.dumps(sweep)
         lines = self._path.read_text("utf-8").splitlines(keepends=True) if self._path.exists() else []
         whole = [line for line in lines if line.endswith("\n")]  # the last one may have been cut off
@@ -37,11 +37,11 @@ class SweepJournal:
         self._path.write_text("".join(whole) if is_ours else head + "\n", "utf-8")
 
     def add(self, curve: str, point: ScalingPoint) -> None:
-        """Keep a point."""
+        """Append a point."""
         if point not in self.known.get(curve, ()):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"curve": curve, "point": asdict(point)}) + "\n")
 
     def remove(self) -> None:
-        """The sweep is done, and its result is written elsewhere."""
+        """Remove the file once the sweep is done and its result is saved."""
         self._path.unlink()

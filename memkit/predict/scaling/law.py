@@ -1,4 +1,4 @@
-"""What every scaling law answers, whatever it was made from."""
+"""The interface of every scaling law."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from memkit.predict.gpus import CapacityLike
 
 Tier: TypeAlias = Literal["structural", "deterministic", "noisy"]
 
-FARTHEST = 4  # how many times the largest size a law without a structure may go
+FARTHEST = 4  # multiple of the largest size up to which a law that is not structural may extrapolate
 
 
 class Law(Protocol):
-    """How the peak of a step grows with its size ``n``."""
+    """A law for the growth of a step's peak with its size ``n``."""
 
     @property
     def tier(self) -> Tier:
-        """How it was found.
+        """The method that found the law.
 
         ``"structural"``: a polynomial per event of the step, exact. ``"deterministic"``: straight lines through exact
         points. ``"noisy"``: a curve fitted to points that scatter.
@@ -26,51 +26,52 @@ class Law(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why it is of no higher tier, or why it is no law at all; empty where there is nothing to say."""
+        """Why it is not of a higher tier, or not a valid law at all; empty if there is nothing to report."""
 
     @property
     def order(self) -> float | None:
-        """The power of ``n`` that the peak grows with in the end; None where the tier cannot know."""
+        """The power of ``n`` that the peak grows with asymptotically; None if the tier cannot know it."""
 
     @property
     def breakpoints(self) -> tuple[int, ...]:
-        """The sizes from which on the peak is in another place than just below."""
+        """Sizes from which on the peak is in a different place than just below."""
 
     @property
     def held_out_error(self) -> float | None:
-        """The largest ``|predicted / actual - 1|`` at sizes that the law was not made from; None where none was."""
+        """Largest ``|predicted / actual - 1|`` at sizes that the law was not fitted to; None if there were none."""
 
     def predict(self, n: int) -> int:
-        """Peak in bytes at size ``n``.
+        """Return the peak in bytes at size ``n``.
 
         Raises:
-            InputError: The law does not reach to ``n``, or is none.
-            InputTypeError: ``n`` is no int.
+            InputError: The law does not extend to ``n``, or is not valid.
+            InputTypeError: ``n`` is not an int.
         """
 
     def interval(self, n: int) -> tuple[int, int | None]:
-        """Lower and upper bound in bytes at size ``n``; None where there is no upper bound. Errors as `predict`."""
+        """Return lower and upper bound in bytes at size ``n``; None means no upper bound. Raises as `predict` does."""
 
     def max_n(self, budget: CapacityLike) -> int | None:
-        """The largest size whose predicted peak fits into a budget.
+        """Return the largest size whose predicted peak fits into a budget.
 
         Args:
-            budget: Bytes as an int, text such as ``"24GiB"``, the name of a card, or a `GPU`.
+            budget: Bytes as an int, text such as ``"24GiB"``, the name of a GPU, or a `GPU`.
 
         Returns:
-            The size; 0 where not even the smallest fits, None where the peak does not grow: every size fits.
+            The size; 0 if not even the smallest fits, None if the peak does not grow, so that every size fits.
 
         Raises:
-            InputError: The answer lies where the law does not reach, it is none, or ``budget`` is no size and no card.
+            InputError: The answer is beyond the range of the law, the law is invalid, or ``budget`` is neither a size
+                nor a GPU.
             InputTypeError: ``budget`` is neither an int nor text.
         """
 
     def peak_where(self, n: int) -> str:
-        """Module, operator, phase and source line of the peak at size ``n``; empty text where it is not known."""
+        """Return module, operator, phase and source line of the peak at size ``n``; empty if unknown."""
 
 
 def checked_size(n: Any, call: str) -> int:
-    """Return ``n`` as Python's int if it is a size; NumPy's would overflow."""
+    """Check that ``n`` is a size, and return it as a Python int; NumPy's would overflow."""
     if isinstance(n, bool) or not isinstance(n, numbers.Integral):
         raise InputTypeError(
             call, got=f"a {type(n).__name__}", expected="a size as an int", fix="pass a whole number such as 1000."
@@ -82,7 +83,7 @@ def checked_size(n: Any, call: str) -> int:
 
 
 def too_far(call: str, n: str, largest: int) -> InputError:
-    """The error of a law that does not reach."""
+    """Make the error for a size beyond the range of a law."""
     return InputError(
         call,
         got=n,

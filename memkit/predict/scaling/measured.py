@@ -1,4 +1,4 @@
-"""Measured points of a scaling curve: one process for each, in which running out of memory is a result."""
+"""Measured points of a scaling curve, each in its own process; running out of memory is a valid result."""
 
 from __future__ import annotations
 
@@ -44,33 +44,35 @@ def measure_scaling(
     """Find out how the memory of a step grows with its size by running it: `profile_scaling`, measured.
 
     Each point is measured in a process of its own, smallest first. It builds the step and runs it twice; the second
-    (warm) step counts: what an accelerator's allocator counts as allocated, and on the CPU the bytes in live tensors.
-    Running out of memory is a result: the point says how much was asked for, and larger sizes are skipped.
+    (warm) step counts: the bytes that an accelerator's allocator counts as allocated, or on the CPU the bytes in live
+    tensors. Running out of memory is a result: the point records the size of the failed request, and larger sizes are
+    skipped.
 
     Args:
-        build_step: As for `profile_scaling`. A function at the top level of a module, or an object that pickle can
-            send: each process imports it again, and a script that makes them does so under
-            ``if __name__ == "__main__":``. ``device`` is torch's default device there, so it need not be asked.
+        build_step: As for `profile_scaling`. A function at the top level of a module, or an object that can be pickled:
+            each process imports it again, so a script must make this call under ``if __name__ == "__main__":``.
+            ``device`` is torch's default device there, so it need not be passed.
         sizes: One or more distinct sizes of 1 or more.
         modes: ``"train"``, ``"inference"``, or both.
         device: Where to run; ``"auto"``: the accelerator, or else the CPU.
-        memory_limit: What each process may take on the device beyond what it has after a step of the smallest size,
-            such as ``"4GiB"``: a real limit, of the kernel's on the CPU, of the allocator's on CUDA. None: none. Where
-            there is no such limit (other systems, other devices), each point is an error that says so.
-        known: Points of an earlier, interrupted run: those that are ``"ok"`` and were measured are not measured again.
-        on_point: Called with each point as it is there.
+        memory_limit: How much each process may use on the device beyond its usage after a step of the smallest size,
+            such as ``"4GiB"``: a hard limit, enforced by the kernel on the CPU and by the allocator on CUDA. None: no
+            limit. Where limits are not supported (other systems, other devices), each point is an error that says so.
+        known: Points of an earlier, interrupted run: measured points that are ``"ok"`` are not measured again.
+        on_point: Called with each point as soon as it is available.
 
     Returns:
-        A point per size and mode. The laws are those of `profile_scaling`, predicted; where the step cannot be traced,
+        A point per size and mode. The laws are the predicted ones of `profile_scaling`; if the step cannot be traced,
         those of `fit_points` through the measured peaks.
 
     Raises:
         ConfigError: No sizes or modes, unknown modes, or this machine has no such device.
-        InputTypeError: A size is no int.
-        InputError: A size is below 1, ``build_step`` cannot be sent to another process, or ``memory_limit`` is no size.
+        InputTypeError: A size is not an int.
+        InputError: A size is below 1, ``build_step`` cannot be sent to another process, or ``memory_limit`` is not a
+            size.
 
     Memory:
-        That of one step, in one process at a time.
+        The memory of one step, in one process at a time.
 
     Example:
         >>> import memkit as mk
@@ -108,12 +110,12 @@ def measure_scaling(
 
 
 def _laws(build_step: BuildStep, measured: ScalingResult, mode: StepMode) -> ScalingResult:
-    """The law of a mode: traced, or else through the measured peaks; none where there is not even one."""
+    """Find the law of a mode: traced, or else fitted to the measured peaks; no law if there are no peaks."""
     sizes = [point.size for point in measured.points if point.mode == mode and point.status in ("ok", "oom")]
     peaks = measured.peaks(mode)
     try:
         return profile_scaling(build_step, sizes, [mode])
-    except Exception:  # noqa: BLE001 - whatever the step raises where there is no data; with data it ran
+    except Exception:  # noqa: BLE001 - whatever the step raises without data; with data it ran
         return ScalingResult((), {mode: fit_points(list(peaks), list(peaks.values()))} if peaks else {})
 
 
@@ -131,7 +133,7 @@ def _check_sendable(build_step: BuildStep) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What a process is to do: one point, after a step of the smallest size where there is a limit."""
+    """Task of a process: measure one point, after a step of the smallest size if there is a limit."""
 
     build_step: BuildStep
     size: int
@@ -153,7 +155,7 @@ def _in_own_process(order: _Order) -> ScalingPoint:
         return point
     process.join()
     code = process.exitcode or 0
-    # The kernel ends the largest process where the machine's memory runs out, without a word.
+    # When the machine runs out of memory, the kernel kills the largest process without a message.
     status: Status = "oom" if code == -signal.SIGKILL else "error"
     end = f"the process ended {f'by {signal.Signals(-code).name}' if code < 0 else f'with code {code}'}"
     return ScalingPoint(order.size, order.mode, status, None, end, "measured")
@@ -176,15 +178,15 @@ def _measure_within(order: _Order, device: torch.device) -> ScalingPoint:
             if device.type == "cpu":
                 torch.set_num_threads(1)  # a thread's stack would count
                 torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # can crash without memory
-            _measure(order.build_step, order.smallest, order.mode, device)  # what libraries take once is no tensor
+            _measure(order.build_step, order.smallest, order.mode, device)  # warm up: libraries allocate once
             limit_memory(device, order.limit_bytes)
         return _measure(order.build_step, order.size, order.mode, device)
 
 
 def _measure(build_step: BuildStep, size: int, mode: StepMode, device: torch.device) -> ScalingPoint:
-    """Run two steps in this process, and read the peak of the second.
+    """Run two steps in this process and read the peak of the second.
 
-    An accelerator's allocator counts for itself. For the CPU, a `Recorder` counts live tensors.
+    An accelerator's allocator keeps its own count. On the CPU, a `Recorder` counts live tensors.
     """
     recorder = Recorder() if peak_bytes(device) is None else None
     with recorder or nullcontext():

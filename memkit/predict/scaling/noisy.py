@@ -1,4 +1,4 @@
-"""The noisy law: ``constant + factor * n ** power``, perhaps above a plateau, through points that scatter."""
+"""The noisy law: ``constant + factor * n ** power``, possibly above a plateau, fitted to scattered points."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ MOST_WIDTH = 0.3
 _POWERS = np.arange(25, 1501) / 500  # 0.05 to 3
 _HUBER = 1.345  # in standard deviations: residuals beyond it count less
 _MOST_REWEIGHTINGS = 20
-_EXACT = 1e-9  # relative scatter below which points are taken to lie on the curve
-# Three more choices (level, where it ends, that there is one) have to pay for themselves.
+_EXACT = 1e-9  # relative scatter below which points are assumed to lie on the curve
+# A plateau has three more parameters (its level, where it ends, whether it exists), which must improve the fit enough.
 _PLATEAU_COST = 4.0
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # 97.5 %, for 1, 2, ... degrees of freedom
 
 
 class Curves(NamedTuple):
-    """The best curve for each power: ``plateau`` or ``constants + factors * (n / unit) ** powers``, what is higher.
+    """The best curve for each power: the higher of ``plateau`` and ``constants + factors * (n / unit) ** powers``.
 
     Arrays are float64, shape ``(num_powers,)``.
     """
@@ -43,28 +43,28 @@ class Curves(NamedTuple):
     powers: FloatArray
     constants: FloatArray
     factors: FloatArray
-    errors: FloatArray  # weighted squares of the relative residuals, added up
+    errors: FloatArray  # weighted sum of squares of the relative residuals
     normal: FloatArray  # (2, 2, num_powers): the normal equations of constants and factors
-    num_free: int  # points less parameters
+    num_free: int  # number of points minus number of parameters
     num_all: int
 
     def at(self, n: int) -> FloatArray:
-        """Every curve at ``n``."""
+        """Return the value of every curve at ``n``."""
         curves: FloatArray = np.maximum(self.plateau, self.constants + self.factors * (n / self.unit) ** self.powers)
         return curves
 
     @property
     def best(self) -> int:
-        """Index of the curve with the least errors."""
+        """Index of the curve with the smallest error."""
         return int(self.errors.argmin())
 
     def admitted(self) -> FloatArray:
-        """Which powers the points do not exclude: bool, shape ``(num_powers,)``. The 95 % profile interval."""
+        """Mask of the powers in the 95 % profile interval: bool, shape ``(num_powers,)``."""
         mask: FloatArray = self.errors <= self.errors.min() * (1 + _student(self.num_free) ** 2 / self.num_free) + 1e-18
         return mask
 
     def margins(self, n: int) -> FloatArray:
-        """How far each curve may be off at ``n`` by what its constant and factor may be off, at 95 %."""
+        """Return each curve's 95 % margin at ``n`` from the uncertainty of its constant and factor."""
         power = (n / self.unit) ** self.powers
         ((aa, ab), (_, bb)) = self.normal
         variances = (bb - 2 * ab * power + aa * power**2) / (aa * bb - ab**2) * self.errors.min() / self.num_free
@@ -76,15 +76,16 @@ class Curves(NamedTuple):
 class NoisyLaw:
     """A fitted curve with its interval.
 
-    The fit is by relative error, robust against outliers, exact in the constant and the factor for each power on a grid
-    (variable projection). It is no law, and every question is refused, if the points are too few or too close together,
-    or if it misses the largest of them, held out, by more than 5 %, or if the interval of the power is wider than 0.3.
+    The fit minimizes the relative error, is robust against outliers, and solves exactly for the constant and the factor
+    at each power on a grid (variable projection). It is not a valid law, and every query raises an error, if the points
+    are too few or too close together, if it misses the largest point, held out, by more than 5 %, or if the interval of
+    the power is wider than 0.3.
 
     Attributes:
         sizes: Ascending.
         peaks: Peak bytes at each size.
-        reason: Why it is no law; empty if it is one.
-        held_out_error: Of the largest size, predicted from the others.
+        reason: Why it is not a valid law; empty if it is one.
+        held_out_error: Error at the largest size when predicted from the others.
     """
 
     tier: ClassVar[Tier] = "noisy"
@@ -97,38 +98,38 @@ class NoisyLaw:
 
     @cached_property
     def curves(self) -> Curves:
-        """The fit; fitted when first asked for."""
+        """The fit, computed on first access."""
         return fit_curves(self.sizes, self.peaks)
 
     @property
     def order(self) -> float | None:
-        """The power of ``n``; None where this is no law."""
+        """The power of ``n``; None if this is not a valid law."""
         return None if self.reason else float(self.curves.powers[self.curves.best])
 
     @property
     def order_interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the power; None where this is no law."""
+        """The 95 % interval of the power; None if this is not a valid law."""
         return None if self.reason else _ends(self.curves)
 
     @property
     def constant_bytes(self) -> int | None:
-        """The part that does not grow with ``n``; None where this is no law."""
+        """The part that does not grow with ``n``; None if this is not a valid law."""
         return None if self.reason else round(float(self.curves.constants[self.curves.best]))
 
     def predict(self, n: int) -> int:
-        """Peak in bytes by the curve, up to four times the largest size."""
+        """Return the peak in bytes by the curve, up to four times the largest size."""
         self._check(n, f"law.predict({n!r})")
         return round(float(self.curves.at(n)[self.curves.best]))
 
     def interval(self, n: int) -> tuple[int, int | None]:
-        """The 95 % interval of the curve: over all powers that the points do not exclude."""
+        """Return the 95 % interval of the curve, over all powers that the points do not exclude."""
         self._check(n, f"law.interval({n!r})")
         mask, curves, margins = self.curves.admitted(), self.curves.at(n), self.curves.margins(n)
         lowest, highest = (curves - margins)[mask].min(), (curves + margins)[mask].max()
         return max(0, math.floor(lowest)), math.ceil(highest)
 
     def max_n(self, budget: CapacityLike) -> int | None:
-        """The largest size whose predicted peak fits, up to four times the largest known size."""
+        """Return the largest size whose predicted peak fits, up to four times the largest known size."""
         call, most = f"law.max_n({budget!r})", capacity_bytes(budget)
         self._check(self.sizes[0], call)
         farthest = FARTHEST * self.sizes[-1]
@@ -137,7 +138,7 @@ class NoisyLaw:
         return bisect_right(range(1, farthest + 1), most, key=self.predict)
 
     def peak_where(self, n: int) -> str:
-        """Empty: a curve knows of no place."""
+        """Return empty text: a fitted curve has no place of the peak."""
         self._check(n, f"law.peak_where({n!r})")
         return ""
 
@@ -155,7 +156,7 @@ class NoisyLaw:
 
 
 def noisy_law(sizes: Sequence[int], peaks: Sequence[int]) -> NoisyLaw:
-    """Fit peaks at ascending sizes, and say whether that is a law."""
+    """Fit peaks at ascending sizes, and check whether the fit is a valid law."""
     if len(sizes) < FEWEST_POINTS or sizes[-1] < LEAST_SPAN * sizes[0]:
         span = f"{len(sizes)} sizes from {sizes[0]} to {sizes[-1]}"
         reason = f"{span}; it takes {FEWEST_POINTS} that span a factor of {LEAST_SPAN}"
@@ -173,7 +174,7 @@ def noisy_law(sizes: Sequence[int], peaks: Sequence[int]) -> NoisyLaw:
 
 
 def fit_curves(sizes: Sequence[int], peaks: Sequence[int]) -> Curves:
-    """Fit the curve, with a plateau over the smallest sizes where that is what the points say."""
+    """Fit the curve, with a plateau over the smallest sizes if the points support one."""
     x, y = np.asarray(sizes, dtype=np.float64), np.asarray(peaks, dtype=np.float64)
     candidates = [_law_alone(x, y)]
     for num_flat in range(2, len(y) - 3):
@@ -185,7 +186,7 @@ def fit_curves(sizes: Sequence[int], peaks: Sequence[int]) -> Curves:
 
 
 def _cost(curves: Curves) -> float:
-    """Schwarz's criterion."""
+    """Return Schwarz's criterion (BIC)."""
     num_parameters = 5 if curves.plateau else 3
     scatter = max(float(curves.errors.min()) / curves.num_all, _EXACT**2)
     penalty = num_parameters * math.log(curves.num_all) + (_PLATEAU_COST if curves.plateau else 0)
@@ -193,7 +194,7 @@ def _cost(curves: Curves) -> float:
 
 
 def _law_alone(x: FloatArray, y: FloatArray) -> Curves:
-    """The curve without a plateau, with Huber's weights."""
+    """Fit the curve without a plateau, with Huber's weights."""
     num_free = max(1, len(y) - 3)
     rising = (x / x[-1]) ** _POWERS[:, None] / y
     weights = np.ones_like(y)
@@ -212,7 +213,7 @@ def _law_alone(x: FloatArray, y: FloatArray) -> Curves:
 
 
 def _solve(flat: FloatArray, rising: FloatArray, weights: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Weighted least squares of ``constant * flat + factor * rising == 1``, neither below zero, for every power."""
+    """Solve ``constant * flat + factor * rising == 1`` by nonnegative weighted least squares for every power."""
     aa = np.broadcast_to((weights * flat**2).sum(), len(rising))
     ab, bb = (weights * flat * rising).sum(axis=1), (weights * rising**2).sum(axis=1)
     a, b = (weights * flat).sum(), (weights * rising).sum(axis=1)

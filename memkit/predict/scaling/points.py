@@ -1,4 +1,4 @@
-"""One point of a scaling curve: what a step of one size takes, or why that is not known."""
+"""One point of a scaling curve: the memory of a step at one size, or why it is unknown."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class ScalingPoint:
     """The peak of one step at one size.
 
     Attributes:
-        size: What the step was built for: edges, tokens, rows, side length, width.
+        size: The size that the step was built for: edges, tokens, rows, side length, width.
         mode: ``"train"`` or ``"inference"``.
-        status: ``"ok"``; ``"oom"`` where memory ran out; ``"skipped"`` where a smaller size ran out; ``"error"``.
-        peak_bytes: Most bytes in live tensors during the second (warm) step; None where it did not finish.
-        peak_where: Module, operator, phase and source line of the peak; for ``"error"`` what was raised. Empty text
-            means "not recorded".
+        status: ``"ok"``; ``"oom"`` if memory ran out; ``"skipped"`` if a smaller size ran out; ``"error"``.
+        peak_bytes: Peak bytes in live tensors during the second (warm) step; None if it did not finish.
+        peak_where: Module, operator, phase and source line of the peak; for ``"error"`` the exception. Empty text means
+            "not recorded".
         source: ``"fake"`` (a dry run without data) or ``"measured"``.
-        requested_bytes: Size of the request that could not be met, where memory ran out.
-        seconds: How long a measured step took on a CPU; None of a dry run, and on accelerators.
+        requested_bytes: Size of the failed request, if memory ran out.
+        seconds: Duration of a measured step on a CPU; None for a dry run, and on accelerators.
 
     Example:
         >>> import memkit as mk

@@ -1,7 +1,7 @@
-"""Exact integer polynomials: through points, the highest of several, and where one overtakes another.
+"""Exact integer polynomials: interpolation, the maximum of several, and where one overtakes another.
 
-A polynomial is the tuple of its coefficients, lowest power first, without leading zeros. Python's integers have no
-limit, so that nothing here is rounded, however far from the given points.
+A polynomial is the tuple of its coefficients, lowest power first, without leading zeros. Python's integers are
+unbounded, so nothing here is rounded, however far from the given points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Polynomial: TypeAlias = tuple[int, ...]
 
 
 def value(polynomial: Polynomial, n: int) -> int:
-    """The value at ``n``."""
+    """Return the value at ``n``."""
     total = 0
     for coefficient in reversed(polynomial):
         total = total * n + coefficient
@@ -31,17 +31,17 @@ def trimmed(coefficients: Iterable[int]) -> Polynomial:
 
 
 def minus(a: Polynomial, b: Polynomial) -> Polynomial:
-    """``a - b``."""
+    """Return ``a - b``."""
     length = max(len(a), len(b))
     return trimmed(x - y for x, y in zip(_padded(a, length), _padded(b, length), strict=True))
 
 
 def interpolation(sizes: Sequence[int]) -> tuple[list[Polynomial], int]:
-    """What turns values at distinct sizes into the polynomial through them.
+    """Return the basis for interpolating values at distinct sizes.
 
     Returns:
-        Lagrange's polynomials, not trimmed, times ``scale``; and ``scale``, the least that makes them integers. The
-        polynomial through ``values`` times ``scale`` is the sum of each value times its polynomial.
+        The Lagrange polynomials, not trimmed, times ``scale``; and ``scale``, the smallest factor that makes them
+        integers. The interpolating polynomial times ``scale`` is the sum of each value times its basis polynomial.
     """
     products, divisors = [], []
     for i, x in enumerate(sizes):
@@ -59,10 +59,10 @@ def interpolation(sizes: Sequence[int]) -> tuple[list[Polynomial], int]:
 
 
 def switches(polynomial: Polynomial, low: int, high: int) -> list[int]:
-    """The ``n`` in ``(low, high]`` at which "positive or not" is another than at ``n - 1``, ascending.
+    """Return the ``n`` in ``(low, high]`` at which "positive" differs from ``n - 1``, ascending.
 
-    Between neighbours that switch the differences ``p(n + 1) - p(n)`` keep their sign, so that the polynomial is
-    monotone there: one bisection finds each. The differences are a polynomial of one degree less.
+    Between consecutive switches of the differences ``p(n + 1) - p(n)``, these keep their sign, so the polynomial is
+    monotone there and bisection finds its switch. The differences are a polynomial of one degree less.
     """
     if len(polynomial) < 2 or low >= high:
         return []
@@ -82,13 +82,13 @@ def switches(polynomial: Polynomial, low: int, high: int) -> list[int]:
 
 
 def beyond_roots(polynomial: Polynomial) -> int:
-    """A positive ``n`` above every root (Cauchy's bound): from there on the sign is that of the leading term."""
+    """Return a positive ``n`` above every root (Cauchy's bound), from which on the leading term gives the sign."""
     *rest, lead = polynomial or (1,)
     return 2 + max((abs(each) for each in rest), default=0) // abs(lead)
 
 
 def envelope(polynomials: Sequence[Polynomial]) -> list[tuple[int, int]]:
-    """Which polynomial is the highest at each ``n`` from 1 on; of equal ones the first.
+    """Find the highest polynomial at each ``n`` from 1 on; ties go to the first.
 
     Returns:
         ``(first n, index of the polynomial)`` of each stretch, ascending.
@@ -108,7 +108,7 @@ def envelope(polynomials: Sequence[Polynomial]) -> list[tuple[int, int]]:
 
 
 def undominated(polynomials: Sequence[Polynomial]) -> list[int]:
-    """Indices of those that are not below another one in every coefficient; of equal ones the first."""
+    """Return indices of the polynomials not below another one in every coefficient; ties go to the first."""
     length = max(map(len, polynomials))
     padded = [_padded(each, length) for each in polynomials]
     kept: list[int] = []

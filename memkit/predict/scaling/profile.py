@@ -1,4 +1,4 @@
-"""`profile_scaling`: a step at several sizes, without data, and the law behind them."""
+"""`profile_scaling`: run a step at several sizes without data and derive its scaling law."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ def profile_scaling(
 ) -> ScalingResult:
     """Find out how the memory of a step grows with its size, on tensors without data.
 
-    Every size is built and run twice, and the second (warm) step is what counts: live bytes of all tensors, as the CPU
-    allocator counts them, with what was built. What kernels take inside of themselves is not in it.
+    Each size is built and run twice, and the second (warm) step counts: the live bytes of all tensors, including the
+    model, optimizer and batch, as the CPU allocator counts them. Scratch memory inside kernels is not included.
 
-    From a few sizes follows the law. Where the step runs the same operators at every size, live bytes after each birth
-    and death of a storage are a polynomial of ``n``, and the peak is the highest of them: exact, at every size. Where
-    it does not (a loop over chunks, a recurrent layer unrolled over time), the law is a lower bound, and says so.
+    The law follows from a few sizes. If the step runs the same operators at every size, the live bytes after each
+    allocation and free of a storage are a polynomial in ``n``, and the peak is the maximum of these: exact at every
+    size. Otherwise (a loop over chunks, a recurrent layer unrolled over time) the law is a lower bound and says so.
 
     Args:
         build_step: ``build_step(n)`` makes model, optimizer and batch of size ``n``, and returns a function without
-            arguments that runs one step of training. For inference the same function runs without a graph, and
-            `Tensor.backward` does nothing. To decide yourself, give it a parameter named ``mode``:
-            ``build_step(n, mode)`` returns the step of that mode, and then inference still runs without a graph.
+            arguments that runs one training step. For inference the same function runs without a graph, and
+            `Tensor.backward` does nothing. To handle the modes yourself, give it a parameter named ``mode``:
+            ``build_step(n, mode)`` returns the step for that mode; inference still runs without a graph.
         sizes: One or more distinct sizes of 1 or more, as a list or a NumPy array. The law is traced at the first
             multiples of the smallest and compared at all others.
         modes: ``"train"``, ``"inference"``, or both.
-        selected_fraction: The share of its elements that a mask is taken to select; None refuses masks.
+        selected_fraction: The fraction of its elements that a mask is assumed to select; None makes masks an error.
 
     Returns:
         A point per size and mode, and ``result.law[mode]`` with `predict`, `max_n`, `peak_where` and `breakpoints`;
-        ``result.guesses`` says what was answered without data, ``result.doubts`` whether it may matter: where there is
-        any, the laws are not known to hold.
+        ``result.guesses`` lists the values answered without data, ``result.doubts`` those that may matter: if there are
+        any, the laws may not hold.
 
     Raises:
         ConfigError: No sizes or modes, or unknown modes.
-        InputTypeError: A size is no int, or ``build_step`` returns no function.
-        InputError: A size is below 1, or the step asks for data that a fake tensor does not have.
+        InputTypeError: A size is not an int, or ``build_step`` does not return a function.
+        InputError: A size is below 1, or the step needs data that a fake tensor does not have.
 
     Warns:
-        MemkitWarning: What the step takes may depend on values that were guessed.
+        MemkitWarning: The step's memory may depend on guessed values.
 
     Memory cost:
-        No tensor memory; the traces hold some hundred bytes per operator of the step and size.
+        No tensor memory; the traces hold a few hundred bytes per operator of the step and size.
 
     Example:
         >>> import memkit as mk
@@ -106,7 +106,7 @@ def _through(traces: Sequence[StepTrace], reason: str) -> DeterministicLaw:
 
 
 def checked_sizes(call: str, sizes: Sequence[int], modes: Sequence[StepMode]) -> list[int]:
-    """The distinct sizes, ascending; raises where sizes or modes are none. ``call`` is what the user wrote."""
+    """Return the distinct sizes, ascending; raise if sizes or modes are invalid. ``call`` is the user's call."""
     if not len(sizes) or not modes or not set(modes) <= {"train", "inference"}:
         raise ConfigError(
             call,

@@ -1,4 +1,4 @@
-"""What `memkit.predict.profile_scaling` returns: points and laws, as a table of text, CSV, JSON, or a plot."""
+"""Result of `memkit.predict.profile_scaling`: points and laws, as a text table, CSV, JSON, or a plot."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from memkit.predict.scaling.figures import Figure, Panel, Series, to_png, to_svg
 from memkit.predict.scaling.law import Law
 from memkit.predict.scaling.points import MODES, ScalingPoint, StepMode
 
-_NUM_STEPS = 60  # of a law's line
+_NUM_STEPS = 60  # points along the line of a law
 
 
 @dataclass(frozen=True)
 class ScalingResult:
-    """How the memory of a step grows with its size.
+    """Growth of a step's memory with its size.
 
     Attributes:
         points: By mode and size.
         law: The law of each mode that has one.
-        guesses: Each ``"operator at line"`` that the laws were traced with an answer without data to: 1 for a number,
-            False for a truth value, a share of a mask.
-        doubts: Why the laws are not known to hold: a guess may have become a size or decided a branch, at this line.
+        guesses: Each ``"operator at line"`` that was answered without data while tracing the laws: 1 for a number,
+            False for a truth value, a fraction of a mask.
+        doubts: Why the laws may not hold: a guess may have become a size or decided a branch at this line.
 
     Example:
         >>> import torch
@@ -51,23 +51,23 @@ class ScalingResult:
     doubts: tuple[str, ...] = ()
 
     def peaks(self, mode: StepMode) -> dict[int, int]:
-        """Peak in bytes by size, of the points that have one."""
+        """Return the peak in bytes by size, for the points that have one."""
         return {p.size: p.peak_bytes for p in self.points if p.mode == mode and p.peak_bytes is not None}
 
     def ratio(self, n: int) -> float | None:
-        """Peak of training over peak of inference at size ``n``: of the points, or else of the laws.
+        """Return the ratio of training peak to inference peak at size ``n``, from the points or else the laws.
 
         Returns:
-            The ratio; None where one of the two is not known at that size.
+            The ratio; None if one of the two is unknown at that size.
         """
         train, inference = (self._peak(mode, n) for mode in MODES)
         return None if train is None or not inference else train / inference
 
     def scaling_factor(self, mode: StepMode) -> float | None:
-        """The slope of the logarithms from the smallest to the largest point: what is often called a scaling factor.
+        """Return the log-log slope from the smallest to the largest point, often called the scaling factor.
 
-        It includes the constant part, and is below the true power of ``n`` wherever the step holds something that does
-        not grow. `Law.order` is without it. None where there are fewer than two points that hold something.
+        It includes the constant part, so it is below the true power of ``n`` if the step holds anything that does not
+        grow. `Law.order` excludes the constant part. None if fewer than two points have a peak above zero.
         """
         peaks = self._with_logarithm(mode)
         if len(peaks) < 2:
@@ -76,7 +76,7 @@ class ScalingResult:
         return math.log(peaks[last] / peaks[first]) / math.log(last / first)
 
     def explain(self) -> str:
-        """A table for people: laws, points, and the ratio of training to inference."""
+        """Return a readable table: laws, points, and the ratio of training to inference."""
         lines = [line for mode, law in self.law.items() for line in self._explain_law(mode, law)]
         modes = list(dict.fromkeys(point.mode for point in self.points))
         lines.append("n".rjust(12) + "".join(mode.rjust(14) for mode in modes) + "train / inference".rjust(20))
@@ -89,13 +89,13 @@ class ScalingResult:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return points, laws and guesses as plain types, ready for JSON; None is what is not known."""
+        """Return points, laws and guesses as plain types, ready for JSON; None means unknown."""
         laws = {mode: self._describe(mode, law) for mode, law in self.law.items()}
         points = [asdict(point) for point in self.points]
         return {"points": points, "law": laws, "guesses": list(self.guesses), "doubts": list(self.doubts)}
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one row per point; empty fields are what is not known. Atomic.
+        """Write one row per point, atomically; empty fields mean unknown.
 
         Raises:
             OSError: The file cannot be written.
@@ -107,7 +107,7 @@ class ScalingResult:
         write_text(path, text.getvalue())
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `as_dict` as one JSON object; null is what is not known. Atomic.
+        """Write `as_dict` as one JSON object, atomically; null means unknown.
 
         Raises:
             OSError: The file cannot be written.
@@ -118,13 +118,13 @@ class ScalingResult:
         """Draw points and laws on logarithmic axes.
 
         Args:
-            path: Where to write it, as ``.svg``, or as ``.png``, which needs matplotlib; None writes nothing.
+            path: File to write, ``.svg`` or ``.png`` (which needs matplotlib); None writes nothing.
 
         Returns:
             The picture as SVG text.
 
         Raises:
-            ConfigError: A PNG is asked for and matplotlib is not installed, or the suffix is another one.
+            ConfigError: The path is a PNG and matplotlib is not installed, or the suffix is unknown.
             OSError: The file cannot be written.
         """
         figure = self._figure()
@@ -164,7 +164,7 @@ class ScalingResult:
         return {size: peak for size, peak in self.peaks(mode).items() if peak}
 
     def _peak(self, mode: StepMode, n: int) -> int | None:
-        """What a point says, or else the law."""
+        """Return the peak from a point, or else from the law."""
         known = self.peaks(mode)
         if n in known or mode not in self.law:
             return known.get(n)

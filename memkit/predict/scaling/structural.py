@@ -32,8 +32,8 @@ from memkit.predict.scaling.polynomials import (
 from memkit.predict.scaling.traces import StepTrace
 
 _DEGREES = range(2, 7)  # 6: attention over all voxels of a cube, by its side
-# One check is this many times the smallest size: a curve bent through sizes that are padded to blocks of up to as many
-# is elsewhere by then.
+# One check is at this multiple of the smallest size: a polynomial through sizes that are padded to blocks of up to this
+# many misses by then.
 _FAR = 129
 
 
@@ -54,20 +54,20 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StructuralLaw:
-    """The highest of the polynomials that the live bytes after each event of the step follow.
+    """The maximum of the polynomials that describe the live bytes after each event of the step.
 
     Attributes:
-        grain: The law is known to hold for multiples of this; 1: for every size.
+        grain: The law is known to hold for multiples of this; 1 means every size.
         traced: The sizes that the polynomials go through.
-        checked: The sizes at which every one of them was compared with a further trace.
-        scale: What the polynomials' integer coefficients are to be divided by.
+        checked: The sizes at which every polynomial was compared with a further trace.
+        scale: Divisor of the polynomials' integer coefficients.
         stretches: The highest polynomial over consecutive sizes.
-        above: The same with the most that kernels may take inside of themselves; empty where that is no polynomial.
+        above: The same including the upper bound of scratch memory inside kernels; empty if that is not a polynomial.
     """
 
     tier: ClassVar[Tier] = "structural"
     reason: ClassVar[str] = ""
-    held_out_error: ClassVar[float] = 0.0  # one byte elsewhere at a checked size, and there is no such law
+    held_out_error: ClassVar[float] = 0.0  # if a checked size is off by one byte, there is no such law
 
     grain: int
     traced: tuple[int, ...]
@@ -78,30 +78,30 @@ class StructuralLaw:
 
     @property
     def order(self) -> int:
-        """The power of ``n`` that the peak grows with in the end."""
+        """The power of ``n`` that the peak grows with asymptotically."""
         return max(0, len(self.stretches[-1].polynomial) - 1)
 
     @property
     def breakpoints(self) -> tuple[int, ...]:
-        """The sizes from which on the peak is in another place than just below."""
+        """Sizes from which on the peak is in a different place than just below."""
         return tuple(b.first * self.grain for a, b in pairwise(self.stretches) if a.where != b.where)
 
     def predict(self, n: int) -> int:
-        """Peak in bytes at size ``n``: exact, as long as the step runs the same operators at that size."""
+        """Return the peak in bytes at size ``n``: exact, as long as the step runs the same operators at that size."""
         return self._height(self.stretches, self._grains(n, "predict"))
 
     def interval(self, n: int) -> tuple[int, int | None]:
-        """The prediction, and the same with the most that kernels may take inside of themselves, where it is known."""
+        """Return the prediction without and, where its bound is known, with the scratch memory inside kernels."""
         m = self._grains(n, "interval")
         low = self._height(self.stretches, m)
         return low, max(low, self._height(self.above, m)) if self.above else None
 
     def peak_where(self, n: int) -> str:
-        """Module, operator, phase and source line of the peak at size ``n``."""
+        """Return module, operator, phase and source line of the peak at size ``n``."""
         return _at(self.stretches, self._grains(n, "peak_where")).where
 
     def max_n(self, budget: CapacityLike) -> int | None:
-        """The largest size that fits, exact; 0 where size 1 does not, None where every size does."""
+        """Return the exact largest size that fits; 0 if size 1 does not fit, None if every size does."""
         most: Polynomial = (capacity_bytes(budget) * self.scale,)
         end: int | None = None
         for stretch in reversed(self.stretches):
@@ -136,15 +136,15 @@ def _at(stretches: tuple[Stretch, ...], m: int) -> Stretch:
 
 
 def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> StructuralLaw | str:
-    """Trace as many sizes as the degree needs, and compare at others.
+    """Trace as many sizes as the degree needs, and check the law at the others.
 
     Args:
-        trace: Traces a size. Asked again for a size, it should answer from memory.
-        sizes: Ascending. The polynomials go through the first multiples of the first size; the others check them, and
-            so does one far multiple.
+        trace: Traces a size. It should cache its results.
+        sizes: Ascending. The polynomials go through the first multiples of the first size; the others check them, as
+            does one far multiple.
 
     Returns:
-        The law, or in words why there is none.
+        The law, or the reason why there is none, as text.
     """
     smallest = sizes[0]
     first = trace(smallest)
@@ -157,7 +157,7 @@ def structural_law(trace: Callable[[int], StepTrace], sizes: Sequence[int]) -> S
             try:
                 with _quietly():
                     traces[size] = trace(size)
-            except Exception as error:  # noqa: BLE001 - whatever the user's code says to a size that nobody asked for
+            except Exception as error:  # noqa: BLE001 - user code may raise anything at a size it was not given
                 return f"the step does not run at n={size}: {type(error).__name__}: {error}"
             if traces[size].events != first.events:
                 return _difference(first, traces[size])
@@ -188,7 +188,7 @@ class _Curves:
 
     Args:
         sizes: The sizes that the polynomials go through.
-        levels: For each size the bytes at every moment: int64, shape ``(num_moments,)``.
+        levels: The bytes at every moment for each size: int64, shape ``(num_moments,)``.
     """
 
     def __init__(self, sizes: Sequence[int], levels: Sequence[IntArray]) -> None:
@@ -204,21 +204,21 @@ class _Curves:
         ]
 
     def first_miss(self, size: int, levels: IntArray) -> int | None:
-        """The first moment at which a further size is elsewhere than the polynomials are; None if nowhere."""
+        """Return the first moment at which another size differs from the polynomials; None if there is none."""
         predicted = [value(each, size) for each in self._polynomials]
         moments = enumerate(zip(self._row_of.tolist(), levels.tolist(), strict=True))
         return next((moment for moment, (row, level) in moments if predicted[row] != level * self.scale), None)
 
     def highest(self, grain: int) -> list[tuple[int, Polynomial, int]]:
-        """``(first size, polynomial, moment)`` of each stretch of sizes with one highest polynomial, in grains."""
-        order = np.argsort(self._moments)  # of equal heights the earliest is the peak
+        """Return ``(first size, polynomial, moment)`` of each stretch with one highest polynomial, in grains."""
+        order = np.argsort(self._moments)  # among equal heights the earliest is the peak
         rows = [int(order[k]) for k in undominated([self._polynomials[row] for row in order])]
         in_grains = [tuple(each * grain**power for power, each in enumerate(self._polynomials[row])) for row in rows]
         return [(start, in_grains[k], int(self._moments[rows[k]])) for start, k in envelope(in_grains)]
 
 
 def _above(traced: Sequence[int], traces: Mapping[int, StepTrace], grain: int) -> tuple[Stretch, ...]:
-    """The law of the kernels' bounds, and of what the step starts with; empty where they follow no polynomial."""
+    """Fit the law of the kernels' bounds and of the step's initial bytes; empty if they are not polynomial."""
     bounds = {size: np.append(trace.bounds, trace.live[0]) for size, trace in traces.items()}
     if len({len(each) for each in bounds.values()}) > 1:
         return ()
@@ -229,18 +229,18 @@ def _above(traced: Sequence[int], traces: Mapping[int, StepTrace], grain: int) -
 
 
 def _holds_between(trace: Callable[[int], StepTrace], size: int, first: StepTrace, curves: _Curves) -> bool:
-    """Whether the polynomials hold at a size that shares no divisor with those that they go through."""
+    """Whether the polynomials hold at a size that shares no divisor with the sizes they go through."""
     try:
         with _quietly():
             other = trace(size)
-    except Exception:  # noqa: BLE001 - a model that takes only certain sizes says so in its own way
+    except Exception:  # noqa: BLE001 - a model that accepts only certain sizes may raise anything
         return False
     return other.events == first.events and curves.first_miss(size, other.live) is None
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep torch from logging what a model says to a size that it does not take."""
+    """Keep torch from logging the errors of a model at a size that it does not accept."""
     log = logging.getLogger(FAKE_LOGGER)
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -250,7 +250,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _difference(first: StepTrace, other: StepTrace) -> str:
-    """In words where two traces part."""
+    """Describe where two traces diverge."""
     parts = f"the step runs other operators at n={other.size} than at n={first.size}"
     for moment, (a, b) in enumerate(zip(first.events, other.events, strict=False), start=1):
         if a != b:

@@ -1,4 +1,4 @@
-"""A step on fake tensors at one size: what is live before it and after every birth and death of a storage in it."""
+"""Trace of a step on fake tensors at one size: live bytes at its start and after every allocation and free."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ BuildStep: TypeAlias = Callable[..., BuiltStep]
 
 @dataclass(frozen=True, eq=False)
 class StepTrace:
-    """What the second (warm) step of one size did.
+    """Trace of the second (warm) step at one size.
 
     Attributes:
-        size: What the step was built for.
+        size: The size that the step was built for.
         mode: ``"train"`` or ``"inference"``.
         live: int64, shape ``(num_events + 1,)``: live bytes at the start of the step and after each event.
-        bounds: int64, shape ``(num_kernels,)``: for each kernel that may take something inside of itself, live bytes
-            with the most that it may.
-        events: For each event the operator that made the storage, and whether it came or grew, or else went or shrank.
-        places: For each event where its storage was made.
+        bounds: int64, shape ``(num_kernels,)``: for each kernel that may use scratch memory, the live bytes plus the
+            upper bound of that memory.
+        events: For each event the operator that allocated the storage, and whether the storage was allocated or grew
+            (or else was freed or shrank).
+        places: For each event the place where its storage was allocated.
         guesses: Each ``"operator at line"`` that was answered without data.
-        doubts: Why the memory is not known: as of a `MemoryEstimate`.
+        doubts: Why the memory is not known, as in a `MemoryEstimate`.
     """
 
     size: int
@@ -54,11 +55,11 @@ class StepTrace:
 
     @property
     def peak_bytes(self) -> int:
-        """Most live bytes."""
+        """Peak of the live bytes."""
         return int(self.live.max())
 
     def where(self, moment: int) -> str:
-        """Module, operator, phase and source line of what came last at a moment; 0 is the start of the step."""
+        """Return module, operator, phase and source line of the last event at a moment; 0 is the start of the step."""
         if moment == 0:
             return "what the step starts with"
         place = self.places[moment - 1]
@@ -66,21 +67,21 @@ class StepTrace:
         return ", ".join(part for part in parts if part)
 
     def point(self) -> ScalingPoint:
-        """The peak and its place, as a point of a scaling curve."""
+        """Return the peak and its place, as a point of a scaling curve."""
         return ScalingPoint(self.size, self.mode, "ok", self.peak_bytes, self.where(int(self.live.argmax())), "fake")
 
 
 def trace_step(
     build_step: BuildStep, size: int, mode: StepMode, *, selected_fraction: float | None = None
 ) -> StepTrace:
-    """Build a step and run it twice on fake tensors, and record the second time.
+    """Build a step, run it twice on fake tensors, and record the second run.
 
-    What the step's own building leaves alive counts, whether an operator touches it or not. The arguments are those of
+    Tensors left alive by building the step count, whether an operator touches them or not. The arguments are those of
     `memkit.predict.profile_scaling`.
 
     Raises:
-        InputTypeError: ``build_step`` returned no function.
-        InputError: The step asks for data that a fake tensor does not have.
+        InputTypeError: ``build_step`` did not return a function.
+        InputError: The step needs data that a fake tensor does not have.
     """
     simulation = Simulation(Host(), selected_fraction=selected_fraction)
     call = f"build_step({size}), traced for mode={mode!r}"
@@ -88,7 +89,7 @@ def trace_step(
     try:
         return simulate(call, simulation, (build_step, _named_in(build_step)), run, roots=(build_step,))
     except MemkitError as error:
-        if error.call == CALL:  # here it is known who calls
+        if error.call == CALL:  # the caller is known here
             raise type(error)(call, got=error.got, expected=error.expected, fix=error.fix) from error
         raise
     except RuntimeError as error:
@@ -128,15 +129,15 @@ def _trace(
 
 
 def takes_mode(build_step: BuildStep) -> bool:
-    """Whether a function that builds steps wants to know the mode: it then has a parameter of that name."""
+    """Whether a function that builds steps has a parameter named ``mode``."""
     return "mode" in inspect.signature(build_step).parameters
 
 
 @contextmanager
 def forward_alone() -> Iterator[None]:
-    """Run a training step without what only training needs: no graph, and `Tensor.backward` does nothing.
+    """Run a training step as inference: no graph, and `Tensor.backward` does nothing.
 
-    Nothing then has a gradient, and optimizers skip what has none.
+    No parameter then has a gradient, and optimizers skip parameters without one.
     """
     with torch.no_grad(), _NoBackward():
         yield
@@ -165,7 +166,7 @@ def _since(start: int, watch: Watch, simulation: Simulation, size: int, mode: St
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Keep Python from collecting cycles: when it does so depends on what ran before, and two traces would differ."""
+    """Disable Python's cycle collector: its timing depends on earlier code, and two traces would differ."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -176,7 +177,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _named_in(build_step: BuildStep) -> list[nn.Module | Optimizer]:
-    """Models and optimizers that are names of the function's module, found in it or in functions of its module."""
+    """Find the module-level models and optimizers that the function, or functions of its module, refer to."""
     whole = build_step.func if isinstance(build_step, partial) else build_step
     whole = getattr(whole, "__func__", whole)
     functions = [whole] if isinstance(whole, FunctionType) else []

@@ -1,1 +1,1 @@
-"""A whole script on a GPU that is not there, in a process of its own."""
+"""Run a whole script on a simulated GPU, in a process of its own."""

@@ -1,4 +1,4 @@
-"""What a dry run changes in other people's packages at the moment when a script imports them."""
+"""Patches that a dry run applies to third-party packages when a script imports them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _TORCHVISION = {
     "deform_conv2d": f"({_DEFORM}) -> Tensor",
     "_deform_conv2d_backward": f"(Tensor grad, {_DEFORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 }
-_declared: list[torch.library.Library] = []  # a library's operators go when it does
+_declared: list[torch.library.Library] = []  # a library's operators are removed together with it
 
 
 class AtImport(MetaPathFinder):
-    """A finder that changes packages when they are found; enter it into ``sys.meta_path`` as the first.
+    """A finder that patches packages when they are found; insert it as the first of ``sys.meta_path``.
 
     Args:
-        to_read: Where a path is to be read that was written to another place.
+        to_read: Maps a path to the place to read it from, in case it was written elsewhere.
     """
 
     def __init__(self, to_read: Callable[[Any], Any]) -> None:
@@ -65,12 +65,12 @@ class AtImport(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Let the others find a module, and change it once it has run."""
+        """Let the other finders find a module, and patch it once it has run."""
         spec = PathFinder.find_spec(fullname, path, target) if fullname in {*self._changes, "torchvision"} else None
         if spec is None or spec.loader is None:
             return None
         if fullname == "torchvision":
-            if not _declared:  # who asks whether it is there finds it, too
+            if not _declared:  # also called when code only checks whether the package exists
                 _declare_operators(spec)
             return None
         run, change = spec.loader.exec_module, self._changes[fullname]
@@ -83,7 +83,7 @@ class AtImport(MetaPathFinder):
         return spec
 
     def _read_redirected(self, pyarrow: ModuleType) -> None:
-        """Its files are opened in C++; `datasets` reads what it has just written."""
+        """Redirect pyarrow's reads, which C++ performs: `datasets` reads files that it has just written."""
         memory_map = pyarrow.memory_map
         pyarrow.memory_map = lambda path, *args: memory_map(self._to_read(path), *args)  # type: ignore[attr-defined]
 
@@ -94,9 +94,9 @@ def _believe_in_data(utils: ModuleType) -> None:
 
 
 def _declare_operators(spec: ModuleSpec) -> None:
-    """Declare torchvision's operators where its compiled part was made for another PyTorch (a wheel for CUDA).
+    """Declare torchvision's operators if its compiled part was built for another PyTorch (a CUDA wheel).
 
-    Without them `import torchvision` fails; data sets, transforms and models need none of them.
+    Without them `import torchvision` fails; datasets, transforms and models need none of them.
     """
     for compiled in Path(str(spec.origin)).parent.glob("_C.*"):
         try:

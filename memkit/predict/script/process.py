@@ -1,10 +1,10 @@
-"""The process in which `memkit dryrun` runs a script: on a virtual card, with its writes redirected.
+"""The process in which `memkit dryrun` runs a script: on a virtual GPU, with its writes redirected.
 
 `memkit.cli.dryrun` starts it as ``python -m memkit.predict.script.process ORDER``, where ORDER is a JSON object:
-folder (of this run alone), cwd, script, arguments, gpu, calibrated, steps, num_ranks (null: no torchrun),
-selected_fraction, answers (how the card answers what it does not know), sizes (a file: where it exists, it is what
-another run asked the allocator for, and this one ends where it asks for something else; where not, it is written, into
-the folder). What is found goes to ``folder/report.json``; the script's own output goes where this process's goes.
+folder (used by this run only), cwd, script, arguments, gpu, calibrated, steps, num_ranks (null: no torchrun),
+selected_fraction, answers (how the GPU answers reads of unknown values), sizes (a file: if it exists, it holds the
+allocator requests of another run, and this run ends at the first different request; otherwise it is written into the
+folder). The findings go to ``folder/report.json``; the script's own output goes to this process's output.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from memkit.predict.script.torchrun import launched_as_first_rank
 from memkit.predict.virtual_gpu import VirtualGPU
 
 _ANSWERS = {"plain": PLAIN, "contrary": CONTRARY, "other": OTHER, "large": LARGE, "small": SMALL}
-# Packages whose modules have another name.
+# Packages whose modules have a different name.
 _PACKAGES = {
     "Bio": "biopython", "PIL": "Pillow", "absl": "absl-py", "bs4": "beautifulsoup4", "cv2": "opencv-python",
     "dateutil": "python-dateutil", "dotenv": "python-dotenv", "git": "GitPython", "hydra": "hydra-core",
@@ -57,9 +57,9 @@ _PACKAGES = {
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NETWORK_PACKAGES = ("huggingface_hub", "requests", "urllib3", "httpx")
 _NO_NETWORK = (URLError, ConnectionError, TimeoutError)
-# What a script would not raise on a card that is there.
+# Errors that a script would not raise on a real GPU.
 _NOT_THE_SCRIPTS = (MemkitError, NotImplementedError, UnsupportedFakeTensorException, UnsupportedOperatorException)
-# Code in these folders is nobody's own.
+# Code in these folders is not the user's own.
 _INSTALLED = (*(get_paths()[name] for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
 
 
@@ -68,19 +68,19 @@ class _EndOfStepsError(BaseException):
 
 
 class _OtherWayError(BaseException):
-    """Ends a script where it asks for other memory than the run that it is compared with."""
+    """Ends a script when its memory requests diverge from those of the run it is compared with."""
 
 
 class Requests:
-    """What a script asks the allocator for, one block after the other, beside what another run of it asked for.
+    """A script's requests to the allocator, in order, compared with those of another run.
 
     Args:
-        gpu: The card.
-        expected: The sizes that another run asked for; None where there is none.
+        gpu: The virtual GPU.
+        expected: The sizes that another run requested; None if there is none.
 
     Attributes:
-        sizes: What was asked for.
-        other_way: The first line that asked for something else than was expected; "" where none did.
+        sizes: The requested sizes.
+        other_way: The first line whose request differed from the expected one; "" if none did.
     """
 
     def __init__(self, gpu: VirtualGPU, expected: Sequence[int] | None = None) -> None:
@@ -100,11 +100,11 @@ class Requests:
 class StepCounter:
     """Counts a script's steps and ends it after the last one.
 
-    A step is one of an optimizer; where there are several, each counts for itself, and the script ends when all that
-    step at all have done theirs. Where a script has none, a step is a backward pass with what follows.
+    A step is an optimizer step. Several optimizers count separately, and the script ends when every optimizer that
+    steps at all has done its steps. In a script without an optimizer, a step is a backward pass and what follows it.
 
     Args:
-        most: How many steps there are to be.
+        most: Number of steps to run.
     """
 
     def __init__(self, most: int) -> None:
@@ -115,12 +115,12 @@ class StepCounter:
 
     @property
     def num_done(self) -> int:
-        """Steps so far: of the optimizer that did most, or else backward passes."""
+        """Steps so far: of the optimizer with the most steps, or else backward passes."""
         return max(self._num_done.values(), default=self._num_backwards)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count inside the block."""
+        """Count steps within the block."""
         backward, initialise = torch.autograd.backward, Optimizer.__init__
 
         @wraps(backward)
@@ -149,14 +149,14 @@ class StepCounter:
 
 
 def run_child() -> None:
-    """Do what the order on the command line says."""
+    """Carry out the order on the command line."""
     order = json.loads(sys.argv[1])
     folder = Path(order["folder"])
     mirror = folder / "written"
     mirror.mkdir()
     script = order["script"]
     os.chdir(order["cwd"])
-    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]  # where workers look for the script
+    multiprocessing.process.ORIGINAL_DIR = order["cwd"]  # type: ignore[attr-defined]  # workers look here
     sys.argv = [script, *order["arguments"]]
     sys.path[0] = str(Path(script).resolve().parent)
     redirection = Redirection(mirror)
@@ -199,7 +199,7 @@ def run_child() -> None:
 
 
 def _estimate(gpu: VirtualGPU) -> MemoryEstimate:
-    """As of a `VirtualGPU`, whatever peaks the script has reset."""
+    """Return the estimate of a `VirtualGPU`, regardless of peaks that the script has reset."""
     record, allocator = gpu.record(), gpu.memory.allocator
     peaks = allocator.highest_allocated_bytes, allocator.highest_reserved_bytes
     return MemoryEstimate.of(replace(record, figures=AllocatorFigures(*peaks, gpu.gpu.context_bytes)))
@@ -210,7 +210,7 @@ def _line_of(place: OperatorPlace | None) -> str:
 
 
 def _begin_alike() -> None:
-    """Let two runs of a script draw the same numbers, where it does not seed them itself."""
+    """Make two runs of a script draw the same random numbers, unless it seeds them itself."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the state that scripts draw from
     torch.manual_seed(0)  # noqa: TID251 - this process is the script's
@@ -219,14 +219,14 @@ def _begin_alike() -> None:
 def _run(
     script: str, gpu: VirtualGPU, steps: StepCounter, num_ranks: int | None
 ) -> tuple[str, dict[str, str] | None, bool]:
-    """Run a script as Python would; how it ended, what was wrong, and whether it compiles."""
+    """Run a script as Python would; return how it ended, its problem, and whether it uses `torch.compile`."""
     module = ModuleType("__main__")
     module.__file__ = str(Path(script).resolve())  # as Python has it
     sys.modules["__main__"] = module
     compiled: list[bool] = []
     try:
         code = compile(Path(script).read_bytes(), script, "exec")
-        gpu.__enter__()  # and stays: the script's tensors live as long as the process
+        gpu.__enter__()  # never exited: the script's tensors live as long as the process
         with _noting_compile(compiled), steps.counted(), launched_as_first_rank(num_ranks):
             exec(code, vars(module))  # the user's own code
     except _EndOfStepsError:
@@ -238,7 +238,7 @@ def _run(
     except SystemExit as error:
         if error.code not in {None, 0}:
             return "error", _problem(error, "the script ended itself: its own output above says why."), bool(compiled)
-    except Exception as error:  # noqa: BLE001 - whatever a script raises is its error
+    except Exception as error:  # noqa: BLE001 - a script may raise anything
         traceback.print_exception(error.with_traceback(_own(error)))
         return "error", _problem(error, _way_out(error)), bool(compiled)
     return "by itself", None, bool(compiled)
@@ -260,7 +260,7 @@ def _noting_compile(compiled: list[bool]) -> Iterator[None]:
 
 
 def _problem(error: BaseException, fix: str) -> dict[str, str]:
-    """What went wrong, at the innermost line that is the user's own."""
+    """Describe an error at the innermost line of the user's own code."""
     frames = [frame for frame in traceback.extract_tb(_own(error)) if not frame.filename.startswith(("<", *_INSTALLED))]
     line = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
     message = f"got {error.got}; expected {error.expected}" if isinstance(error, MemkitError) else str(error)
@@ -270,7 +270,7 @@ def _problem(error: BaseException, fix: str) -> dict[str, str]:
 
 
 def _own(error: BaseException) -> TracebackType | None:
-    """The traceback without this file."""
+    """Return the traceback without the frames of this file."""
     rest = error.__traceback__
     while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
         rest = rest.tb_next
@@ -278,7 +278,7 @@ def _own(error: BaseException) -> TracebackType | None:
 
 
 def _way_out(error: BaseException | None) -> str:
-    """The way out of a script's error, as far as its kind says."""
+    """Suggest a fix for a script's error, based on its type."""
     if isinstance(error, MemkitError):
         return error.fix.replace("selected_fraction=", "--selected-fraction ")
     if isinstance(error, ModuleNotFoundError):
@@ -302,12 +302,12 @@ def _way_out(error: BaseException | None) -> str:
 
 
 def _asks_for_rank(error: BaseException | None) -> bool:
-    """Whether an error is that torchrun did not start the script."""
+    """Whether an error means that the script was not started by torchrun."""
     return isinstance(error, (KeyError, ValueError)) and any(name in str(error) for name in _RANK_VARIABLES)
 
 
 def _way_to_module(name: str) -> str:
-    """The way out where a module is missing: a package, another version of one, or a folder of the project."""
+    """Suggest a fix for a missing module: a package, another version of one, or a folder of the project."""
     top = name.partition(".")[0]
     if name != top and find_spec(top) is not None:
         installed = packages_distributions().get(top, [top])[0]

@@ -1,11 +1,11 @@
-"""Writes of a process that go to a folder of their own: no file of the user is made, changed or removed.
+"""Redirect the writes of a process to a separate folder: no file of the user is created, changed or removed.
 
-The folder mirrors the file system: what the process writes to ``/a/b`` lies in ``FOLDER/a/b``, is read from there,
-and is listed beside what the real ``/a`` holds. What is removed is only forgotten. So it is for files that Python opens
-(all that stands on it: NumPy, Pillow, logging) and for `torch.save`; not for libraries that open files in
-C, nor for other programs that the process starts.
+The folder mirrors the file system: a file that the process writes to ``/a/b`` is stored in ``FOLDER/a/b``, is read from
+there, and is listed along with the contents of the real ``/a``. Removed files are only hidden. This covers files opened
+by Python (and everything built on it: NumPy, Pillow, logging) and by `torch.save`, but not files opened in C by
+libraries, nor other programs that the process starts.
 """
-# It stands in for os, on which pathlib is built.
+# It replaces functions of os, on which pathlib is built.
 # ruff: noqa: PTH100, PTH112, PTH114, PTH117, PTH118, PTH120
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _CHANGERS = ("chmod", "chown", "removexattr", "setxattr", "truncate", "utime")
 
 
 class Redirection:
-    """The mirror. `install` it once, in a process of its own: nothing undoes it.
+    """The mirror. `install` it once, in a process of its own: it cannot be undone.
 
     Args:
-        folder: Where what is written goes; it exists. Nothing is redirected that lies in the folder around it.
+        folder: Existing folder for the written files. Paths inside its parent folder are not redirected.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,7 +48,7 @@ class Redirection:
         self._real = {name: function for name, function in vars(os).items() if callable(function)}
 
     def install(self) -> None:
-        """From here on this process, and those that it forks, write to the mirror."""
+        """Make this process, and those that it forks, write to the mirror from now on."""
         by_name: dict[str, Callable[..., Any]] = {
             **{name: self._placed(name, self.to_read) for name in _READERS if name in self._real},
             **{name: self._placed(name, self.to_change) for name in _CHANGERS if name in self._real},
@@ -67,21 +67,21 @@ class Redirection:
         }
         replacements = {id(self._real[name]): function for name, function in by_name.items()}
         replacements |= {id(self._open): self._opened, id(self._save): self._saved, id(self._load): self._loaded}
-        for module in list(sys.modules.values()):  # also names that modules have taken: from os import makedirs
+        for module in list(sys.modules.values()):  # including names that modules have imported: from os import makedirs
             if type(module) is ModuleType and module.__name__ not in _ORIGINALS:
                 names = vars(module)
                 names.update({name: replacements[id(old)] for name, old in names.items() if id(old) in replacements})
-        setattr(shutil, "_use_fd_functions", False)  # noqa: B010 - private; rmtree then goes by paths
+        setattr(shutil, "_use_fd_functions", False)  # noqa: B010 - private; makes rmtree use paths
 
     def written(self) -> tuple[str, ...]:
-        """The files in the mirror, by the names that the process gave them."""
+        """Return the files in the mirror, by the names that the process used."""
         files = (os.path.join(folder, name) for folder, _, names in os.walk(self._folder) for name in names)
         return tuple(sorted(file.removeprefix(self._folder) for file in files))
 
     # ------------------------------------------------------------------------------------------ where a path is
 
     def to_read(self, path: Any) -> Any:
-        """Where to read a path: in the mirror if it was written, else where it says."""
+        """Return where to read a path: in the mirror if it was written, else the path itself."""
         real, mirrored = self._both(path)
         if mirrored is None:
             return path
@@ -92,7 +92,7 @@ class Redirection:
         return path
 
     def to_write(self, path: Any) -> Any:
-        """Where to write a path anew."""
+        """Return where to create or overwrite a path."""
         real, mirrored = self._both(path)
         if mirrored is None:
             return path
@@ -102,7 +102,7 @@ class Redirection:
         return mirrored
 
     def to_change(self, path: Any) -> Any:
-        """Where to write a path that keeps what it holds: a copy of it."""
+        """Return where to modify a path, after copying its content there."""
         real, mirrored = self._both(path)
         if mirrored is None or self._is_there(mirrored) or not self._exists(path):
             return self.to_write(path)
@@ -117,7 +117,7 @@ class Redirection:
         return path if self._is_there(real) and not self._is_removed(real) else self.to_read(path)
 
     def _both(self, path: Any) -> tuple[str, str | None]:
-        """The absolute path, and its place in the mirror: None where it is not redirected."""
+        """Return the absolute path and its place in the mirror; None if it is not redirected."""
         if isinstance(path, int):
             return "", None
         real = os.path.abspath(os.fsdecode(path))
@@ -223,7 +223,7 @@ class Redirection:
         place, new = self.to_read(source), self.to_write(target)
         has_old = self._is_there(real) and not self._is_removed(real)
         if mirrored is not None and has_old and os.path.isdir(place):
-            shutil.copytree(source, new)  # by the functions above: with what was written into it
+            shutil.copytree(source, new)  # through the functions above, so written files are included
             if place == mirrored:
                 shutil.rmtree(mirrored)
         elif mirrored is None or place == mirrored:
@@ -267,7 +267,7 @@ class Redirection:
 
 
 class _Entries:
-    """What `os.scandir` returns."""
+    """Result of `os.scandir`."""
 
     def __init__(self, entries: Iterable[os.DirEntry[Any]]) -> None:
         self._entries = iter(entries)
@@ -285,7 +285,7 @@ class _Entries:
         self.close()
 
     def close(self) -> None:
-        """There is nothing open."""
+        """Do nothing: nothing is open."""
 
 
 def _refuse(path: Any, dir_fd: int | None) -> None:

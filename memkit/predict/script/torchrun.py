@@ -1,7 +1,7 @@
-"""The first rank of a job for torchrun, without the others: what it exchanges is as if they were there, and empty.
+"""Run the first rank of a torchrun job without the others: communication succeeds but transfers nothing.
 
-The environment is torchrun's. A process group has the asked size and torch's own backend that exchanges nothing; what
-asks for its name is told NCCL. `torch.multiprocessing.spawn` runs the first process here.
+The environment is torchrun's. A process group has the requested size and torch's own fake backend, which exchanges
+nothing; code that asks for the backend's name gets NCCL. `torch.multiprocessing.spawn` runs the first process here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import cuda  # noqa: TID251 - answers for it, and asks it nothing
+from torch import cuda  # noqa: TID251 - patched here, never queried
 from torch.nn.parallel import DistributedDataParallel
 
 from memkit._simulation.leftovers import Patches, applied
 from memkit._simulation.ranks import keep_first_buckets
 from memkit._torch.fake_ranks import FakeStore
 
-_PORT = "29500"  # nobody listens
+_PORT = "29500"  # nothing listens on it
 
 
 @contextmanager
 def launched_as_first_rank(num_ranks: int | None) -> Iterator[None]:
-    """Be the first of so many processes on one machine; of as many as a script itself starts where that is None."""
+    """Act as the first of ``num_ranks`` processes on one machine; None: of as many as the script itself starts."""
     with ExitStack() as stack:
         if num_ranks is not None:
             stack.enter_context(_environment(num_ranks))
@@ -40,14 +40,14 @@ def launched_as_first_rank(num_ranks: int | None) -> Iterator[None]:
 
 @contextmanager
 def _environment(num_ranks: int) -> Iterator[None]:
-    """What torchrun puts there."""
+    """Set the environment variables that torchrun sets."""
     given = {
         "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0",
         "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "ROLE_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _PORT,
         "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
     }  # fmt: skip
-    before = {name: os.environ.get(name) for name in given}  # noqa: TID251 - it plays torchrun
+    before = {name: os.environ.get(name) for name in given}  # noqa: TID251 - this acts as torchrun
     os.environ.update(given)  # noqa: TID251
     try:
         yield
@@ -60,7 +60,7 @@ def _environment(num_ranks: int) -> Iterator[None]:
 
 
 def _patches(num_ranks: int | None) -> list[Patches]:
-    asked = ["nccl"]  # the backend that the script named last
+    asked = ["nccl"]  # the backend that the script requested last
     return [
         Patches(
             dist,
@@ -87,7 +87,7 @@ def _patches(num_ranks: int | None) -> list[Patches]:
 def _init(init: Callable[..., None], num_ranks: int | None, asked: list[str]) -> Callable[..., None]:
     @wraps(init)
     def init_process_group(*args: Any, **options: Any) -> None:
-        """Make a group of the first rank alone."""
+        """Make a group with only the first rank."""
         arguments = signature(init).bind(*args, **options).arguments
         asked.append(str(arguments.get("backend") or "nccl"))
         given = arguments.get("world_size", -1)
@@ -109,7 +109,7 @@ def _replicating(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gathered(object_list: list[Any], obj: Any, *_: Any, **__: Any) -> None:
-    """All ranks have what this one has."""
+    """Fill the list as if all ranks had this rank's object."""
     object_list[:] = [obj] * len(object_list)
 
 
@@ -123,4 +123,4 @@ def _spawned(fn: Callable[..., Any], args: tuple[Any, ...] = (), *_: Any, **__: 
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The others are not there."""
+    """Do nothing: there are no other ranks."""

@@ -1,1 +1,1 @@
-"""Verified advice: what would make a training step smaller, tried on the step itself before it is told."""
+"""Verified advice: changes that reduce a training step's memory, each tried on the step itself first."""

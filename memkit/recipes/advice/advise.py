@@ -1,4 +1,4 @@
-"""`advise`: what makes a training step smaller, predicted without data, tried on copies, and told with both figures."""
+"""`advise`: changes that reduce a step's memory, predicted without data, tried on copies, and reported with both."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, S
 
 _WORTH_TELLING = 0.01  # of the peak
 _WORTH_A_PAIR = 0.95  # of the smallest peak with one remedy
-_PAIRED = 3  # of the best single remedies, each with each
+_PAIRED = 3  # of the best single remedies, tried pairwise
 _LONGEST_REASON = 200  # characters
-_SHARE_OF_HOST = 0.8  # of what is available, for a run and what is kept of it
+_SHARE_OF_HOST = 0.8  # of the available memory, for a run and what is kept from it
 
 
 def advise(
@@ -46,14 +46,14 @@ def advise(
     fewer_edges: Callable[[Any], Any] | None = None,
     selected_fraction: float | None = None,
 ) -> AdviceTable:
-    """Say what makes a training step smaller, after trying it: with a predicted and a measured figure for each change.
+    """Find changes that reduce a training step's memory, each with a predicted and a measured saving.
 
-    The step is run on tensors without data, and its peak taken apart. Each remedy that bears on what is held there is
-    applied, and the changed step run again without data: that is the prediction. Then plain and changed step run for
-    real, on copies in the CPU's memory, recorded by the allocator's events, their operations counted, their gradients
-    compared. What does not agree within 2% is told as failed; what cannot be run here is told as not run.
+    The step is run on tensors without data, and its peak broken down. Each remedy that addresses a holder at the peak
+    is applied, and the changed step is run again without data: that is the prediction. Then the plain and the changed
+    step run for real, on copies in CPU memory; the allocator's events are recorded, operations counted, and gradients
+    compared. A result that does not agree within 2% is reported as failed, one that cannot run here as not run.
 
-    Afterwards model, optimizer, batch and random state are as before, also after an error. While it runs, the model
+    Afterwards model, optimizer, batch and random state are restored, even after an error. During the call the model
     holds stand-ins; do not use it in another thread.
 
     Args:
@@ -61,28 +61,28 @@ def advise(
         sample_batch: The batch of one optimizer step, as for `estimate_memory_usage`.
         loss_fn: ``loss_fn(model, batch)`` returns the mean loss over the rows, or a `Loss`.
         optimizer: As for `estimate_memory_usage`.
-        precision: What the plain step uses already.
-        target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measured is on
-            the CPU.
+        precision: The precision that the plain step already uses.
+        target: ``"cpu"``, or a card, by its name or as a `GPU`, for which figures are then predicted; measurements are
+            on the CPU.
         budget: Bytes, text such as ``"8GiB"``, or a card; None for the target's own memory, on a card.
-        changes_model: Whether to look for a smaller model too, which must be trained anew.
-        fewer_edges: Takes edges away from a batch, for example with `sample_edges`, and returns the new batch.
+        changes_model: Whether to suggest a smaller model too, which would have to be retrained.
+        fewer_edges: Removes edges from a batch, for example with `sample_edges`, and returns the new batch.
         selected_fraction: As for `estimate_memory_usage`.
 
     Returns:
-        The advice, what saves most for its operations first, failed and not run last.
+        The advice, sorted by saving relative to the added operations; failed and not run last.
 
     Raises:
-        InputTypeError: ``model`` is no module, the loss no tensor, or ``target`` or ``budget`` no card.
-        InputError: A size depends on data; no card has the name ``target``; ``budget`` is no size and no card.
-        ConfigError: An option is not one of those above.
+        InputTypeError: ``model`` is not a module, the loss is not a tensor, or ``target`` or ``budget`` is not a card.
+        InputError: A size depends on data; no card has the name ``target``; ``budget`` is neither a size nor a card.
+        ConfigError: An option is invalid.
 
     Warns:
-        MemkitWarning: What the plain step takes may depend on values that were guessed.
+        MemkitWarning: The plain step's memory may depend on guessed values.
 
-    Memory cost: for the real runs, on the host, the step's own peak and five times the parameters.
+    Memory cost: for the real runs, on the host, the step's own peak plus five times the parameters.
 
-    Time cost: for each remedy two steps without data and two real ones, which are recorded.
+    Time cost: for each remedy, two steps without data and two real, recorded ones.
 
     Example:
         >>> import torch
@@ -119,21 +119,21 @@ def advise(
 
 
 class _Trial:
-    """The plain step of a training, and the judgement of remedies against it.
+    """The plain step of a training, and the evaluation of remedies against it.
 
     Attributes:
         plain: The plain step on the target, without data.
-        real_plain: The same on the CPU, with data; None where it cannot run here.
+        real_plain: The same on the CPU, with data; None if it cannot run here.
     """
 
     def __init__(self, training: Training, target: str | GPU, budget: CapacityLike | None) -> None:
         self._training, self.on_card = training, target != "cpu"
         self._budget = target if self.on_card and budget is None else budget
         if self._budget is not None:
-            capacity_bytes(self._budget)  # refuses what is none before any step is run
+            capacity_bytes(self._budget)  # refuses an invalid budget before any step runs
         self._make_place: Callable[[], Place] = partial(Gpu, find_gpu(target)) if self.on_card else Host
         self.plain = observe_step(training, nothing, self._make_place)
-        # On a card torch's optimizers take all parameters at once; on the CPU they must be told.
+        # On a card torch's optimizers process all parameters at once by default; on the CPU they must be told to.
         settings = self.plain.optimizer[1]
         unasked = self.on_card and settings.get("foreach", ...) is None and not settings.get("fused")
         self._as_on_target: StepChange = takes_foreach if unasked else nothing
@@ -147,7 +147,7 @@ class _Trial:
         return "" if self.plain.estimate is None else self.plain.estimate.peak_where
 
     def judge(self, remedy: Remedy) -> Advice | None:
-        """Predict and measure what a remedy does; None where it saves nothing worth telling."""
+        """Predict and measure the effect of a remedy; None if it saves too little to report."""
         advice = Advice(
             name=remedy.name,
             change=remedy.code(self._training.precision),
@@ -161,7 +161,7 @@ class _Trial:
         try:
             predicted = observe_step(training, remedy.change_step, self._make_place)
             expected = self._observe_here(training, remedy.change_step, Host) if self.on_card else predicted
-        except Exception as error:  # noqa: BLE001 - a remedy may meet anything in the user's code
+        except Exception as error:  # noqa: BLE001 - a remedy may hit anything in the user's code
             return replace(advice, status=f"not run: {_reason(error)}")
         if self.plain.peak_bytes - predicted.peak_bytes < _WORTH_TELLING * self.plain.peak_bytes:
             return None
@@ -185,7 +185,7 @@ class _Trial:
         return replace(advice, status=f"{status}: {_reason(outcome.error)}")
 
     def best_pair(self, told: Mapping[Remedy, Advice]) -> dict[Remedy, Advice]:
-        """Judge the two remedies that save most together, if that is more than any one alone."""
+        """Judge the best pair of remedies together, if it saves more than any single one."""
         good = [remedy for remedy, advice in told.items() if advice.is_verified and advice.exact]
         good.sort(key=lambda remedy: self.rank(remedy, told[remedy]))
         alone = [told[remedy].predicted_peak_bytes or 0 for remedy in good]
@@ -200,7 +200,7 @@ class _Trial:
         return {} if best is None or advice is None else {best: advice}
 
     def rank(self, remedy: Remedy, advice: Advice) -> tuple[bool, bool, bool, float]:
-        """Sort: verified first, then what keeps the numbers, what moves no data, what saves most for its operations."""
+        """Sort key: verified first, then exact ones, those without transfers, and by saving per operation."""
         saved_bytes = advice.predicted_saved_bytes if self.on_card else advice.allocator_saved_bytes
         worth = (saved_bytes or 0) / (advice.predicted_flops_ratio or 1)
         return not advice.is_verified, not advice.exact, remedy.moves, -worth
@@ -209,7 +209,7 @@ class _Trial:
         return observe_step(training, both(self._as_on_target, change), make_place)
 
     def _obstacle(self, expected: Observation) -> str:
-        """Say why a step cannot run here; empty where it can."""
+        """Say why a step cannot run here; empty if it can."""
         if self._is_without_data:
             return "the model has no data (meta device)"
         parameters_bytes = sum(each.nbytes for each in self._training.model.parameters())
@@ -255,7 +255,7 @@ def _ratio(changed: Observation, plain: Observation) -> float:
 
 
 def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference over the largest value of the plain step; what is missing is zero."""
+    """Largest difference relative to the largest value of the plain step; missing tensors count as zero."""
     zero = torch.zeros(())
     largest = _largest(theirs.values())
     difference = _largest(ours.get(name, zero) - theirs.get(name, zero) for name in {**ours, **theirs})
@@ -263,7 +263,7 @@ def _difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> flo
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest value: NaN where there is one, which Python's `max` would drop."""
+    """The largest absolute value; NaN if there is one, which Python's `max` would drop."""
     values = [float(each.abs().max()) for each in tensors if each.numel()]
     return float(np.max(values, initial=0.0))
 

@@ -1,4 +1,4 @@
-"""What advice is: one change with what was predicted of it and what was measured, and all of them as a table."""
+"""Records of advice: one change with its predicted and measured effect, and a table of all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memkit._core.units import format_bytes
 from memkit._events.reader import EventLog
 from memkit.report.nodes import Cell, Paragraph, Section, Size, Table
 
-TOLERANCE = 0.02  # of what was measured
+TOLERANCE = 0.02  # of the measured value
 _HEADINGS = {
     "en": ("Verified advice", "change", "saves, predicted", "saves, measured", "FLOPs", "status", "what to write"),
     "zh": ("经验证的建议", "改动", "预测节省", "实测节省", "FLOPs", "状态", "写法"),
@@ -23,28 +23,29 @@ _SUMMARIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """One change of a training step. A saving is against the plain step, and None is "not known".
+    """One change of a training step. Savings are relative to the plain step; None means "not known".
 
     Attributes:
-        name: What it is.
-        change: What to write.
-        effect: What it does to gradients and step, in words.
-        exact: Whether gradients and step stay the same but for rounding.
-        status: ``"verified"``: measured, and within 2% of what was expected. ``"failed: ..."``: measured, and not so.
-            ``"not run: ..."``: not measured, and why.
-        predicted_peak_bytes: Most bytes in live tensors on the target.
-        predicted_saved_bytes: How much less that is.
-        predicted_flops_ratio: Operations over those of the plain step: products, convolutions, attention on a card.
+        name: Short name of the change.
+        change: Code to write.
+        effect: Effect on gradients and step, in words.
+        exact: Whether gradients and step stay the same except for rounding.
+        status: ``"verified"``: measured, and within 2% of what was expected. ``"failed: ..."``: measured, but not
+            verified. ``"not run: ..."``: not measured, with the reason.
+        predicted_peak_bytes: Peak bytes in live tensors on the target.
+        predicted_saved_bytes: Reduction of that peak.
+        predicted_flops_ratio: Operations relative to the plain step: matrix products, convolutions, and attention on a
+            card.
         expected_peak_bytes: The prediction for the run that was measured; on the CPU the same as predicted.
-        expected_saved_bytes: Likewise.
-        expected_flops_ratio: Likewise.
-        measured_peak_bytes: Most bytes in live tensors in the real run on this machine's CPU.
-        measured_saved_bytes: How much less that is.
-        measured_flops_ratio: Counted in that run.
-        allocator_saved_bytes: The measured saving by the allocator's own events, which count what kernels take inside.
-        difference: Largest difference of the first step's gradients, or of what the first step added to parameters
-            where that is what changes, over the largest of the plain ones.
-        fits: Whether the step is within the budget; None without a budget.
+        expected_saved_bytes: The saving predicted for that run.
+        expected_flops_ratio: The operations predicted for that run, relative to the plain step.
+        measured_peak_bytes: Peak bytes in live tensors in the real run on this machine's CPU.
+        measured_saved_bytes: Reduction of that peak.
+        measured_flops_ratio: The ratio counted in that run.
+        allocator_saved_bytes: The measured saving by the allocator's own events, which include the kernels' workspace.
+        difference: Largest difference in the first step's gradients, or in the first step's parameter updates if those
+            are what changes, relative to the largest plain value.
+        fits: Whether the step fits the budget; None without a budget.
 
     Example:
         >>> import memkit as mk
@@ -77,12 +78,12 @@ class Advice:
 
     @property
     def is_verified(self) -> bool:
-        """Whether the status says so."""
+        """Whether the status is ``"verified"``."""
         return self.status == "verified"
 
     @property
     def meets_expectations(self) -> bool:
-        """Whether all that was measured is within 2% of what was expected."""
+        """Whether all measurements are within 2% of what was expected."""
         pairs = (
             (self.expected_peak_bytes, self.measured_peak_bytes),
             (self.expected_saved_bytes, self.measured_saved_bytes),
@@ -121,13 +122,13 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class AdviceTable(Sequence[Advice]):
-    """Advice about one step, what saves most for its operations first; also a section for `write_report`.
+    """Advice about one step, sorted by saving per operation; also a section for `write_report`.
 
     Attributes:
-        target: Where the step is to run.
-        peak_bytes: Of the plain step on the target, predicted.
-        peak_where: Where that is.
-        measured_peak_bytes: Of the plain step on the CPU; None where it did not fit.
+        target: The device that the step is meant for.
+        peak_bytes: Predicted peak of the plain step on the target.
+        peak_where: Where in the step that peak is.
+        measured_peak_bytes: Measured peak of the plain step on the CPU; None if it did not fit.
         items: The advice.
 
     Example:
@@ -159,15 +160,15 @@ class AdviceTable(Sequence[Advice]):
         return iter(self.items)
 
     def explain(self) -> str:
-        """Return all of it as text for people."""
+        """Return everything as readable text."""
         return "\n".join([self._summary("en"), *map(str, self.items)])
 
     def as_dict(self) -> dict[str, Any]:
         """Return all figures by name, ready for JSON; sizes in bytes."""
         return asdict(self) | {"items": [asdict(each) for each in self.items]}
 
-    def __call__(self, log: EventLog, language: str) -> Section:  # noqa: ARG002 - a section maker's form
-        """Make the section of a report: `write_report(log, path, sections=[advice])`."""
+    def __call__(self, log: EventLog, language: str) -> Section:  # noqa: ARG002 - signature of a section maker
+        """Make the report section: `write_report(log, path, sections=[advice])`."""
         title, *columns = _HEADINGS[language]
         rows: list[tuple[Cell, ...]] = [
             (

@@ -1,4 +1,4 @@
-"""What can be done about a step's peak: each remedy knows when to come, what to write, and how to do it."""
+"""Remedies for a step's peak: each knows when it applies, what to write, and how to apply it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from memkit.train.split import count_rows
 from memkit.train.split_check import scan_modules
 from memkit.train.treatments import Treatment
 
-_SHARES = (0.5, 1.0)  # of what the blocks hold at the peak: by the fewest blocks, and by all
+_SHARES = (0.5, 1.0)  # of what the blocks hold at the peak: with the fewest blocks, and with all
 
 
 def nothing(step: AdvisedStep, stack: ExitStack) -> None:
-    """Leave a step as it is."""
+    """Leave a step unchanged."""
 
 
 def both(one: StepChange, other: StepChange) -> StepChange:
-    """Change a step in two ways, one after the other."""
+    """Apply two changes to a step, one after the other."""
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:
         one(step, stack)
@@ -51,22 +51,22 @@ def both(one: StepChange, other: StepChange) -> StepChange:
     return apply
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # one is equal to itself only: some hold batches
+@dataclass(frozen=True, slots=True, eq=False)  # compared by identity: some hold batches
 class Remedy:
     """One change of a step.
 
     Attributes:
-        name: What it is.
-        effect: What it does to the numbers, in words.
-        settings: Of the wrapper.
-        apply: What else is done to a step, whose tensors are stand-ins.
-        change: What to write for that.
-        exact: Whether gradients and step stay the same but for rounding.
-        compares: What shows how far the numbers are from the plain step's; None where there is nothing to compare.
-        redraws: Whether it draws random numbers in another order.
-        moves: Whether it costs transfers, which no count of operations shows.
-        batch: Another batch in place of the training's; None for the same.
-        obstacle: Why it is out of the question; it is then told without figures.
+        name: Short name of the change.
+        effect: Effect on the numbers, in words.
+        settings: Settings of the wrapper.
+        apply: Further changes to a step, whose tensors are stand-ins.
+        change: Code to write for those.
+        exact: Whether gradients and step stay the same except for rounding.
+        compares: The values to compare with the plain step's; None if there is nothing to compare.
+        redraws: Whether it draws random numbers in a different order.
+        moves: Whether it costs transfers, which no operation count shows.
+        batch: A batch that replaces the training's; None for the same one.
+        obstacle: Reason why it is ruled out; it is then reported without figures.
     """
 
     name: str
@@ -82,19 +82,19 @@ class Remedy:
     obstacle: str = ""
 
     def code(self, precision: AdvicePrecision) -> str:
-        """What to write, all of it; ``precision`` is that of the plain step."""
+        """Return all the code to write; ``precision`` is that of the plain step."""
         given = {**({"precision": precision} if self.settings and precision else {}), **self.settings}
         settings = "".join(f", {name}={value!r}" for name, value in given.items())
         wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{settings})" if settings else ""
         return "\n".join(filter(None, (wrapper, self.change)))
 
     def change_step(self, step: AdvisedStep, stack: ExitStack) -> None:
-        """Do all of it to a step."""
+        """Apply everything to a step."""
         step.settings |= self.settings
         self.apply(step, stack)
 
     def with_other(self, other: Remedy) -> Remedy:
-        """Both, one after the other."""
+        """Combine two remedies, applied one after the other."""
         return Remedy(
             f"{self.name} + {other.name}",
             "; ".join(dict.fromkeys((self.effect, other.effect))),
@@ -109,14 +109,14 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a remedy is looked for in.
+    """The step that remedies are sought for.
 
     Attributes:
-        training: What is trained.
+        training: The user's training.
         seen: The plain step on the target, without data.
         on_card: Whether the target is a card.
-        changes_model: Whether the model may become another one.
-        fewer_edges: Takes edges away from a batch; None where it was not given.
+        changes_model: Whether the model may be changed.
+        fewer_edges: Removes edges from a batch; None if not given.
     """
 
     training: Training
@@ -127,7 +127,7 @@ class Case:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of the batch; None of packed points or graphs."""
+        """Rows of the batch; None for packed points or graphs."""
         try:
             return count_rows(self.training.batch)
         except InputError:
@@ -135,12 +135,12 @@ class Case:
 
     @property
     def obstacle(self) -> str:
-        """Why the wrapper cannot run the step; empty where it can."""
+        """Why the wrapper cannot run the step; empty if it can."""
         return "" if self.num_rows else "the wrapper cannot tell the rows of this batch, and needs a split_fn"
 
 
 def find_remedies(case: Case) -> list[Remedy]:
-    """List what applies to a step."""
+    """List the remedies that apply to a step."""
     return [remedy for find in _FINDERS for remedy in find(case)]
 
 
@@ -177,7 +177,7 @@ def _fewer_edges(case: Case) -> Iterator[Remedy]:
 
 
 def _checkpoints(case: Case) -> Iterator[Remedy]:
-    """The fewest blocks that hold half of what blocks hold at the peak, and all that hold something."""
+    """Checkpoint the fewest blocks that hold half of the blocks' bytes at the peak, or all that hold any."""
     try:
         blocks = choose_blocks(case.training.model, "auto")
     except ConfigError:
@@ -231,7 +231,7 @@ def _chunks(case: Case) -> Iterator[Remedy]:
     name, size = found
 
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
-        # Whether rows are independent is tried with NaN, which needs data; the run with data then refuses.
+        # Row independence is tested with NaN, which needs data; the run with data then refuses.
         check = step.has_data
         replace_submodule(step, name, lambda module: ChunkedProcessor(module, chunk_size=size, check=check))
 
@@ -263,7 +263,7 @@ def _tiles(case: Case) -> Iterator[Remedy]:
 
 
 def _path(name: str) -> str:
-    """A module's name as code."""
+    """A module's path as code."""
     parts = name.split(".") if name else []
     return "model" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in parts)
 
@@ -304,7 +304,7 @@ def _form(kind: type[Optimizer], name: str, effect: str, **settings: bool | None
 
 
 def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:
-    """Let the optimizer on the CPU take all parameters at once, as it does on a card."""
+    """Let the optimizer on the CPU process all parameters at once, as it does on a card."""
     _form(Optimizer, "", "", foreach=True).apply(step, stack)
 
 

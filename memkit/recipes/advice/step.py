@@ -1,6 +1,6 @@
 """One training step, as it is or changed by a remedy: on tensors without data, or for real on copies.
 
-`observe_step` is the only way to run one, so that what was predicted and what was measured went through the same code.
+`observe_step` is the only way to run one, so predictions and measurements go through the same code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AdvicePrecision: TypeAlias = Literal["bf16-mixed"] | None
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the user trains; the fields are the arguments of `memkit.advise`."""
+    """The user's training; the fields are the arguments of `memkit.advise`."""
 
     model: nn.Module
     batch: Any
@@ -46,13 +46,13 @@ class Training:
 
 @dataclass(slots=True)
 class AdvisedStep:
-    """A step that is about to run. A remedy changes the fields, and enters what must be left again into the stack.
+    """A step about to run. A remedy changes its fields, and pushes cleanup onto the stack.
 
     Attributes:
-        model: Holds stand-ins; whatever is done to it is undone afterwards.
-        make_optimizer: Called with the parameters when all remedies are in place.
-        settings: Of the wrapper that runs the step; without any it is a plain loop's.
-        has_data: Whether tensors have values.
+        model: Holds stand-ins; all changes to it are undone afterwards.
+        make_optimizer: Called with the parameters once all remedies are applied.
+        settings: Settings of the wrapper that runs the step; if empty, a plain loop runs it.
+        has_data: Whether the tensors have values.
     """
 
     model: nn.Module
@@ -65,11 +65,11 @@ class AdvisedStep:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def begin(self, optimizer: Optimizer, stack: ExitStack) -> Callable[[], object]:
-        """Return what runs the whole step once."""
+        """Return a function that runs the whole step once."""
         if not self.settings:
             return lambda: self._run_plainly(optimizer)
         settings: dict[str, Any] = {"precision": self.precision} | self.settings
-        # The probe is for the first batch: no part of a warm step.
+        # The probe is for the first batch and not part of a warm step.
         trainer = MemoryEfficientTrainingWrapper(self.model, optimizer, probe=False, **settings)
         stack.callback(trainer.close)
         return lambda: trainer.train_step(self.batch, self.loss_fn)
@@ -83,12 +83,12 @@ class AdvisedStep:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """How a module was called: what goes into `Trace`.
+    """How a module was called: the input of `Trace`.
 
     Attributes:
-        shapes: Of the tensors that it was given.
-        out_shape: Of what it returned; None where that is not one tensor.
-        num_calls: How often in one step.
+        shapes: Shapes of its tensor arguments.
+        out_shape: Shape of its output; None unless that is a single tensor.
+        num_calls: Number of calls in one step.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -98,18 +98,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What one step took.
+    """Measurements of one step.
 
     Attributes:
-        peak_bytes: Most bytes in live tensors in the warm step.
-        allocator_peak_bytes: With data: the same with what kernels took inside, by the CPU allocator's own events.
-        num_flops: Of the first step, by torch's counter: products, convolutions, and attention on a card.
-        recording: Of the warm step.
+        peak_bytes: Peak bytes in live tensors in the warm step.
+        allocator_peak_bytes: With data: the same including the kernels' workspace, from the CPU allocator's own events.
+        num_flops: Of the first step, by torch's counter: matrix products, convolutions, and attention on a card.
+        recording: Recording of the warm step.
         calls: By module name.
         optimizer: Its class, and the settings of its first group.
-        estimate: Without data: the peak taken apart.
-        gradients: With data: by parameter name, of the first step.
-        updates: With data: by parameter name, what the first step added.
+        estimate: Without data: the peak broken down.
+        gradients: With data: those of the first step, by parameter name.
+        updates: With data: the change of each parameter in the first step, by name.
         draws: With data: whether the step drew random numbers.
     """
 
@@ -129,11 +129,11 @@ StepChange: TypeAlias = Callable[[AdvisedStep, ExitStack], None]
 
 
 def observe_step(training: Training, change: StepChange, make_place: Callable[[], Place]) -> Observation:
-    """Run two steps with a change applied, and record the second; the user's objects are as before afterwards.
+    """Run two steps with a change applied, and record the second; the user's objects are restored afterwards.
 
     Args:
-        training: What is trained.
-        change: What a remedy does to the step.
+        training: The user's training.
+        change: The change that a remedy makes to the step.
         make_place: Where it runs: `Host` and `Gpu` without data, `RealHost` with data.
     """
     simulation = Simulation(make_place(), selected_fraction=training.selected_fraction)
@@ -180,10 +180,10 @@ def _observe(
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own class hook
     """Counts floating point operations by torch's formulas.
 
-    torch's own `FlopCounterMode` follows modules too, which fails where a backward runs inside of another (chunks).
+    torch's own `FlopCounterMode` also tracks modules, which fails if one backward runs inside another (chunks).
 
     Attributes:
-        num_flops: Up to now.
+        num_flops: The count so far.
     """
 
     supports_higher_order_operators = True
@@ -204,14 +204,14 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 class RealTensors:
-    """Copies with data, in the CPU's memory, that stand in for the user's tensors: operators run as they are."""
+    """Copies with data, in CPU memory, that stand in for the user's tensors: operators run normally."""
 
     def __init__(self) -> None:
         self.guesses = Guesses()  # nothing is guessed
 
     @contextmanager
     def standing_in(self, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """Exchange the tensors within the block."""
+        """Swap the tensors within the block."""
         copies, made = StorageCopies(), dict[int, tuple[Tensor, Tensor]]()
 
         def copied(tensor: Tensor) -> Tensor:
@@ -226,39 +226,39 @@ class RealTensors:
             yield replaced
 
     def survivors(self) -> list[Tensor]:
-        """Nobody is looked for: they have data."""
+        """Return nothing: these tensors have data, so there are no survivors to look for."""
         return []
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """It is no mode."""
+        """Do nothing: this is not a mode."""
 
 
 class RealHost:
-    """The CPU, with data: recorded by its allocator's own events, with what kernels take and give back inside."""
+    """The CPU, with data: recorded by its allocator's own events, which include the kernels' workspace."""
 
     device_type, has_past = "cpu", False
 
     def make_tensors(self, selected_fraction: float | None) -> RealTensors:  # noqa: ARG002 - as all places
-        """Copies."""
+        """Return copies with data."""
         return RealTensors()
 
     def make_recorder(self) -> Recorder:
-        """What sees inside of kernels."""
+        """Return a recorder that sees inside kernels."""
         return Recorder(marks=WorkspaceMarks())
 
     def on_stage(self, tensors: RealTensors) -> AbstractContextManager[Sequence[Patches]]:  # noqa: ARG002 - as all
-        """Everything is there."""
+        """Patch nothing: everything is there."""
         return nullcontext(())
 
     def figures(self) -> None:
-        """The CPU's allocator keeps no books."""
+        """Return nothing: the CPU allocator keeps no statistics."""
 
 
 class _Seen:
-    """What is read off the first step."""
+    """Observations of the first step."""
 
     def __init__(self, model: nn.Module, *, has_data: bool) -> None:
         self.calls: dict[str, Call] = {}
@@ -270,7 +270,7 @@ class _Seen:
 
     @contextmanager
     def watching(self, optimizer: Optimizer) -> Iterator[None]:
-        """Watch one step."""
+        """Watch one step with this optimizer."""
         before = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         random_state = torch.get_rng_state() if self._parameters else None
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Parts of a model that a remedy works on: which one holds the peak, and another in its place."""
+"""Submodules that remedies act on: find those that hold the most at the peak, and replace them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from memkit.chunk.halo import find_reach
 from memkit.recipes.advice.step import AdvisedStep, Call, Observation
 from memkit.train.split_check import scan_modules
 
-_LEAST_ROWS = 256  # fewer are better cut as micro-batches
+_LEAST_ROWS = 256  # with fewer rows, micro-batches are better
 _NUM_CHUNKS = 16
 _NUM_TILES = 4  # along the longest dimension
-_MOST_TRIED = 3  # looking for the reach of a large module takes seconds
+_MOST_TRIED = 3  # finding the reach of a large module takes seconds
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _WIDTHS = (nn.Linear, nn.LayerNorm)
 
 
 def held_by_modules(seen: Observation) -> dict[str, int]:
-    """Bytes at the peak that the calls of each module made, with all modules below it."""
+    """Bytes at the peak that each module's calls allocated, including its submodules."""
     held = dict.fromkeys(seen.calls, 0)
     for storage in seen.recording.top(seen.recording.num_storages):
         if storage.category in ("activation", "temporary"):
@@ -34,7 +34,7 @@ def held_by_modules(seen: Observation) -> dict[str, int]:
 
 
 def chunkable(model: nn.Module, seen: Observation) -> tuple[str, int] | None:
-    """Find the module of many rows that holds most at the peak: its name, and rows of a chunk."""
+    """Find the module with many rows that holds most at the peak: its name, and the rows of a chunk."""
     for name, call in _by_size(seen):
         num_rows = {shape[0] if shape else 0 for shape in (*call.shapes, call.out_shape or ())}
         has_rows = bool(name) and len(num_rows) == 1 and min(num_rows) >= _LEAST_ROWS
@@ -44,7 +44,7 @@ def chunkable(model: nn.Module, seen: Observation) -> tuple[str, int] | None:
 
 
 def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None:
-    """Find the convolutional module that holds most at the peak: its name, the dimension to cut, and a tile's size."""
+    """Find the convolutional module that holds most at the peak: its name, the dimension to tile, and the tile size."""
     tried = 0
     for name, call in _by_size(seen):
         module = model.get_submodule(name)
@@ -55,8 +55,8 @@ def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None
         dim = max(range(2 - len(shape), 0), key=lambda each: shape[each])
         size = -(-shape[dim] // _NUM_TILES)
         x = torch.empty((), dtype=next(module.parameters()).dtype).expand(shape)
-        with suppress(InputError, InputTypeError):  # it looks at everything, or mixes what lies far apart
-            reach = find_reach(module, x, [dim])[dim]  # kept for the module: the runs without data need it
+        with suppress(InputError, InputTypeError):  # unbounded reach, or it mixes positions far apart
+            reach = find_reach(module, x, [dim])[dim]  # cached for the module: the runs without data need it
             if size + reach.before + reach.after < shape[dim]:
                 return name, dim, size
         tried += 1
@@ -66,7 +66,7 @@ def tileable(model: nn.Module, seen: Observation) -> tuple[str, int, int] | None
 
 
 def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
-    """Modules that are called once in a step, those that hold most first, of equal ones the outer."""
+    """Yield modules called once per step, largest holders first; of equal ones the outer first."""
     held = held_by_modules(seen)
     for name in sorted(held, key=lambda each: (-held[each], each.count(".") + bool(each))):
         if held[name] and seen.calls[name].num_calls == 1:
@@ -74,7 +74,7 @@ def _by_size(seen: Observation) -> Iterator[tuple[str, Call]]:
 
 
 class _Instead(nn.Module):
-    """Stands in a module's place, and hands its calls on to something else that runs it."""
+    """Replaces a module and passes its calls to another function that runs it."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _Instead(nn.Module):
 
 
 def replace_submodule(step: AdvisedStep, name: str, make_run: Callable[[nn.Module], Callable[..., Any]]) -> None:
-    """Let another function answer the calls of a module; of the model itself where the name is empty."""
+    """Replace a module by another function; an empty name means the model itself."""
     module = step.model.get_submodule(name)
     instead = _Instead(module, make_run(module))
     if name:
@@ -96,7 +96,7 @@ def replace_submodule(step: AdvisedStep, name: str, make_run: Callable[[nn.Modul
 
 
 def find_mlps(model: nn.Module) -> dict[str, nn.Sequential]:
-    """List the sequences of linear layers with something elementwise between them."""
+    """Return the sequences of linear layers with only elementwise layers between them."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -107,9 +107,9 @@ def find_mlps(model: nn.Module) -> dict[str, nn.Sequential]:
 
 
 def halve_widths(mlp: nn.Sequential) -> None:
-    """Give a sequence of linear layers new ones with half as many hidden units."""
+    """Rebuild a sequence of linear layers with half as many hidden units."""
     last = [key for key, layer in mlp.named_children() if isinstance(layer, nn.Linear)][-1]
-    width: int | None = None  # that the next layer is given, where it is another one than before
+    width: int | None = None  # input width of the next layer, if it has changed
     for key, layer in list(mlp.named_children()):
         if isinstance(layer, nn.Linear):
             before = layer.in_features if width is None else width

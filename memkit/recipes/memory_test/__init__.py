@@ -1,1 +1,1 @@
-"""The sweep of an edge network's memory over its number of edges, as its first program had it."""
+"""Sweep of an edge network's memory over its number of edges, as in the program it was ported from."""

@@ -1,4 +1,4 @@
-"""What the edge-count analysis of a neural operator sweeps over: one frozen value, with the source's defaults."""
+"""Configuration of the edge-count analysis of a neural operator: one frozen value, with the source's defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memkit.predict.settings import Settings
 
 
 def _frozen(value: Any) -> Any:
-    """Turn lists into tuples, at any depth: a configuration file, and most people, write ``[64, 64]``."""
+    """Turn lists into tuples, at any depth: configuration files, and most users, write ``[64, 64]``."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -23,8 +23,8 @@ _Sizes = Annotated[tuple[_Size, ...], BeforeValidator(_frozen), Field(min_length
 class MemoryTestConfig(Settings):
     """Settings of `memkit.recipes.run_memory_test`, the edge-count memory analysis of a neural operator.
 
-    There are two analyses. The full one takes encoder, decoder and whole model through ``num_test_points`` edge counts.
-    The core one takes the MLP of the edges alone through every combination of MLP, coordinate and feature dimension.
+    There are two analyses. The full one sweeps encoder, decoder and whole model over ``num_test_points`` edge counts.
+    The core one sweeps only the edge MLP, over every combination of MLP, coordinate and feature dimension.
 
     Raises:
         ConfigError: A field is unknown, has the wrong type, or is out of range.
@@ -90,14 +90,14 @@ class MemoryTestConfig(Settings):
 
     @property
     def num_edges(self) -> tuple[int, ...]:
-        """The edge counts of the full analysis, from `min_edges` to `max_edges`, in equal ratios."""
+        """The edge counts of the full analysis, from `min_edges` to `max_edges`, geometrically spaced."""
         ratio = self.max_edges / self.min_edges
         last = self.num_test_points - 1
         return _rising(round(self.min_edges * ratio ** (point / last)) for point in range(self.num_test_points))
 
     @property
     def modes(self) -> tuple[StepMode, ...]:
-        """``"train"`` and ``"inference"``, as far as they are switched on."""
+        """The modes that are enabled, of ``"train"`` and ``"inference"``."""
         switches: tuple[tuple[StepMode, bool], ...] = (
             ("train", self.test_training_mode),
             ("inference", self.test_inference_mode),

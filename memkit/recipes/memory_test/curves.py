@@ -1,4 +1,4 @@
-"""One curve of a sweep, its points and its law, and the figures that the edge-count analysis derives from them."""
+"""One curve of a sweep, with its points and its law, and the figures that the edge-count analysis derives."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, eq=False)
 class ScalingCurve:
-    """One step over its sizes, in each mode.
+    """One step over a range of sizes, in each mode.
 
     Attributes:
-        name: What runs.
-        case: The part of the reference operator; None for a step of the user's own.
+        name: Name of the step.
+        case: The part of the reference operator; None for the user's own step.
         result: Points, predicted or measured, and the law of each mode.
     """
 
@@ -34,24 +34,24 @@ class ScalingCurve:
 
     @property
     def modes(self) -> tuple[StepMode, ...]:
-        """The modes that have points."""
+        """The modes with points."""
         return tuple(dict.fromkeys(point.mode for point in self.result.points))
 
     def ratios(self) -> dict[int, float]:
-        """Training peak over inference peak by size, of the points that have both."""
+        """Training peak over inference peak by size, for the points that have both."""
         both = self.result.peaks("train").keys() & self.result.peaks("inference").keys()
         return {size: self.result.ratio(size) or 0.0 for size in sorted(both)}
 
     def predicted_bytes(self, mode: StepMode, size: int) -> int | None:
-        """The law's peak; None where there is no law, or it does not reach."""
+        """The peak by the law; None if there is no law, or the size is out of its range."""
         return self._ask(mode, lambda law: law.predict(size))
 
     def growth_bytes(self, mode: StepMode, size: int) -> int | None:
-        """What as many edges again would add, by the law: what the edges take, without the constant part."""
+        """Growth when the number of edges doubles, by the law: the edges' share, without the constant part."""
         return self._ask(mode, lambda law: law.predict(2 * size) - law.predict(size))
 
     def largest(self, mode: StepMode, budget: CapacityLike) -> int | None:
-        """The largest size whose predicted peak fits; None where no law says so, or where every size does."""
+        """The largest size whose predicted peak fits; None if no law gives one, or if every size fits."""
         return self._ask(mode, lambda law: law.max_n(budget))
 
     def _ask(self, mode: StepMode, question: Callable[[Law], _Answer]) -> _Answer | None:
@@ -59,11 +59,11 @@ class ScalingCurve:
             return None
         try:
             return question(self.result.law[mode])
-        except InputError:  # beyond the law's reach
+        except InputError:  # out of the law's range
             return None
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One row for each point, sizes in bytes; None is not known."""
+        """Yield one row per point, sizes in bytes; None means unknown."""
         case, ratios = self.case, self.ratios()
         for point in self.result.points:
             theory = None if case is None else case.edge_bytes(point.size)
@@ -93,12 +93,12 @@ class ScalingCurve:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A card that a sweep is compared with.
+    """A card to compare a sweep with.
 
     Attributes:
-        name: What it stands for.
+        name: The name it stands for.
         card: The card.
-        advised: The edge count that the source gives; None where it gives none.
+        advised: The edge count that the source recommends; None if it gives none.
     """
 
     name: str
@@ -107,10 +107,10 @@ class Capacity:
 
 
 def capacities(gpus: Sequence[str] = ()) -> tuple[Capacity, ...]:
-    """The cards that are named; where none is, of each of the source's three classes NVIDIA's card that holds least.
+    """The named cards; by default, for each of the source's three classes, the NVIDIA card with the least memory.
 
     Raises:
-        InputError: A name is not that of one card.
+        InputError: A name does not match exactly one card.
     """
     if gpus:
         return tuple(Capacity("", find_gpu(name), None) for name in gpus)

@@ -1,4 +1,4 @@
-"""The result of a sweep as files and text: CSV, JSON, SVG, PNG under the source's names, and a summary for people."""
+"""Result of a sweep as files and text: CSV, JSON, SVG and PNG under the source's names, and a readable summary."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _STEMS = {
 
 @dataclass(frozen=True, eq=False)
 class MemoryTestResult:
-    """Every curve of a sweep. `explain` is the text, `write` makes the files.
+    """All curves of a sweep. `explain` returns the text, `write` writes the files.
 
     Attributes:
-        analysis: ``"full"`` or ``"core"``; ``"script"`` for a step of the user's own.
-        device: What was measured on; None where all is predicted.
-        curves: In the order in which they ran.
-        capacities: The cards that they are compared with.
+        analysis: ``"full"`` or ``"core"``; ``"script"`` for the user's own step.
+        device: The device measured on; None if everything is predicted.
+        curves: In the order they ran.
+        capacities: The cards they are compared with.
 
     Example:
         >>> import memkit as mk
@@ -56,13 +56,13 @@ class MemoryTestResult:
 
     @property
     def how(self) -> str:
-        """Where the figures come from, in a sentence."""
+        """Source of the figures, in one sentence."""
         if self.device is None:
             return "Predicted on tensors without data: no step ran on any device. Live bytes, as the CPU counts them."
         return f"Measured on {self.device}, each point in a process of its own, second step."
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain types, sizes in bytes; None is not known."""
+        """Return plain types, sizes in bytes; None means unknown."""
         return {
             "analysis": self.analysis,
             "device": self.device,
@@ -90,16 +90,16 @@ class MemoryTestResult:
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """What the laws' traces answered without data, each once."""
+        """Values that the laws' traces guessed for lack of data, without duplicates."""
         return tuple(dict.fromkeys(guess for curve in self.curves for guess in curve.result.guesses))
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """Why the laws are not known to hold, each reason once."""
+        """Reasons why the laws may not hold, without duplicates."""
         return tuple(dict.fromkeys(doubt for curve in self.curves for doubt in curve.result.doubts))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each point: the columns of the CSV file."""
+        """One row per point: the columns of the CSV file."""
         return [row for curve in self.curves for row in curve.rows()]
 
     def figure(self) -> Figure:
@@ -110,10 +110,10 @@ class MemoryTestResult:
         return Figure(_TITLES[self.analysis], panels(self.analysis, self.curves, self._shown, cards), notes)
 
     def write(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write CSV, JSON and SVG, and PNG where matplotlib is installed, each as a whole or not at all.
+        """Write CSV, JSON and SVG, and PNG if matplotlib is installed, each atomically.
 
         Args:
-            folder: Is made if it is not there. Files of an earlier run are replaced.
+            folder: Created if missing. Files of an earlier run are replaced.
 
         Returns:
             The files, the PNG last.
@@ -144,7 +144,7 @@ class MemoryTestResult:
         return paths
 
     def explain(self) -> str:
-        """A summary for people: laws, ratios, theory against actual, and what fits which cards."""
+        """Return a readable summary: laws, ratios, theory against actual, and what fits which cards."""
         parts = [[f"{_TITLES[self.analysis]}. {self.how}"], self._laws(), self._advice()]
         for title, rows in (("NOT KNOWN, because", self.doubts), ("Answered without data:", self.guesses)):
             parts += [[title, *map(printable, rows)]] if rows else []
@@ -152,14 +152,14 @@ class MemoryTestResult:
 
     @property
     def _shown(self) -> tuple[ScalingCurve, ...]:
-        """All curves; of the core analysis each MLP once, at the last of the dimensions."""
+        """All curves; for the core analysis each MLP once, at the last of the dimensions."""
         if self.analysis != "core":
             return self.curves
         return tuple({curve.case.mlp: curve for curve in self.curves if curve.case}.values())
 
     @property
     def _others(self) -> str:
-        """What is said of the curves that are not shown."""
+        """A remark on the curves that are not shown."""
         num_others = len(self.curves) - len(self._shown)
         if not num_others:
             return ""
@@ -213,6 +213,6 @@ def _law_row(curve: ScalingCurve, mode: StepMode) -> str:
 
 
 def _span(numbers: Sequence[float]) -> str:
-    """The ends of a list of numbers, or the one that there is."""
+    """The range of a list of numbers, or the only number."""
     ends = [f"{end:.2f}" for end in (min(numbers), max(numbers))] if numbers else ["-"]
     return " .. ".join(dict.fromkeys(ends))

@@ -1,4 +1,4 @@
-"""What the plots of a sweep show: peaks by mode, training over inference, theory against actual."""
+"""Plots of a sweep: peaks by mode, training over inference, theory against actual."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _Named: TypeAlias = Sequence[tuple[str, ScalingCurve]]
 def panels(
     analysis: Analysis, curves: Sequence[ScalingCurve], shown: Sequence[ScalingCurve], cards: Sequence[GPU]
 ) -> list[Panel]:
-    """Lay out the panels; those without anything to show are left out.
+    """Lay out the panels, leaving out empty ones.
 
     Args:
-        analysis: Which.
-        curves: All of it.
-        shown: Those that get a line of their own.
-        cards: What they leave torch is drawn as levels.
+        analysis: The analysis.
+        curves: All of its curves.
+        shown: The curves with a line of their own.
+        cards: Their memory available to torch is drawn as horizontal lines.
     """
     x_name = "size" if analysis == "script" else "number of edges"
     names = [_mlp(curve) if analysis == "core" else curve.name for curve in shown]
@@ -68,7 +68,7 @@ def _peaks(named: _Named, mode: StepMode) -> list[Series]:
 
 
 def _law(curve: ScalingCurve, mode: StepMode) -> dict[int, int | None]:
-    """The law's line, from the smallest to the largest size of the sweep."""
+    """Points of the law's line, from the smallest to the largest size of the sweep."""
     sizes = {point.size for point in curve.result.points if point.mode == mode}
     if not sizes:
         return {}
@@ -99,7 +99,7 @@ def _theory(named: _Named) -> list[Series]:
 
 
 def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> list[Series]:
-    """By feature dimension: at the largest size, and the coordinate dimension that is shown."""
+    """By feature dimension: at the largest size, and the coordinate dimension shown."""
     series = []
     for colour, (name, shown) in enumerate(named):
         actual, theory = dict[int, float | None](), dict[int, float | None]()
@@ -117,7 +117,7 @@ def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> list[Series]:
 
 
 def _series(name: str, heights: Mapping[int, float | None], unit: int, colour: int, style: Style) -> Series:
-    there = {x: y / unit for x, y in heights.items() if y}  # zero has no place on a logarithmic axis
+    there = {x: y / unit for x, y in heights.items() if y}  # zero cannot be shown on a logarithmic axis
     return Series(name, tuple(there), tuple(there.values()), colour, style)
 
 

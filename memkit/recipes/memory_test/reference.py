@@ -1,6 +1,6 @@
-"""The neural operator whose memory grows with its edges: encoder, decoder, whole model, and the edges' MLP alone.
+"""A neural operator whose memory grows with its edges: encoder, decoder, whole model, and the edge MLP alone.
 
-A kernel integral over a graph: an MLP of the coordinates of both ends of every edge is multiplied with the features at
+A kernel integral over a graph: an MLP of the coordinates of both ends of each edge is multiplied with the features at
 the edge's source and averaged at its target. Written from the description in the GAOT-3D project (its "linear" kind of
 integral transform), in plain PyTorch.
 """
@@ -30,7 +30,7 @@ class IntegralTransform(nn.Module):
         self.kernel = edge_mlp(mlp, coord_dim, feature_dim)
 
     def forward(self, sources: Tensor, targets: Tensor, features: Tensor, edges: Tensor) -> Tensor:
-        """Go from sources to targets.
+        """Transform features from sources to targets.
 
         Args:
             sources: ``(s, coord_dim)``, coordinates.
@@ -50,7 +50,7 @@ class IntegralTransform(nn.Module):
 
 
 class NeuralOperator(nn.Module):
-    """Encoder and decoder, each an integral transform, and between them a processor: an MLP of every token."""
+    """Encoder and decoder, each an integral transform, with a processor between them: an MLP on every token."""
 
     def __init__(self, mlp: tuple[int, ...], coord_dim: int, feature_dim: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class NeuralOperator(nn.Module):
         self.decoder = IntegralTransform(mlp, coord_dim, feature_dim)
 
     def forward(self, nodes: Tensor, tokens: Tensor, features: Tensor, edges: Tensor) -> Tensor:
-        """Go from nodes to tokens and back; the same edges are used both ways.
+        """Transform features from nodes to tokens and back; the same edges are used both ways.
 
         Args:
             nodes: ``(p, coord_dim)``, coordinates.
@@ -79,7 +79,7 @@ class NeuralOperator(nn.Module):
 
 
 def edge_mlp(mlp: tuple[int, ...], coord_dim: int, feature_dim: int) -> nn.Sequential:
-    """From ``(e, 2 * coord_dim)`` through hidden layers with GELU to ``(e, feature_dim)``."""
+    """MLP from ``(e, 2 * coord_dim)`` through hidden layers with GELU to ``(e, feature_dim)``."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise((2 * coord_dim, *mlp)):
         layers += [nn.Linear(before, after), nn.GELU()]
@@ -88,15 +88,15 @@ def edge_mlp(mlp: tuple[int, ...], coord_dim: int, feature_dim: int) -> nn.Seque
 
 @dataclass(frozen=True)
 class EdgeCase:
-    """One part of the operator at one setting: what a curve of the analysis belongs to.
+    """One part of the operator with one setting: the subject of one curve.
 
     Attributes:
-        part: What runs.
-        mlp: Hidden widths of the edges' MLP.
-        coord_dim: Coordinates of a node.
-        feature_dim: Features of a node.
-        num_physical_nodes: Nodes; not used by the MLP alone.
-        num_latent_tokens: Tokens; not used by the MLP alone.
+        part: The part that runs.
+        mlp: Hidden widths of the edge MLP.
+        coord_dim: Coordinates per node.
+        feature_dim: Features per node.
+        num_physical_nodes: Number of nodes; not used by the MLP alone.
+        num_latent_tokens: Number of tokens; not used by the MLP alone.
     """
 
     part: ModelPart
@@ -107,16 +107,16 @@ class EdgeCase:
     num_latent_tokens: int
 
     def edge_bytes(self, num_edges: int) -> int:
-        """The source's theory: each edge's row in and after every layer of the MLP, once, in float32.
+        """Bytes by the source's theory: each edge's row at the input and after every MLP layer, once, in float32.
 
         ``num_edges * (2 * coord_dim + sum(mlp) + feature_dim) * 4 bytes``, and twice that for the whole model, which
-        has two such MLPs. A real step holds more: what the activation functions keep, products, gradients.
+        has two such MLPs. A real step holds more: values saved by the activation functions, products, gradients.
         """
         widths = 2 * self.coord_dim + sum(self.mlp) + self.feature_dim
         return num_edges * widths * _ITEM_BYTES * (2 if self.part == "full model" else 1)
 
     def build_step(self, num_edges: int, mode: StepMode) -> Callable[[], None]:
-        """Make model and inputs; the step runs the model once."""
+        """Create model and inputs, and return a step that runs the model once."""
         model, inputs = self._model_and_inputs(num_edges)
         if mode == "inference":
 
@@ -149,7 +149,7 @@ class EdgeCase:
 
 
 def full_cases(config: MemoryTestConfig) -> tuple[EdgeCase, ...]:
-    """What the full analysis runs: the parts that are switched on."""
+    """Cases of the full analysis: the parts that are enabled."""
     parts: dict[ModelPart, bool] = {
         "encoder": config.test_encoder,
         "decoder": config.test_decoder,
@@ -160,7 +160,7 @@ def full_cases(config: MemoryTestConfig) -> tuple[EdgeCase, ...]:
 
 
 def core_cases(config: MemoryTestConfig) -> tuple[EdgeCase, ...]:
-    """What the core analysis runs: the MLP alone, at every combination of its settings."""
+    """Cases of the core analysis: the MLP alone, with every combination of its settings."""
     settings = itertools.product(config.core_mlps, config.core_coord_dims, config.core_feature_dims)
     nodes = config.num_physical_nodes, config.num_latent_tokens
     return tuple(EdgeCase("edge MLP", *setting, *nodes) for setting in settings)

@@ -1,4 +1,4 @@
-"""The edge-count memory analysis as one call: every curve of it, predicted or measured."""
+"""The edge-count memory analysis in one call: all of its curves, predicted or measured."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ def run_memory_test(
     known: Known | None = None,
     on_point: OnPoint = lambda *_: None,
 ) -> MemoryTestResult:
-    """Say how the memory of a neural operator grows with the edges of its graph.
+    """Determine how the memory of a neural operator grows with the edges of its graph.
 
     Args:
-        config: What to sweep over, and whether to predict or to measure; None for the defaults.
-        analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edges' MLP alone, in all its settings.
-        gpus: Names of cards to compare with; none: one of each class that the source speaks of.
-        memory_limit: Measured runs alone: as for `measure_scaling`.
+        config: The ranges to sweep over, and whether to predict or measure; None for the defaults.
+        analysis: ``"full"``: encoder, decoder, whole model. ``"core"``: the edge MLP alone, with all its settings.
+        gpus: Names of cards to compare with; if empty, one of each class that the source names.
+        memory_limit: For measured runs only: as for `measure_scaling`.
         known: Measured points of an interrupted run, by the name of their curve: these are not measured again.
-        on_point: Called with the curve's name and each point as it is there.
+        on_point: Called with the curve's name and each point as soon as it is available.
 
     Returns:
-        Curves with points and laws; `MemoryTestResult.write` makes the files, `MemoryTestResult.explain` the text.
+        Curves with points and laws; `MemoryTestResult.write` writes the files, `MemoryTestResult.explain` returns the
+        text.
 
     Raises:
-        ConfigError: Nothing is switched on, ``analysis`` is another word, or there is a ``memory_limit`` where the
-            config asks for a prediction.
-        InputError: A name in ``gpus`` is not that of one card, or ``memory_limit`` is no size.
-        InputTypeError: ``config`` is no `MemoryTestConfig`.
+        ConfigError: Nothing is enabled, ``analysis`` is invalid, or ``memory_limit`` is set although the config asks
+            for a prediction.
+        InputError: A name in ``gpus`` does not match exactly one card, or ``memory_limit`` is not a size.
+        InputTypeError: ``config`` is not a `MemoryTestConfig`.
 
     Warns:
-        MemkitWarning: A measured run was asked for on a device that is not here; the figures are predicted.
+        MemkitWarning: Measuring was requested on a device that is not available; the figures are predicted.
 
     Memory cost:
-        Predicted: no tensor memory. Measured: that of the step, in a process of its own.
+        Predicted: no tensor memory. Measured: that of the step, in its own process.
 
     Source:
-        The memory test of the GAOT-3D project, whose names and files this keeps; `docs/profile.md`.
+        The memory test of the GAOT-3D project, whose names and files are kept; `docs/profile.md`.
 
     Example:
         >>> import memkit as mk
@@ -91,7 +92,7 @@ def run_memory_test(
     return _swept(analysis, steps, sizes, config, gpus, memory_limit, known, on_point)
 
 
-# The options are those of run_memory_test, in full: both are called with keywords by a command and by users.
+# The options of run_memory_test are repeated in full: a command and users call both with keywords.
 def run_own_step(
     name: str,
     build_step: BuildStep,
@@ -103,17 +104,17 @@ def run_own_step(
     known: Known | None = None,
     on_point: OnPoint = lambda *_: None,
 ) -> MemoryTestResult:
-    """Take a step of the user's own through the same: `profile_scaling` or `measure_scaling`, as the config says.
+    """Run the same analysis on the user's own step, with `profile_scaling` or `measure_scaling` as configured.
 
     Args:
-        name: What to call it.
+        name: Name of the step.
         build_step: As for `profile_scaling`; for a measured run as for `measure_scaling`.
-        sizes: Sizes.
+        sizes: The sizes to sweep over.
         config: Source, device and modes; its edges and parts are not used.
-        gpus: As for `run_memory_test`, and likewise the others.
-        memory_limit: Likewise.
-        known: Likewise.
-        on_point: Likewise.
+        gpus: As for `run_memory_test`.
+        memory_limit: As for `run_memory_test`.
+        known: As for `run_memory_test`.
+        on_point: As for `run_memory_test`.
     """
     return _swept("script", [(name, None, build_step)], sizes, config, gpus, memory_limit, known, on_point)
 
@@ -158,10 +159,10 @@ def _swept(
 
 
 def _device_of(config: MemoryTestConfig) -> str | None:
-    """Where to measure; None where the config wants a prediction, or this machine cannot do otherwise.
+    """Return the device to measure on; None if the config wants a prediction, or this machine can only predict.
 
     Warns:
-        MemkitWarning: It cannot.
+        MemkitWarning: The machine lacks the device.
     """
     if config.source == "fake":
         return None

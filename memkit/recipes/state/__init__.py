@@ -1,1 +1,1 @@
-"""State to resume: saved whole, read without running anything, put back bitwise."""
+"""State to resume from: saved atomically, read without running any code, restored bitwise."""

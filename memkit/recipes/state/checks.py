@@ -1,4 +1,4 @@
-"""What `TrainingStateManager` is told: steps, metrics, objects, and which state."""
+"""Argument checks of `TrainingStateManager`: steps, metrics, objects, and which state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memkit.recipes.state.manifest import LARGEST_STEP
 
 
 def check_given(step: int, objects: Collection[str]) -> None:
-    """Refuse a state of nothing."""
+    """Refuse a state without objects."""
     if not objects:
         raise InputError(
             f"TrainingStateManager.save({step})",
@@ -22,9 +22,9 @@ def check_given(step: int, objects: Collection[str]) -> None:
 
 
 def as_step(step: object) -> int:
-    """Return the number of a step."""
+    """Return the step as an int."""
     try:
-        number = operator.index(step)  # type: ignore[arg-type] # also a NumPy integer; what it is not is refused here
+        number = operator.index(step)  # type: ignore[arg-type] # also a NumPy integer; anything else is refused here
     except TypeError:
         raise InputTypeError(
             f"TrainingStateManager.save({step!r})",
@@ -43,9 +43,9 @@ def as_step(step: object) -> int:
 
 
 def as_metric(step: object, metric: object) -> float | None:
-    """Return a metric as a number."""
+    """Return the metric as a float."""
     try:
-        return None if metric is None else float(metric)  # type: ignore[arg-type] # what is no number is refused here
+        return None if metric is None else float(metric)  # type: ignore[arg-type] # non-numbers are refused here
     except (TypeError, ValueError, RuntimeError):
         raise InputTypeError(
             f"TrainingStateManager.save({step!r}, metric=...)",
@@ -56,7 +56,7 @@ def as_metric(step: object, metric: object) -> float | None:
 
 
 def check_which(which: object) -> None:
-    """Refuse what names no state."""
+    """Refuse an invalid choice of state."""
     if which not in ("latest", "best") and not isinstance(which, Integral):
         raise InputError(
             f"TrainingStateManager.restore({which!r})",

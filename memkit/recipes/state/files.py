@@ -1,13 +1,13 @@
-"""States on a disk: a folder each, which is there as a whole or not at all, with a checksum of every file.
+"""States on disk: one folder each, written atomically, with a checksum of every file.
 
-A state is written into a folder of a hidden name. Its files are flushed to the disk, the manifest (size and SHA-256 of
-each file) comes last, and one rename shows the folder under its name. Whatever stops the process, a folder with a
-state's name is complete. Who writes holds a lock on the directory, which the kernel frees when the process dies: so
-hidden folders that a writer finds are left over from dead ones, and it removes them.
+A state is written into a folder with a hidden name. Its files are flushed to disk, the manifest (size and SHA-256 of
+each file) comes last, and one rename makes the folder visible under its name. Whatever stops the process, a folder with
+a state's name is complete. A writer holds a lock on the directory, which the kernel frees when the process dies: hidden
+folders that a writer finds are therefore leftovers of dead processes, and it removes them.
 
-Somebody else's files may lie beside the states and in them, and states may come from elsewhere. Only files that a
-writer makes are removed, only folders that hold nothing else, and no link is followed there. Only regular files are
-read: a pipe in one's place would keep the reader waiting.
+Foreign files may lie next to the states and inside them, and states may have been copied from elsewhere. Only files
+that a writer creates are removed, only folders that hold nothing else, and links are never followed. Only regular files
+are read: a pipe in place of one would block the reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memkit._core.errors import MemkitWarning, StateError
 from memkit._machine.files import write_text
 from memkit.recipes.state.manifest import MANIFEST, OWN_FILE, ManifestEntry, parse_manifest, write_manifest
 
-_LARGEST_MANIFEST_BYTES = 2**26  # of some 300,000 files
+_LARGEST_MANIFEST_BYTES = 2**26  # enough for some 300,000 files
 _NAME = re.compile(r"(\d{8,12})-step-(\d{1,18})", re.ASCII)
 _DRAFT = ".memkit-new"
 _HIDDEN = re.compile(rf"({re.escape(_DRAFT)}|\.memkit-{_NAME.pattern})(-[0-9a-f]{{8}})?", re.ASCII)
@@ -48,8 +48,8 @@ class SavedState:
 
     Attributes:
         path: The folder.
-        serial: Its number: states are numbered in the order in which they were saved.
-        step: The training step that it was saved at.
+        serial: Its number: states are numbered in the order they were saved.
+        step: The training step at which it was saved.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class SavedState:
         return content
 
     def check_files(self, files: Mapping[str, ManifestEntry]) -> None:
-        """Read files and compare them with their entries in the manifest.
+        """Read files and compare them with their manifest entries.
 
         Raises:
             ValueError: A file is not what was written.
@@ -82,7 +82,7 @@ class SavedState:
 
 
 def list_states(directory: Path) -> list[SavedState]:
-    """Return the states in a directory, the newest first; none where there is no directory."""
+    """Return the states in a directory, newest first; empty if there is no directory."""
     states = [
         SavedState(path, int(match[1]), int(match[2])) for path, match in _named_as_states(directory) if path.is_dir()
     ]
@@ -90,7 +90,7 @@ def list_states(directory: Path) -> list[SavedState]:
 
 
 def list_strays(directory: Path) -> list[Path]:
-    """Return what has a state's name and is none: something else than a folder."""
+    """Return paths that have a state's name but are not folders."""
     return sorted(path for path, _ in _named_as_states(directory) if not path.is_dir())
 
 
@@ -104,13 +104,13 @@ def _named_as_states(directory: Path) -> list[tuple[Path, re.Match[str]]]:
 
 @contextlib.contextmanager
 def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
-    """Hold a lock on a directory: alone to write, with other readers to read. Waits for who holds it.
+    """Hold a lock on a directory: exclusive for writing, shared for reading. Waits for the current holder.
 
-    The lock is on the directory itself, so that it can be taken where nothing may be written. A file system without
-    locks (and Windows) goes without: then at most one process may use the directory.
+    The lock is on the directory itself, so that it can be taken in a read-only directory. File systems without locks
+    (and Windows) do without it: then at most one process may use the directory.
 
     Yields:
-        A function that flushes the directory's own entries to the disk.
+        A function that flushes the directory's own entries to disk.
     """
     if sys.platform == "win32":  # cannot open a directory
         yield lambda: None
@@ -121,13 +121,13 @@ def locked(directory: Path, *, alone: bool) -> Iterator[Callable[[], None]]:
         yield lambda: os.fsync(descriptor)
     finally:
         with contextlib.suppress(OSError):
-            # A child that was forked in the meantime holds the lock too: closing alone would not free it.
+            # A child process forked meanwhile holds the lock too: closing alone would not free it.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _lock(descriptor: int, directory: Path, kind: int) -> None:
-    """Take a lock; say so where that takes long, since a process that is stopped keeps its lock."""
+    """Take a lock; warn if that takes long, since a stopped process keeps its lock."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -146,10 +146,10 @@ def _lock(descriptor: int, directory: Path, kind: int) -> None:
 
 @contextlib.contextmanager
 def drafting(directory: Path) -> Iterator[Draft]:
-    """Write a state in the block, alone in the directory; without `Draft.commit` nothing of it stays.
+    """Write a state in the block, with exclusive access; without `Draft.commit` nothing of it remains.
 
     Args:
-        directory: Where the states are; made if it is not there.
+        directory: Where the states are stored; created if missing.
 
     Raises:
         OSError: The directory cannot be written to.
@@ -168,14 +168,14 @@ def drafting(directory: Path) -> Iterator[Draft]:
 
 @final
 class Draft:
-    """A state that is being written.
+    """A state being written.
 
     Args:
-        directory: Where the states are.
+        directory: Where the states are stored.
         flush: Flushes the directory, see `locked`.
 
     Attributes:
-        path: The hidden folder, for the state's files.
+        path: The hidden folder for the state's files.
     """
 
     def __init__(self, directory: Path, flush: Callable[[], None]) -> None:
@@ -184,16 +184,16 @@ class Draft:
         self.path.mkdir()
 
     def commit(self, step: int, files: Mapping[str, ManifestEntry], notes: Mapping[str, Any]) -> None:
-        """Show the state to everybody: from here on it survives whatever comes.
+        """Make the state visible under its name: from here on it survives a crash.
 
         Args:
             step: The training step.
-            files: What `write_file` returned, by name.
+            files: The results of `write_file`, by name.
             notes: More plain values for the manifest.
         """
         text = write_manifest({"step": step, "files": dict(files), **notes})
         write_text(self.path / MANIFEST, text)  # flushes the folder's entries too
-        # Whatever has a state's name takes its number: a rename onto it would fail, or replace an empty folder.
+        # Anything with a state's name uses up its number: a rename onto it would fail, or replace an empty folder.
         serial = max((int(match[1]) for _, match in _named_as_states(self._directory)), default=0) + 1
         name = f"{serial:08d}-step-{step}"
         if not _NAME.fullmatch(name):
@@ -208,12 +208,12 @@ class Draft:
 
 
 def remove_states(states: Iterable[SavedState]) -> None:
-    """Remove states: each is hidden first, so that it is never seen in part. One that cannot be removed stays."""
+    """Remove states: each is hidden first, so it is never seen incomplete. One that cannot be removed stays."""
     for state in states:
         if not _is_own_folder(state.path):
             _warn_of_what_stays(state.path, "something in it was not written by memkit")
             continue
-        if not any(state.path.iterdir()):  # nor is an empty folder one that was written here
+        if not any(state.path.iterdir()):  # an empty folder was not written here either
             continue
         hidden = _free_path(state.path.with_name(f".memkit-{state.path.name}"))
         try:
@@ -225,7 +225,7 @@ def remove_states(states: Iterable[SavedState]) -> None:
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove a folder that holds only what a writer makes; leave anything else as it is."""
+    """Remove a folder that holds only files of a writer; leave any other folder unchanged."""
     if not _is_own_folder(path):
         return
     try:
@@ -237,7 +237,7 @@ def _remove_folder(path: Path) -> None:
 
 
 def _is_own_folder(path: Path) -> bool:
-    """Say whether a path is a folder, no link to one, in which there are only regular files that a writer makes."""
+    """Whether a path is a folder, not a link, that holds only regular files of the kind a writer creates."""
     try:
         if not stat.S_ISDIR(path.lstat().st_mode):
             return False
@@ -253,21 +253,21 @@ def _warn_of_what_stays(path: Path, reason: str) -> None:
 
 
 def _free_path(path: Path) -> Path:
-    """Return a path where nothing is: this one, or one that begins like it."""
+    """Return an unused path: this one, or one that begins like it."""
     while os.path.lexists(path):
         path = path.with_name(f"{path.name[:64]}-{os.urandom(4).hex()}")
     return path
 
 
 def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> ManifestEntry:
-    """Write a file and flush it to the disk.
+    """Write a file and flush it to disk.
 
     Args:
         path: The new file.
-        write: Writes into the file that it is given, from beginning to end.
+        write: Writes into the file it is given, from start to end.
 
     Returns:
-        The file's entry in the manifest. The checksum is of what was handed over, not of what the disk gives back.
+        The file's manifest entry. The checksum is of the data written, not of what the disk returns.
 
     Raises:
         OSError: The file cannot be written.
@@ -277,7 +277,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> ManifestEntry:
         try:
             write(hashed)  # type: ignore[arg-type] # it only writes
         except Exception:
-            if hashed.failure is not None:  # torch.save says only that the file is too short
+            if hashed.failure is not None:  # torch.save only says that the file is too short
                 raise hashed.failure from None
             raise
         file.flush()
@@ -286,7 +286,7 @@ def write_file(path: Path, write: Callable[[IO[bytes]], None]) -> ManifestEntry:
 
 
 def describe_file(path: Path, *, flush: bool = False) -> ManifestEntry:
-    """Read a file and return its entry in the manifest; ``flush`` first brings it to the disk."""
+    """Read a file and return its manifest entry; ``flush`` writes it through to disk first."""
     with path.open("r+b") if flush else opened(path) as file:
         if flush:
             os.fsync(file.fileno())
@@ -326,7 +326,7 @@ def read_file(path: Path, start: int = 0, num_bytes: int = sys.maxsize) -> bytes
 
 
 class _HashedFile:
-    """A file that is only written to, and the checksum of all that was."""
+    """A write-only file with a running checksum of its data."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._hash, self._num_bytes = file, hashlib.sha256(), 0

@@ -1,4 +1,4 @@
-"""TrainingStateManager: a training that goes on bit for bit, whatever stopped it."""
+"""TrainingStateManager: saved training states from which a run resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -46,34 +46,34 @@ from memkit.recipes.state.shards import write_shards
 
 @final
 class TrainingStateManager(Uncopied, Closing):
-    """Saves all that a training's next step depends on, so that it can be stopped at any instant.
+    """Saves everything the next training step depends on, so that a run can be stopped at any moment.
 
-    A state is a folder that is there as a whole or not at all, with a checksum of each file. `restore` takes the newest
-    one that is whole, and names in a warning what it passed over. The random state of torch, NumPy and Python is always
-    part of a state, and an optimizer's gradients where there are some, so a state may be saved in the middle of an
-    accumulation group. No file is unpickled: restoring a state runs no code from it.
+    A state is a folder that is written atomically, with a checksum of each file. `restore` loads the newest intact one,
+    and warns about those it skipped. The random state of torch, NumPy and Python is always part of a state, and so are
+    an optimizer's gradients if there are any, so a state may be saved in the middle of an accumulation group. Nothing
+    is unpickled: restoring a state runs no code from it.
 
-    On several ranks all must call `save` and `restore`. Models in DistributedDataParallel and their optimisers are
-    written once (gradients by each rank), sharded tensors (``fully_shard``) by each rank its own, and everything else
-    by each rank.
+    On several ranks, all must call `save` and `restore`. Models in DistributedDataParallel and their optimizers are
+    written once (gradients by each rank), sharded tensors (``fully_shard``) by the rank that holds the shard, and
+    everything else by each rank.
 
-    Memory cost: on the host, the state once while restoring, and once while it is written with ``background=True``;
-    on the device none. Time cost: `save` writes the state and waits for the disk.
+    Memory cost: on the host, the state once while restoring, and once while ``background=True`` writes it; on the
+    device none. Time cost: `save` writes the state and waits for the disk.
 
     Args:
-        directory: Where the states are; made when the first one is saved. One training uses it at a time.
-        keep: How many of the newest states stay. The one with the best metric stays as well.
-        mode: Whether the best metric is the least (``"min"``) or the greatest (``"max"``). None: as the monitor of the
-            loop says that saves here, else as the newest state says, else the least.
+        directory: Where the states are stored; created by the first save. Only one training may use it at a time.
+        keep: How many of the newest states to keep. The one with the best metric is kept as well.
+        mode: Whether the best metric is the smallest (``"min"``) or the largest (``"max"``). None: the mode of the
+            monitor of the loop that saves here, else that of the newest state, else ``"min"``.
         background: Write in a thread: `save` copies the state into host memory and returns. It first waits for the
-            state before, so there is one copy and one writer. An error comes out of the next call.
+            previous write, so there is one copy and one writer. The next call raises an error of the thread.
 
     Attributes:
-        directory: Where the states are.
-        mode: As given, or as a monitor has said; None as long as nobody has.
+        directory: Where the states are stored.
+        mode: As given, or as set by a monitor; None until then.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is invalid.
 
     Example:
         >>> import tempfile, torch, memkit as mk
@@ -110,63 +110,63 @@ class TrainingStateManager(Uncopied, Closing):
         self._busy = threading.Lock()
         self._writer: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._untold: list[str] = []  # the failure in words, until a call has raised it
+        self._untold: list[str] = []  # the error message, until a call has raised the error
         weakref.finalize(self, _tell_of_failures, self._untold, self.directory)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the states that are there, the newest first."""
+        """Steps of the stored states, newest first."""
         return tuple(state.step for state in list_states(self.directory))
 
     @property
     def best_step(self) -> int | None:
-        """Step of the state with the best metric; None where none was given."""
+        """Step of the state with the best metric; None if no state has one."""
         best = self._find_best(list_states(self.directory))
         return None if best is None else best.step
 
     def save(self, step: int, /, *, metric: float | torch.Tensor | None = None, **objects: Any) -> None:
-        """Save a state; when it returns, the state is on the disk (with ``background=True``: in the host's memory).
+        """Save a state; on return it is on disk (with ``background=True``: in host memory).
 
         Args:
             step: The training step, 0 or more; `restore` returns it.
-            metric: How good the state is. NaN is never best.
-            **objects: Anything with ``state_dict()`` and ``load_state_dict()``: model, optimiser, schedule, scaler,
+            metric: How good the state is. NaN is never the best.
+            **objects: Anything with ``state_dict()`` and ``load_state_dict()``: model, optimizer, schedule, scaler,
                 average, `ResumableLoader`, `MemoryEfficientTrainingWrapper`, `GradientAccumulator`, your own. Models
                 are stored without the wrappers of torch.compile and DistributedDataParallel.
 
         Raises:
-            OSError: It cannot be written (disk full, read-only). What was saved before is untouched, and nothing of
-                the failed state is left.
-            InputError: The step is negative, or there is no object.
-            InputTypeError: An object has no state, or there is something in it that a safe load would refuse; the step
-                or the metric is no number.
-            StateError: Another save of this manager is under way (a signal handler, another thread), or another rank
-                failed.
+            OSError: The state cannot be written (disk full, read-only). Earlier states are untouched, and nothing of
+                the failed one is left behind.
+            InputError: The step is negative, or no object was passed.
+            InputTypeError: An object has no state, or its state holds something that a safe load would refuse; or the
+                step or the metric is not a number.
+            StateError: Another save of this manager is in progress (in a signal handler or another thread), or another
+                rank failed.
             ConfigError: ``background=True`` on several ranks.
         """
         with self._alone():
             self._save(as_step(step), as_metric(step, metric), objects)
 
     def restore(self, which: Literal["latest", "best"] | int = "latest", /, **objects: Any) -> int | None:
-        """Put a state back into the objects, and the random state with it: into all of them or into none.
+        """Restore a state into the objects, with the random state: into all of them or none.
 
-        All values are read into host memory first, compared with the objects, and copied from there into the tensors
-        that the objects have. Hyper-parameters (learning rate, weight decay) are part of a state and come back too.
+        All values are first read into host memory and compared with the objects, then copied into the objects' existing
+        tensors. Hyperparameters (learning rate, weight decay) are part of a state and are restored too.
 
         Args:
-            which: ``"latest"``: the newest state that is whole. ``"best"``: the one with the best metric. Or a step.
-            **objects: By the names that they were saved under. Leave out what you do not need; ``"latest"`` warns of
-                that, and of all else that keeps the training from going on as it was.
+            which: ``"latest"``: the newest intact state. ``"best"``: the one with the best metric. Or a step.
+            **objects: The objects, under the names they were saved with. Leave out what you do not need; ``"latest"``
+                warns about that, and about anything else that keeps the training from continuing exactly.
 
         Returns:
-            The step; None where nothing was saved yet.
+            The step; None if nothing has been saved yet.
 
         Raises:
-            FileFormatError: There are states, but none is whole (or not the one that was asked for); or the state is
-                not one of these objects: another class, other parameters, shapes or dtypes (a model may hold in a wider
-                dtype what was saved). No object is changed then. Only where an object of your own refuses its state,
-                and cannot take back the one that it had, a note on the error says that it may be changed.
-            InputError: There are states, but not the one that was asked for.
+            FileFormatError: There are states, but none is intact (or the requested one is not); or the state does not
+                match the objects: another class, other parameters, shapes or dtypes (a model may hold the values in a
+                wider dtype). No object is changed in that case. Only if one of your own objects refuses its state, and
+                also cannot take its previous state back, a note on the error says that it may have changed.
+            InputError: There are states, but not the requested one.
             InputTypeError: An object has no state.
             OSError: The directory cannot be read.
         """
@@ -188,12 +188,12 @@ class TrainingStateManager(Uncopied, Closing):
             return restoration.commit()
 
     def wait(self) -> None:
-        """Wait until a state that is written in the background is on the disk; raises its error."""
+        """Wait until a state being written in the background is on disk; raise its error, if any."""
         with self._alone():
             pass
 
     def close(self) -> None:
-        """The same as `wait`: call it at the end of the training."""
+        """Same as `wait`; call it at the end of the training."""
         self.wait()
 
     def _save(self, step: int, metric: float | None, objects: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class TrainingStateManager(Uncopied, Closing):
             return {name for name, each in plain.items() if has_placeholders(each)}
 
         state["sharded"] = sorted(set().union(*crew.together(collect)))
-        sharded = flattener.sharded  # the flattener itself keeps the originals of what it has copied
+        sharded = flattener.sharded  # the flattener itself holds the originals of what it has copied
 
         def write() -> None:
             self._write(step, metric, state, sharded, crew)
@@ -243,7 +243,7 @@ class TrainingStateManager(Uncopied, Closing):
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait for the thread that writes, raise its error, and let nobody else in."""
+        """Wait for the writer thread, raise its error, and lock out other calls."""
         if not self._busy.acquire(blocking=False):
             raise StateError(
                 "TrainingStateManager.save(step)",
@@ -293,7 +293,7 @@ class TrainingStateManager(Uncopied, Closing):
             crew.first(finish)
 
     def _prune(self) -> None:
-        states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # a link is not ours
+        states = [state for state in list_states(self.directory) if not state.path.is_symlink()]  # links are not ours
         best = self._find_best(states)
         others = {notes["mode"] for notes in _read_notes(states).values()} - {None, self.mode or "min"}
         if self.mode is not None and others:
@@ -306,10 +306,10 @@ class TrainingStateManager(Uncopied, Closing):
         remove_states(state for state in states[self._keep :] if state != best)
 
     def use_mode(self, mode: Literal["min", "max"]) -> None:
-        """Let a monitor say which metric is the best, where ``mode`` was left out.
+        """Take the mode from a monitor, if ``mode`` was left out.
 
         Raises:
-            ConfigError: Another one was chosen: the worst state would be kept.
+            ConfigError: The other mode was set: the worst state would be kept.
         """
         if self.mode not in {None, mode}:
             raise ConfigError(
@@ -323,14 +323,14 @@ class TrainingStateManager(Uncopied, Closing):
     def _find_best(self, states: list[SavedState]) -> SavedState | None:
         metrics, mode = {}, None
         for state, notes in _read_notes(states).items():
-            metrics[state], mode = notes["metric"], notes["mode"] or mode  # the newest that was told
+            metrics[state], mode = notes["metric"], notes["mode"] or mode  # the newest mode that was recorded
         mode = self.mode or mode
         known = {state: value for state, value in metrics.items() if value is not None and not math.isnan(value)}
         sign = -1 if mode == "max" else 1
         return min(known, key=lambda state: sign * known[state], default=None)
 
     def _choose(self, which: str | int) -> list[SavedState]:
-        """The states to try, in order."""
+        """Return the states to try, in order."""
         states = list_states(self.directory)
         if which == "latest" or not states:
             return states
@@ -346,7 +346,7 @@ class TrainingStateManager(Uncopied, Closing):
         return chosen
 
     def _find_whole(self, candidates: list[SavedState], crew: Crew) -> SavedState:
-        """Return the first state whose files are all what was written; the ranks share the reading."""
+        """Return the first state whose files are all intact; the ranks share the reading."""
         for saved in candidates:
             problem = next((each for each in crew.gather(_find_problem(saved, crew)) if each), None)
             if problem is None:
@@ -361,7 +361,7 @@ class TrainingStateManager(Uncopied, Closing):
 
 
 def _read_notes(states: list[SavedState]) -> dict[SavedState, dict[str, Any]]:
-    """Return what the manifests say that can be read, the first that was saved first."""
+    """Return the contents of all readable manifests, oldest first."""
     notes = {}
     for state in reversed(states):
         with contextlib.suppress(OSError, ValueError):
@@ -383,11 +383,11 @@ def _warn(text: str, *, stacklevel: int = 3) -> None:
 
 
 def _tell_of_failures(failures: list[str], directory: Path) -> None:
-    """Say that a state was not written where no call came after it that could have raised the error."""
+    """Warn about a state that was not written, if no later call could raise the error."""
     for failure in failures:
         text = f"TrainingStateManager(background=True) could not write the last state in {directory}: {failure}"
         warnings.warn(f"{text}. Call close() at the end, which raises the error.", MemkitWarning, stacklevel=2)
 
 
 def _discard(_: object) -> None:
-    """What ranks need not tell each other."""
+    """Return None: the ranks do not need each other's result."""

@@ -1,4 +1,4 @@
-"""A state's manifest: what belongs to it, with a checksum of each file and one of its own."""
+"""A state's manifest: the files that belong to it, with a checksum of each and one of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN_FILE = re.compile(
 )
 """What a writer makes in a state's folder: its own files, and those that are renamed when they are whole."""
 
-ManifestEntry = dict[str, Any]  # of a file: its size in bytes, and its SHA-256
+ManifestEntry = dict[str, Any]  # one file: its size in bytes, and its SHA-256
 _VERSION = 2
 
 
@@ -27,10 +27,10 @@ def write_manifest(content: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(text: str) -> dict[str, Any]:
-    """Return what a manifest says.
+    """Parse a manifest.
 
     Raises:
-        ValueError: It is not what `write_manifest` makes.
+        ValueError: It was not written by `write_manifest`.
     """
     try:
         record = json.loads(text, object_pairs_hook=_unique)
@@ -61,7 +61,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_manifest(content: Mapping[str, Any]) -> bool:
-    """Say whether a manifest has the entries of a state, each of its type."""
+    """Whether a manifest has the entries of a state, each of the right type."""
     files, num_ranks = content.get("files"), content.get("num_ranks")
     if type(content.get("step")) is not int or type(num_ranks) is not int or num_ranks < 1:
         return False

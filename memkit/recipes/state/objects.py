@@ -1,7 +1,7 @@
-"""The objects of a training: what each one's state is, whether one fits, and how it is put back.
+"""The objects of a training run: capture each one's state, check that a state fits, and restore it.
 
-All states are compared with their objects before any object is changed. A model takes values of a narrower dtype, which
-is exact; every other change of a dtype is refused. An optimizer takes back the hyper-parameters that were saved, as in
+All states are compared with their objects before any object is changed. A model accepts values of a narrower dtype,
+which is exact; every other dtype change is refused. An optimizer restores the hyperparameters that were saved, as in
 PyTorch.
 """
 
@@ -26,8 +26,8 @@ from memkit.train.gradients import set_gradient
 from memkit.train.models import unwrap_model
 
 _GRADIENTS = "memkit gradients"
-_MOST_NAMES = 4  # in an error
-# Entries of a group that PyTorch's optimizers add themselves to a state of an older version.
+_MOST_NAMES = 4  # in an error message
+# Entries that PyTorch's optimizers add themselves to a group from an older version.
 _FILLED: Final = frozenset(
     {"amsgrad", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "maximize", "nesterov"}
 )
@@ -37,11 +37,11 @@ _EXACT: Final = {
     torch.complex128: {torch.complex64},
 }
 
-Parameters = Mapping[int, Sequence[str]]  # the names that a parameter has, by its id
+Parameters = Mapping[int, Sequence[str]]  # the names of a parameter, by its id
 
 
 def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
-    """Return the objects, models without their wrappers, so that a state fits with and without them.
+    """Return the objects, with models unwrapped, so that a state fits with and without wrappers.
 
     Raises:
         InputTypeError: An object has no state.
@@ -58,7 +58,7 @@ def check_objects(call: str, objects: Mapping[str, Any]) -> dict[str, Stateful]:
 
 
 def find_replicated(objects: Mapping[str, Any]) -> set[str]:
-    """Return the names of objects that are the same on all ranks: models in DDP, and optimizers over them alone."""
+    """Return names of objects that are identical on all ranks: models in DDP, and optimizers of only those."""
     models = {name: each for name, each in objects.items() if isinstance(each, nn.parallel.DistributedDataParallel)}
     own = {parameter for model in models.values() for parameter in model.parameters()}
     optimizers = {name for name, each in objects.items() if isinstance(each, Optimizer) and own.issuperset(_list(each))}
@@ -66,7 +66,7 @@ def find_replicated(objects: Mapping[str, Any]) -> set[str]:
 
 
 def saved_state_of(target: Stateful) -> Mapping[str, Any]:
-    """Return an object's state; an optimizer's with the gradients that are there, which its next step depends on."""
+    """Return an object's state; for an optimizer including existing gradients, which its next step depends on."""
     state = target.state_dict()
     if isinstance(target, Optimizer):
         gradients = [parameter.grad for parameter in _list(target)]
@@ -76,12 +76,12 @@ def saved_state_of(target: Stateful) -> Mapping[str, Any]:
 
 
 def own_part(target: Stateful) -> dict[str, Any] | None:
-    """Return what is a rank's own of an object in `find_replicated`: the gradients of an optimizer, until its step."""
+    """Return the rank-specific part of an object in `find_replicated`: an optimizer's gradients before its step."""
     return {_GRADIENTS: [parameter.grad for parameter in _list(target)]} if isinstance(target, Optimizer) else None
 
 
 def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rank 0's states with those of a rank in their places, or with its own parts of them."""
+    """Return rank 0's states, with those of this rank, or its own parts of them, in their place."""
     merged = dict(shared)
     for name, state in own.items():
         is_part = isinstance(state, dict) and state.keys() == {_GRADIENTS}
@@ -89,11 +89,11 @@ def with_own_parts(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[st
     return merged
 
 
-# ---- what a state says about its object
+# ---- a state's description of its object
 
 
 def name_parameters(targets: Mapping[str, Stateful]) -> Parameters:
-    """Return the names that parameters have in the models among some objects."""
+    """Return the names that parameters have in the models among the objects."""
     names: dict[int, list[str]] = {}
     for name, target in targets.items():
         if isinstance(target, nn.Module):
@@ -103,7 +103,7 @@ def name_parameters(targets: Mapping[str, Stateful]) -> Parameters:
 
 
 def describe_object(target: Stateful, names: Parameters) -> dict[str, Any]:
-    """Return what has to be the same where a state is put back: plain values."""
+    """Return the plain values that must match when a state is restored."""
     about: dict[str, Any] = {"kind": [type(target).__module__, type(target).__qualname__]}
     if isinstance(target, Optimizer):
         about["parameters"] = [
@@ -121,20 +121,20 @@ def describe_object(target: Stateful, names: Parameters) -> dict[str, Any]:
 def check_fits(
     name: str, target: Stateful, state: Mapping[str, Any], about: Mapping[str, Any], names: Parameters
 ) -> list[str]:
-    """Compare a state with the object that is to take it; nothing is changed.
+    """Compare a state with the object that is to receive it; nothing is changed.
 
     Args:
-        name: The object's.
+        name: The object's name.
         target: The object.
-        state: Its state, as it was saved.
-        about: What `describe_object` said of the object that was saved.
-        names: The names that parameters have now.
+        state: Its saved state.
+        about: The result of `describe_object` for the saved object.
+        names: The current names of the parameters.
 
     Returns:
-        Remarks: what works, but not as one may think.
+        Remarks: what works, but perhaps not as expected.
 
     Raises:
-        FileFormatError: The state is that of another object.
+        FileFormatError: The state belongs to a different object.
     """
     if isinstance(target, nn.Module):
         return _check_model(name, target, state)
@@ -160,7 +160,7 @@ def _check_kind(name: str, target: Stateful, kind: Sequence[str]) -> list[str]:
 def _check_model(name: str, model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     live, own = model.state_dict(), type(model).__name__
     pairs = [(key, value, state[key]) for key, value in live.items() if key in state and _is_value(value)]
-    if is_stock(model):  # else its own `load_state_dict` is to say which names and shapes it takes
+    if is_stock(model):  # otherwise its own `load_state_dict` decides which names and shapes it accepts
         problems = [f"no {key}" for key in live if key not in state]
         problems += [f"{key}, which the model has not" for key in state if key not in live]
         problems += [
@@ -200,7 +200,7 @@ def _shape(value: object) -> tuple[int, ...] | None:
 
 
 def is_stock(model: nn.Module) -> bool:
-    """Say whether a model takes states as PyTorch's own modules do: what has the right names and shapes fits."""
+    """Whether a model loads states like PyTorch's own modules: a state fits if its names and shapes match."""
     return all(
         type(module).load_state_dict is nn.Module.load_state_dict and loads_as_torch_does(module)
         for module in model.modules()
@@ -252,7 +252,7 @@ def _check_optimizer(name: str, optimizer: Optimizer, state: Mapping[str, Any], 
 
 
 def _check_entries(name: str, target: Stateful, saved: object, live: object, place: str) -> None:
-    """Compare the entries of a schedule, and of the schedules in it, or of a scaler."""
+    """Compare the entries of a scaler or a schedule, including nested schedules."""
     if not isinstance(live, Mapping):
         return
     kind = f"a {type(target).__name__} made alike"
@@ -271,11 +271,11 @@ def _check_entries(name: str, target: Stateful, saved: object, live: object, pla
                 _check_entries(name, target, its, each, f"{place} in {key}")
 
 
-# ---- putting a state back
+# ---- restoring a state
 
 
 def is_checked(target: Stateful) -> bool:
-    """Say whether `check_fits` foresees what the object's `load_state_dict` takes, so that loading cannot fail."""
+    """Whether `check_fits` covers everything the object's `load_state_dict` checks, so that loading cannot fail."""
     if isinstance(target, nn.Module):
         return is_stock(target)
     if isinstance(target, Optimizer):
@@ -284,7 +284,7 @@ def is_checked(target: Stateful) -> bool:
 
 
 def keep_copy(target: Stateful, name: str) -> Mapping[str, Any] | None:
-    """Return a copy of an object's state, in host memory where that can be; None of an object that has none now."""
+    """Return a copy of an object's state, in host memory if possible; None for an object that has none now."""
     try:
         state = saved_state_of(target)
         try:
@@ -293,15 +293,15 @@ def keep_copy(target: Stateful, name: str) -> Mapping[str, Any] | None:
         except InputTypeError:
             return copy.deepcopy(state)
         return copy.deepcopy(state) if copied.sharded else plain
-    except Exception:  # noqa: BLE001 - somebody else's code, which may refuse to say anything before it has begun
+    except Exception:  # noqa: BLE001 - foreign code, which may refuse to return a state before it has started
         return None
 
 
 def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
-    """Put a state back; values go into the tensors that are there, so that no device holds them twice.
+    """Restore a state; values are copied into existing tensors, so that no device holds them twice.
 
     Raises:
-        FileFormatError: The state is that of another kind of object.
+        FileFormatError: The state belongs to another kind of object.
     """
     kinds = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
     outcome: Done[Any] | Failed
@@ -322,13 +322,13 @@ def load_into(target: Stateful, state: Mapping[str, Any], name: str) -> None:
 
 def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     gradients = state.pop(_GRADIENTS, None)
-    # Twice: first without values, which compares the groups and frees the values that are there.
+    # Twice: first without values, which compares the groups and frees the existing values.
     optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
     optimizer.load_state_dict(state)
     parameters = _list(optimizer)
     for index, saved in _by_parameter(state["state"]).items():
         live = optimizer.state[parameters[index]]
-        for key, value in saved.items():  # torch gives values the parameter's dtype: float32 of bfloat16 were lost
+        for key, value in saved.items():  # torch casts to the parameter's dtype: bfloat16 would lose float32 state
             if isinstance(value, torch.Tensor) and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
@@ -336,12 +336,12 @@ def _load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _by_parameter(values: Mapping[Any, Any]) -> dict[int, dict[str, Any]]:
-    """Return an optimizer's values of its parameters, by their numbers; some keep others under names of their own."""
+    """Return an optimizer's per-parameter values, by index; some optimizers keep others under names of their own."""
     return {index: each for index, each in values.items() if isinstance(index, int) and isinstance(each, dict)}
 
 
 def _list(optimizer: Optimizer) -> list[torch.Tensor]:
-    """An optimizer's parameters, in the order of the numbers in its state."""
+    """Return an optimizer's parameters, in the order of the indices in its state."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

@@ -1,6 +1,7 @@
-"""States as plain values: what ``torch.load(weights_only=True)`` reads back, and nothing else.
+"""States as plain values: only what ``torch.load(weights_only=True)`` can read.
 
-Sharded tensors (DTensor) are taken out of the state and leave a placeholder: the ranks save and load them together.
+Sharded tensors (DTensor) are taken out of the state and replaced by placeholders: the ranks save and load them
+together.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout}
 )
 _PLACEHOLDER = "memkit sharded tensor"
-_MOST_LEVELS = 100  # reading takes four calls of Python's for each, of the thousand that it allows
+_MOST_LEVELS = 100  # reading takes four Python calls per level, of the thousand that Python allows
 
 
 @final
 class Flattener:
-    """Turns state dicts into plain values; tensors stay the ones that they are, or are copied to the host.
+    """Turns state dicts into plain values; tensors are kept as they are, or copied to the host.
 
     Args:
-        copy: Copy tensors into host memory, each once: what is written later must not change in the meantime.
+        copy: Copy tensors into host memory, each once, because they must not change before they are written.
 
     Attributes:
-        sharded: The sharded tensors that were met, by name.
+        sharded: The sharded tensors that were found, by name.
     """
 
     def __init__(self, *, copy: bool = False) -> None:
@@ -43,11 +44,11 @@ class Flattener:
         """Return ``value`` as plain values.
 
         Args:
-            value: A state dict, or what is in it.
-            name: What to call it in an error.
+            value: A state dict, or a value inside one.
+            name: Its name in an error.
 
         Raises:
-            InputTypeError: There is something in it that a safe load would refuse; its name says where.
+            InputTypeError: It contains a value that a safe load would refuse; the name says where.
         """
         if type(value) in _ATOMS:
             return value
@@ -82,13 +83,13 @@ class Flattener:
         return value.item()
 
     def _key(self, key: Any, name: str) -> Any:
-        if isinstance(key, torch.Tensor):  # what is read is another tensor, and so another key
+        if isinstance(key, torch.Tensor):  # on reading it is a different tensor, and so a different key
             _refuse(key, f"{name}, as a key")
         return self.plain(key, f"{name}, as a key")
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         if hasattr(tensor, "device_mesh"):
-            while name in self.sharded:  # as "a.b" and "b" in "a"; all ranks meet them in the same order
+            while name in self.sharded:  # as "a.b" and "b" in "a"; all ranks visit them in the same order
                 name += "'"
             self.sharded[name] = tensor.detach()
             shards = [str(each) for each in tensor.placements]  # type: ignore[attr-defined] # a DTensor's
@@ -98,24 +99,24 @@ class Flattener:
             _refuse(tensor, name)
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if not self._copy:
-            # torch.save writes whole storages: a small part of a large one is written alone.
+            # torch.save writes whole storages: a small part of a large one is copied first.
             return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place not in self._copies:
-            # The original is kept alive, so that no other tensor comes to lie in its place.
+            # The original is kept alive, so that no other tensor can take its address.
             self._copies[place] = tensor, tensor.to("cpu", copy=True)
         return self._copies[place][1]
 
 
 def has_placeholders(value: object) -> bool:
-    """Say whether a plain value stands for sharded tensors somewhere."""
+    """Whether a plain value contains placeholders of sharded tensors."""
     if isinstance(value, dict):
         return _PLACEHOLDER in value or any(map(has_placeholders, value.values()))
     return isinstance(value, (list, tuple)) and any(map(has_placeholders, value))
 
 
 def fill_placeholders(value: Any, fill: Callable[[Mapping[str, Any]], torch.Tensor]) -> Any:
-    """Return a plain value with ``fill(placeholder)`` in each sharded tensor's place; containers change in place."""
+    """Return a plain value with each placeholder replaced by ``fill(placeholder)``; dicts change in place."""
     if isinstance(value, dict):
         if _PLACEHOLDER in value:
             return fill(value)
@@ -127,7 +128,7 @@ def fill_placeholders(value: Any, fill: Callable[[Mapping[str, Any]], torch.Tens
 
 
 class ShardedTensors:
-    """Where the values of sharded tensors are to go: the tensors that live now, or new ones made like these.
+    """Destinations for the values of sharded tensors: existing tensors, or new ones like them.
 
     Args:
         live: The sharded tensors in the objects' states, by name.
@@ -138,14 +139,14 @@ class ShardedTensors:
         self.chosen: dict[str, torch.Tensor] = {}
 
     def choose(self, placeholder: Mapping[str, Any], *, anew: bool = False) -> torch.Tensor:
-        """Return the tensor for a placeholder, with values that are still to be read.
+        """Return the tensor for a placeholder; its values are read later.
 
         Args:
-            placeholder: What stands in the state.
-            anew: Make one, whatever lives.
+            placeholder: The placeholder in the state.
+            anew: Always create a new tensor.
 
         Raises:
-            FileFormatError: No tensor lives that has the shape.
+            FileFormatError: No existing tensor has the shape.
         """
         name, shape = placeholder[_PLACEHOLDER], placeholder["shape"]
         tensor = self._live.get(name)

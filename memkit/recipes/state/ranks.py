@@ -1,4 +1,4 @@
-"""What the ranks of a run do together when they save and restore: stop at anybody's error, share work."""
+"""Cooperation of ranks while saving and restoring: stop together on any rank's error, and share work."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _T = TypeVar("_T")
 
 @final
 class Crew:
-    """The processes of the default group, or this one alone.
+    """The processes of the default group, or just this process.
 
     Attributes:
-        rank: This process.
-        size: All of them.
+        rank: Rank of this process.
+        size: Number of processes.
     """
 
     def __init__(self) -> None:
@@ -27,27 +27,27 @@ class Crew:
         self.size = dist.get_world_size() if together else 1
 
     def share(self, names: list[str]) -> list[str]:
-        """Return this rank's part of a piece of work."""
+        """Return this rank's share of the names."""
         return names[self.rank :: self.size]
 
     def gather(self, value: _T) -> list[_T]:
-        """Return all ranks' values, in order; all must call it."""
+        """Return the values of all ranks, in order; all must call it."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def together(self, work: Callable[[], _T]) -> list[_T]:
-        """Run ``work`` on all ranks and return all results; an error on one is an error on all, so that none waits.
+        """Run ``work`` on all ranks and return all results; an error on one is raised on all, so that none hangs.
 
         Raises:
-            StateError: Another rank failed. A rank's own error comes as it is.
+            StateError: Another rank failed. A rank raises its own error unchanged.
         """
         failure: Exception | None = None
         result: Any = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
+        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know about it
             failure = error
         outcomes = self.gather((result, None if failure is None else repr(failure)))
         if failure is not None:
@@ -63,5 +63,5 @@ class Crew:
         return [result for result, _ in outcomes]
 
     def first(self, work: Callable[[], _T]) -> _T:
-        """Run ``work`` on rank 0 and return its result on all."""
+        """Run ``work`` on rank 0 and return its result on all ranks."""
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value] # rank 0's

@@ -1,8 +1,8 @@
-"""Read files of `torch.save` without unpickling: plain values and dense tensors, and nothing that runs.
+"""Read files of `torch.save` without unpickling: plain values and dense tensors, and nothing executable.
 
-``torch.load(weights_only=True)`` reads them too, but it calls whatever the program has added to its list of safe
-functions. Here a call in the pickle is only noted. The few that a state consists of are made from the table below, and
-each tensor is compared with the bytes that lie in the file.
+``torch.load(weights_only=True)`` reads them too, but it calls any function that the program has added to its list of
+safe globals. Here a call in the pickle is only recorded. The few objects that a state consists of are built from the
+table below, and each tensor is checked against the bytes in the file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memkit._core.printable import short
 from memkit._torch.pickles import GET_LAYOUT, REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE
 
 _PICKLE = "data.pkl"
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of what comes after it
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the field after it
 DTYPES: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _LAYOUTS: Final = {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}
 _STORAGES: Final = {
@@ -81,7 +81,7 @@ _NAMES: Final = frozenset({*DTYPES, *_STORAGES, *_CALLS, REBUILD_TENSOR, REBUILD
 
 
 class _Storage(NamedTuple):
-    """Values of one or more tensors, still in the file."""
+    """The values of one or more tensors, still in the file."""
 
     key: str
     dtype: torch.dtype
@@ -90,13 +90,13 @@ class _Storage(NamedTuple):
 
 @final
 class TensorFile:
-    """A file of `torch.save`, or a part of one; tensors are read when they are asked for.
+    """A file of `torch.save`, or part of one; tensors are read on demand.
 
     Args:
         file: The file, which must stay open.
 
     Attributes:
-        value: What was saved, where tensors and the like are notes; see `read`.
+        value: The saved value, in which tensors and the like are notes; see `read`.
 
     Raises:
         InputError: The file is not what `torch.save` writes, or holds more than plain values and tensors.
@@ -119,10 +119,10 @@ class TensorFile:
         self.value: Any = load_noted(pickled, "state", _NAMES)
 
     def read(self, part: object) -> Any:
-        """Return `value`, or a part of it, with its tensors, in the host's memory.
+        """Read `value`, or a part of it, with its tensors, into host memory.
 
         Raises:
-            InputError: A tensor is not what lies in the file, or something is not what a state consists of.
+            InputError: A tensor does not match the bytes in the file, or an object cannot be part of a state.
             OSError: The file cannot be read.
         """
         value = rebuild(part, self._make, self._most_parts)
@@ -158,8 +158,8 @@ class TensorFile:
         offset: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        requires_grad: object,  # noqa: ARG002 - of no meaning for values that are copied
-        hooks: object,  # noqa: ARG002 - not called by anybody
+        requires_grad: object,  # noqa: ARG002 - irrelevant for values that are copied
+        hooks: object,  # noqa: ARG002 - never called
         *more: Any,
         has_dtype: bool,
     ) -> torch.Tensor:
@@ -201,7 +201,7 @@ class TensorFile:
 
 
 def read_tensor(data: bytes) -> torch.Tensor:
-    """Return the one tensor that bytes of `torch.save` hold.
+    """Return the only tensor in bytes written by `torch.save`.
 
     Raises:
         InputError: They hold anything else.
@@ -212,7 +212,7 @@ def read_tensor(data: bytes) -> torch.Tensor:
 
 
 def _find_records(file: io.BufferedIOBase) -> dict[str, tuple[int, int]]:
-    """Find where each record of a zip file begins, and its size; `torch.save` packs none."""
+    """Find the offset and size of each record of a zip file; `torch.save` compresses none."""
     end = file.seek(0, io.SEEK_END)
     try:
         with zipfile.ZipFile(file) as archive:

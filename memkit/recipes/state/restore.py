@@ -1,4 +1,4 @@
-"""Put a state back: into all of its objects, or into none."""
+"""Restore a state: into all of its objects, or into none."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ RANDOM = "random"
 
 @final
 class Restoration:
-    """A state that was read and compared with the objects that are to take it; `commit` changes them.
+    """A state that was read and compared with its target objects; `commit` changes them.
 
-    All ranks make one together: what is refused on one is an error on all.
+    All ranks create one together: a refusal on one rank is an error on all.
 
     Args:
-        saved: The state, whose files are what was written.
-        objects: By the names that they were saved under.
+        saved: The state, whose files are intact.
+        objects: The objects, by the names they were saved under.
         crew: The ranks.
-        resumes: Whether the training is to go on as it was.
+        resumes: Whether training is to continue exactly.
 
     Attributes:
-        remarks: What works, but not as one may think.
+        remarks: What works, but perhaps not as expected.
 
     Raises:
-        FileFormatError: The state is not one of these objects, or not what `TrainingStateManager.save` writes. No
+        FileFormatError: The state does not match the objects, or was not written by `TrainingStateManager.save`. No
             object was changed.
         InputTypeError: An object has no state.
     """
@@ -61,20 +61,20 @@ class Restoration:
         self._saved, self._crew, self._resumes = saved, crew, resumes
         self._targets: dict[str, Stateful] = {}
         self._states: dict[str, Any] = {}
-        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # sharded tensors, and what this rank's part becomes
+        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # sharded tensors, and this rank's new values
         self._random: random_state.RandomState | None = None
         crew.together(lambda: self._prepare(objects))
 
     def commit(self) -> int:
-        """Put the state into the objects, and the random state back; return the step.
+        """Load the state into the objects, restore the random state, and return the step.
 
-        Objects of which nobody knows what they take come first, and get back what they had where one of them refuses.
+        Objects whose `load_state_dict` may refuse come first; if one does, the previous states are restored.
         """
         now, copies = random_state.capture(), dict[str, Mapping[str, Any] | None]()
         unforeseen = {name for name, target in self._targets.items() if not is_checked(target)}
         try:
             self._crew.together(lambda: self._load(unforeseen, copies))
-            for tensor, values in self._shards:  # all ranks have come so far
+            for tensor, values in self._shards:  # all ranks got this far
                 _fill(tensor, values)
             self._crew.together(lambda: self._load(self._targets.keys() - unforeseen, copies))
         except BaseException as error:
@@ -93,7 +93,7 @@ class Restoration:
                 load_into(target, self._states.pop(name), name)
 
     def _undo(self, copies: Mapping[str, Mapping[str, Any] | None]) -> list[str]:
-        """Give objects back what they had; return the names of those of which that is not known."""
+        """Restore the previous states; return the names of objects for which that is not certain."""
         changed = []
         for name, before in copies.items():
             try:
@@ -101,7 +101,7 @@ class Restoration:
                     changed.append(name)
                 else:
                     load_into(self._targets[name], before, name)
-            except Exception:  # noqa: BLE001 - the first error is raised; this one says that the object is changed
+            except Exception:  # noqa: BLE001 - the first error is raised; this one means that the object has changed
                 changed.append(name)
         return changed
 
@@ -179,7 +179,7 @@ class Restoration:
             )
 
     def _place_shards(self, names: set[str]) -> None:
-        """Put a sharded tensor in each placeholder's place, and read what this rank's part of it becomes."""
+        """Replace each placeholder by a sharded tensor, and read this rank's part of its values."""
         sharded = {name for name, state in self._states.items() if has_placeholders(state)}
         if not sharded <= names:
             refuse_pickle("sharded tensors in an object that has none", "a whole state")
@@ -189,7 +189,7 @@ class Restoration:
         for name in sorted(sharded):
             live.plain(saved_state_of(self._targets[name]), name)
         places = ShardedTensors(live.sharded)
-        for name in sharded:  # what may refuse its state gets values, and not those that live
+        for name in sharded:  # objects that may refuse their state get new tensors, not the live ones
             choose = functools.partial(places.choose, anew=not is_checked(self._targets[name]))
             self._states[name] = fill_placeholders(self._states[name], choose)
         files, alive = ShardFiles(self._saved.path), {id(tensor) for tensor in live.sharded.values()}
@@ -201,7 +201,7 @@ class Restoration:
                 _fill(tensor, values)
 
     def _choose_random(self, state: Mapping[str, Any] | None) -> None:
-        """See that a random state can be put back, and that the devices are those that it is of."""
+        """Check that the random state can be restored, and that it belongs to the same devices."""
         if state is None:
             return
         self._random, now = random_state.RandomState.from_state_dict(state), random_state.capture()
@@ -220,7 +220,7 @@ class Restoration:
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Give a sharded tensor this rank's values."""
+    """Copy this rank's values into a sharded tensor."""
     with torch.no_grad():
         tensor.to_local().copy_(values)  # type: ignore[attr-defined] # a DTensor's
 

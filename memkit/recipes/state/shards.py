@@ -1,7 +1,7 @@
-"""Sharded tensors in the files of torch.distributed.checkpoint: each rank writes its own, and reads what it needs.
+"""Sharded tensors in files of torch.distributed.checkpoint: each rank writes its own, and reads the parts it needs.
 
-The files are written by PyTorch. They are read here: PyTorch's own reader unpickles their index, and whatever stands in
-it would run. No rank waits for another one while reading.
+PyTorch writes the files. They are read here, because PyTorch's own reader unpickles their index and would run any code
+in it. No rank waits for another while reading.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NAMES: Final = frozenset(
 
 
 class _Box(NamedTuple):
-    """A part of a tensor."""
+    """A rectangular part of a tensor."""
 
     starts: tuple[int, ...]
     shape: tuple[int, ...]
 
     def overlap(self, other: _Box) -> _Box:
-        """Return what lies in both; its shape has a zero where nothing does."""
+        """Return the intersection; its shape has a zero if it is empty."""
         starts = tuple(map(max, self.starts, other.starts))
         ends = [min(one.starts[dim] + one.shape[dim] for one in (self, other)) for dim in range(len(starts))]
         return _Box(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
 
     def within(self, outer: _Box) -> tuple[slice, ...]:
-        """Return the slices that cut this out of what holds it."""
+        """Return the slices that select this box within an enclosing one."""
         return tuple(
             slice(start - its_start, start - its_start + size)
             for start, its_start, size in zip(self.starts, outer.starts, self.shape, strict=True)
@@ -57,7 +57,7 @@ class _Box(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor in a file."""
+    """A part of a tensor, stored in a file."""
 
     box: _Box
     file: str
@@ -66,7 +66,7 @@ class _Chunk(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A tensor in the files."""
+    """A tensor stored in the files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,13 +83,13 @@ def write_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @final
 class ShardFiles:
-    """What `write_shards` has written, on however many ranks.
+    """The files written by `write_shards`, on any number of ranks.
 
     Args:
         folder: The state's folder.
 
     Raises:
-        InputError: The index is not what torch.distributed.checkpoint writes.
+        InputError: The index was not written by torch.distributed.checkpoint.
         OSError: The index cannot be read.
     """
 
@@ -105,11 +105,11 @@ class ShardFiles:
         """Return this rank's part of a tensor, in host memory.
 
         Args:
-            name: What it was written as.
-            like: A sharded tensor of the same shape and dtype; how it is sharded says which part this rank has.
+            name: The name it was written under.
+            like: A sharded tensor of the same shape and dtype; its sharding determines this rank's part.
 
         Raises:
-            InputError: The files do not hold all of the part.
+            InputError: The files do not hold the whole part.
             OSError: They cannot be read.
         """
         stored = self._stored.get(name)
@@ -118,7 +118,7 @@ class ShardFiles:
             refuse_pickle(f"{found} for {name}", f"{like.dtype} of shape {tuple(like.shape)}")
         local: torch.Tensor = like.to_local()  # type: ignore[attr-defined] # a DTensor's
         values = torch.empty(local.shape, dtype=local.dtype)
-        (own,) = like.__create_chunk_list__()  # type: ignore[attr-defined] # likewise
+        (own,) = like.__create_chunk_list__()  # type: ignore[attr-defined] # a DTensor's
         box = _Box(tuple(own.offsets), tuple(own.sizes))
         done: list[_Box] = []
         for chunk in stored.chunks:
@@ -143,7 +143,7 @@ class ShardFiles:
 
 
 def _make(noted: Noted | type[Noted]) -> object:
-    """Return what a note in the index stands for: plain tuples and dicts, and one `_Stored` for each tensor."""
+    """Build the object for a note in the index: plain tuples and dicts, and one `_Stored` for each tensor."""
     if isinstance(noted, type):
         return DTYPES.get(name_of(noted) or "")
     match noted.name.rpartition(".")[2]:
