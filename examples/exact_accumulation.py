@@ -20,7 +20,7 @@ from torch import nn
 import memkit as mk
 
 IGNORED = -100
-MICRO_BATCH, STEPS = 8, 4  # 8 lines per micro-batch, 4 micro-batches per optimiser step
+MICRO_BATCH, STEPS = 8, 4  # 8 lines per micro-batch, 4 micro-batches per optimizer step
 
 
 def read_lines(num_lines: int, width: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ def train(model: nn.Module, data: tuple[torch.Tensor, torch.Tensor], *, exact: b
     errors: list[float] = []
     group: list[torch.Tensor] = []
 
-    def compare(*_: object) -> None:  # called by the optimiser just before it steps
+    def compare(*_: object) -> None:  # called by the optimizer just before it steps
         got, rows = flat_gradient(model), torch.cat(group)
         whole = copy.deepcopy(model)
         whole.zero_grad()
@@ -99,7 +99,7 @@ def main() -> None:
     torch.manual_seed(0)
     start = CharModel().double()
     data = read_lines(70 if arguments.smoke else 1000)
-    print(f"{len(data[0])} lines of argparse.py, micro-batches of {MICRO_BATCH}, {STEPS} per optimiser step\n")
+    print(f"{len(data[0])} lines of argparse.py, micro-batches of {MICRO_BATCH}, {STEPS} per optimizer step\n")
     print(f"{'':22}{'gradient error, median':>24}{'largest':>10}{'last group':>12}{'loss after':>12}")
     for name, exact in (("usual: loss / steps", False), ("memkit", True)):
         model = copy.deepcopy(start)

@@ -37,10 +37,10 @@ class Scans:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         order = torch.randperm(len(self.points), generator=torch.Generator().manual_seed(index))
-        scan, whole = (self.voxelise(rows) for rows in (order[: len(order) // 33], order))
+        scan, whole = (self.voxelize(rows) for rows in (order[: len(order) // 33], order))
         return {"scan": scan, "surface": whole[:1]}
 
-    def voxelise(self, rows: Tensor) -> Tensor:
+    def voxelize(self, rows: Tensor) -> Tensor:
         """Occupied or not, and the mean depth of what lies in a voxel: (2, D, H, W)."""
         coords = ((self.points[rows] / SIDE_MM + 0.5) * self.size).long().clamp(0, self.size - 1)
         index = mk.GridIndex.from_coords(coords.float(), grid_size=1.0)

@@ -23,7 +23,7 @@ SIZE, VOXEL_MM = 128, 2.0
 
 
 def load(side: str) -> tuple[mk.voxel.SparseVoxels, Tensor]:
-    """Voxels with a one and the mean normal (N, 4), and the mean curvature (N, 1) in each, standardised."""
+    """Voxels with a one and the mean normal (N, 4), and the mean curvature (N, 1) in each, standardized."""
     brain = _hemisphere.load(side)
     curvature = (brain.curvature - brain.curvature.mean()) / brain.curvature.std()
     values = torch.cat([brain.normals, curvature[:, None]], 1)

@@ -1,6 +1,6 @@
 """An integral operator on the surface of a brain, within a memory budget: an MLP of every edge, averaged at every node.
 
-The network sees only where the neighbours of a point lie, seen from that point. From the left hemisphere of fsaverage5
+The network sees only where the neighbors of a point lie, seen from that point. From the left hemisphere of fsaverage5
 (in nilearn's wheel) it learns how the cortex is curved there, and is asked about the right one, which it never saw. One
 step is taken twice, plainly and in pieces: the gradients are the same.
 
@@ -29,7 +29,7 @@ BUDGET = "16MiB"
 
 
 class Edges(NamedTuple):
-    """Edges within a radius, as seen from their target: offsets (e, 5), dst (e,); curvature (n,), standardised."""
+    """Edges within a radius, as seen from their target: offsets (e, 5), dst (e,); curvature (n,), standardized."""
 
     offsets: Tensor
     dst: Tensor
@@ -49,7 +49,7 @@ def load(side: str) -> Edges:
 
 
 class Operator(nn.Module):
-    """A kernel of each edge, averaged over the neighbourhood, and a small network of each node."""
+    """A kernel of each edge, averaged over the neighborhood, and a small network of each node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def gradients_and_peak(model: Operator, data: Edges, *, in_pieces: bool) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="An integral operator on a real surface, in pieces.")
-    parser.add_argument("--smoke", action="store_true", help="a few steps, neighbours within 3 mm")
+    parser.add_argument("--smoke", action="store_true", help="a few steps, neighbors within 3 mm")
     num_steps = 2 if parser.parse_args().smoke else 60
     torch.manual_seed(0)
     left, right = load("left"), load("right")

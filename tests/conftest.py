@@ -18,7 +18,7 @@ settings.load_profile("memkit")
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 
-# Set by pytest, by torch's first optimiser, and by the first import of scikit-learn.
+# Set by pytest, by torch's first optimizer, and by the first import of scikit-learn.
 _MAY_CHANGE = {
     *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by Lightning's import

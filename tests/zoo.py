@@ -318,7 +318,7 @@ def message_passing() -> Case:
 
 
 class PointNet(nn.Module):
-    """Neighbours by `topk` of distances, gathered, and pooled by `max`: backward scatters into zeros."""
+    """Neighbors by `topk` of distances, gathered, and pooled by `max`: backward scatters into zeros."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

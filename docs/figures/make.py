@@ -96,14 +96,14 @@ def chunk_loop() -> str:
         ("checkpoint per chunk of 4096", "loop, each chunk checkpointed", 1),
         ("memkit, chunks of 4096", "memkit, chunks of 4,096", 2),
     ]
-    for number, (way, name, colour) in enumerate(ways):
+    for number, (way, name, color) in enumerate(ways):
         y = 46 + 46 * number
         num_bytes = case["ways"][way]["peak_bytes"]
         width = max(2.0, (right - left) * num_bytes / most)
         parts += [
             text(left, y + 8, name),
             text(right, y + 8, f"{num_bytes / 2**20:,.1f} MiB", "end"),
-            f'<rect class="fill c{colour}" x="{left}" y="{y + 14}" width="{width:.1f}" height="14" rx="2"/>',
+            f'<rect class="fill c{color}" x="{left}" y="{y + 14}" width="{width:.1f}" height="14" rx="2"/>',
         ]
     return picture(236, "Peak of forward and backward, a million edges", parts)
 
@@ -121,17 +121,17 @@ def accumulation_error() -> str:
     for exponent in (0, -4, -8, -12, -16):
         y = height(10.0**exponent)
         parts += [rule(left, y, right, y), text(left - 6, y + 4, f"1e{exponent}" if exponent else "1", "soft end")]
-    for number, (way, colour) in enumerate((("loss / steps", 0), ("memkit", 2))):
+    for number, (way, color) in enumerate((("loss / steps", 0), ("memkit", 2))):
         row = figures[way]
         for group, error in enumerate(row["errors"]):
             x = left + (right - left) * (group + 0.5) / len(row["errors"])
-            parts.append(f'<circle class="fill c{colour}" cx="{x:.1f}" cy="{height(error):.1f}" r="3"/>')
+            parts.append(f'<circle class="fill c{color}" cx="{x:.1f}" cy="{height(error):.1f}" r="3"/>')
         y = 44 + 16 * number
         parts += [
-            f'<circle class="fill c{colour}" cx="20" cy="{y - 4}" r="4"/>',
+            f'<circle class="fill c{color}" cx="20" cy="{y - 4}" r="4"/>',
             text(32, y, f"{way}: median {row['median']:.1e}, last group {row['last']:.1e}", "soft"),
         ]
-    parts.append(text((left + right) / 2, bottom + 20, "optimiser steps of one epoch", "soft mid"))
+    parts.append(text((left + right) / 2, bottom + 20, "optimizer steps of one epoch", "soft mid"))
     return picture(296, "Relative error of the accumulated gradient", parts)
 
 

@@ -132,7 +132,7 @@ def segment_call(
             name,
             got=f"reduce={reduce!r}",
             expected=f"one of {', '.join(map(repr, get_args(Reduce)))}",
-            fix="use 'sum', and divide or normalise the result.",
+            fix="use 'sum', and divide or normalize the result.",
         )
     call = ChunkedCall(
         name,

@@ -78,8 +78,8 @@ class _Submanifold(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, weight: Tensor, bias: Tensor | None, pairs: list[Pairs]) -> Tensor:
         ctx.save_for_backward(features, weight)
         ctx.pairs = pairs
-        centre = weight[len(weight) // 2]
-        out = (features @ centre).to(accumulator_dtype(features.dtype))
+        center = weight[len(weight) // 2]
+        out = (features @ center).to(accumulator_dtype(features.dtype))
         if bias is not None:
             out += bias
         for number, sources, targets in _directed(pairs, len(weight)):
@@ -92,11 +92,11 @@ class _Submanifold(torch.autograd.Function):
         features, weight = ctx.saved_tensors
         above = upstream[0].contiguous()
         is_input, is_weight, is_bias = ctx.needs_input_grad[:3]
-        centre = len(weight) // 2
-        total = (above @ weight[centre].t()).to(accumulator_dtype(above.dtype)) if is_input else None
+        center = len(weight) // 2
+        total = (above @ weight[center].t()).to(accumulator_dtype(above.dtype)) if is_input else None
         slopes = torch.empty_like(weight) if is_weight else None
         if slopes is not None:
-            torch.mm(features.t(), above, out=slopes[centre])
+            torch.mm(features.t(), above, out=slopes[center])
         for number, sources, targets in _directed(ctx.pairs, len(weight)):
             part = above.index_select(0, targets)
             if total is not None:
@@ -153,7 +153,7 @@ def _check(voxels: SparseVoxels, weight: Tensor, bias: Tensor | None) -> None:
         raise ConfigError(
             CALL,
             got=f"a weight of shape {sizes}",
-            expected="(C_out, C_in, kd, kh, kw) with odd kernel sizes: an even kernel has no centre",
+            expected="(C_out, C_in, kd, kh, kw) with odd kernel sizes: an even kernel has no center",
             fix="use a kernel size of 3, or (1, 3, 3).",
         )
     if sizes[1] != num_in or (bias is not None and bias.shape != sizes[:1]):

@@ -109,15 +109,15 @@ class Phase(Interval):
                 fix="write `with memory.phase(...)`: each call makes a new one.",
             )
         here.failure = None  # another error may have the same id
-        self.neighbours = neighbours = here.phases
-        self.path = path = f"{neighbours[-1].path}/{self.name}" if neighbours else self.name
+        self.neighbors = neighbors = here.phases
+        self.path = path = f"{neighbors[-1].path}/{self.name}" if neighbors else self.name
         if path not in ledger.phases:
             ledger.phases[path] = PhaseTotals()  # an outer block's row comes before those of inner blocks
         self.trackers = here.trackers
         if self.trackers:
             self.tracker = tracker = self.trackers[-1]
             self.mark = tracker.mark()
-        neighbours.append(self)
+        neighbors.append(self)
         self.begin()
 
     def __exit__(
@@ -126,7 +126,7 @@ class Phase(Interval):
         if error is not None:
             self._ledger.here.note_error(error)
             self.error = type(error).__name__
-        self.neighbours.remove(self)  # usually the last, unless generators close in another order or thread
+        self.neighbors.remove(self)  # usually the last, unless generators close in another order or thread
         try:
             self.end()
         except MemoryError:  # not enough memory to read the counters: the block's own error takes precedence

@@ -144,7 +144,7 @@ class DensityInvariantTrainer(Uncopied, Closing):
             self._trainer = trainer_or_model
         else:
             if optimizer is None:
-                _refuse("optimizer", None, "the optimiser of a plain module")
+                _refuse("optimizer", None, "the optimizer of a plain module")
             self._trainer = self._cleanup.enter_context(MemoryEfficientTrainingWrapper(trainer_or_model, optimizer))
         self._model = self._trainer.model
         self._device = device_of(self._model)

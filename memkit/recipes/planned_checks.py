@@ -101,7 +101,7 @@ def _judge_split(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[bool | 
     if device_of(model).type == "meta":
         norms = scan_modules(model)
         if norms:
-            return False, f"{', '.join(norms)} normalise over its rows."
+            return False, f"{', '.join(norms)} normalize over its rows."
         return None, "the model has no data"
     verdict = check_split(unwrap_model(model), batch, loss_fn)
     if verdict.exact is False or verdict.modules:

@@ -20,7 +20,7 @@ _POLICY = (
     "form-action 'none'"
 )
 _WIDTH, _HEIGHT = 1000, 300  # of a curve's own coordinates; the page scales them
-_NUM_COLOURS = 4
+_NUM_COLORS = 4
 
 
 def to_html(report: Report, mark: str) -> str:
@@ -131,13 +131,13 @@ def _curves(chart: Lines, words: Words) -> Iterator[str]:
             f"{across * (x - start):.1f},{_HEIGHT * (top - y) / height:.1f}"
             for x, y in zip(line.x, line.y, strict=True)
         )
-        yield f'<polyline class="l{number % _NUM_COLOURS}" points="{" ".join(places)}"/>'
+        yield f'<polyline class="l{number % _NUM_COLORS}" points="{" ".join(places)}"/>'
     yield "</svg>"
     number, line = max(enumerate(chart.lines), key=lambda each: max(each[1].y))
     y = max(line.y)
     x = line.x[line.y.index(y)]
     place = f"left:{100 * (x - start) / (end - start or 1):.2f}%;top:{100 * (top - y) / height:.2f}%"
-    yield f'<span class="top l{number % _NUM_COLOURS}" style="{place}"></span>'
+    yield f'<span class="top l{number % _NUM_COLORS}" style="{place}"></span>'
     yield f'<span class="dot"></span><output class="tip"></output>{_data(chart, start, end, bottom, top)}</div>'
     marks = (f"<span>{mark}</span>" for mark in _marks(start, end))
     yield f'<div class="xs">{"".join(marks)}</div><div class="x">{_text(chart.x_name)}</div></div>'
@@ -146,7 +146,7 @@ def _curves(chart: Lines, words: Words) -> Iterator[str]:
 
 
 def _key(number: int, name: str) -> str:
-    line = f'<polyline class="l{number % _NUM_COLOURS}" points="0,5 24,5"/>'
+    line = f'<polyline class="l{number % _NUM_COLORS}" points="0,5 24,5"/>'
     return f'<li><svg viewBox="0 0 24 10" aria-hidden="true">{line}</svg>{_text(name)}</li>'
 
 

@@ -63,7 +63,7 @@ def step_in_backward(optimizer: Optimizer | Sequence[Optimizer]) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         for each in optimizers:
             if steps_in_backward(each):
-                _refuse("parameters that backward steps already", "each parameter in one optimiser, and one context")
+                _refuse("parameters that backward steps already", "each parameter in one optimizer, and one context")
             stack.callback(_forget, each)
             stack.callback(each.register_step_pre_hook(_before_step).remove)
             for group in each.param_groups:

@@ -151,13 +151,13 @@ def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimize
     """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
     optimizers = as_list(optimizer)
     if not optimizers:
-        refuse("optimizer", optimizers, "at least one optimiser")
+        refuse("optimizer", optimizers, "at least one optimizer")
     for each in optimizers:
         if not isinstance(each, Optimizer):
-            refuse("optimizer", each, "a torch optimiser or a list of them")
+            refuse("optimizer", each, "a torch optimizer or a list of them")
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            refuse("optimizer", type(each).__name__, "an optimiser that steps without evaluating the loss again")
+            refuse("optimizer", type(each).__name__, "an optimizer that steps without evaluating the loss again")
         _check_prepared(each)
     check_steps_later(optimizers)
     return optimizers
@@ -183,7 +183,7 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
     for each in optimizers:
         if steps_in_backward(each):
-            refuse("optimizer", type(each).__name__, "an optimiser outside of step_in_backward: gradients must add up")
+            refuse("optimizer", type(each).__name__, "an optimizer outside of step_in_backward: gradients must add up")
 
 
 def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
@@ -230,7 +230,7 @@ def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) 
             "GradientAccumulator.load_state_dict(state)",
             got=f"version {state.get('version')!r} with {len(gradients)} gradients",
             expected=f"version {version} with the gradients of {num_parameters} parameters",
-            fix="load the state into an accumulator over the same optimisers and parameters.",
+            fix="load the state into an accumulator over the same optimizers and parameters.",
         )
 
 
@@ -269,7 +269,7 @@ def warn_of_idle_step() -> None:
 def warn_of_foreign_gradients() -> None:
     """Warn that gradients from another backward were present when a group began."""
     warnings.warn(
-        "GradientAccumulator.backward: gradients that another backward() left on this optimiser's parameters were "
+        "GradientAccumulator.backward: gradients that another backward() left on this optimizer's parameters were "
         "dropped at the start of the group. If they belong to the step, send their loss through "
         "accumulator.backward() too.",
         MemkitWarning,

@@ -97,7 +97,7 @@ def _as_points(rows: torch.Tensor, name: str) -> torch.Tensor:
             f"gradient_penalty(discriminator, {name})",
             got=f"a tensor of shape {tuple(rows.shape)} and {rows.dtype}",
             expected="a floating tensor with rows in dimension 0",
-            fix=f"pass {name} as the discriminator's floating input; penalise embeddings rather than indices.",
+            fix=f"pass {name} as the discriminator's floating input; penalize embeddings rather than indices.",
         )
     return rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
 

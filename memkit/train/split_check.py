@@ -503,7 +503,7 @@ class Examination:
         with hooks:
             return _Gradient(sketches(root, slopes, self._parameters), count, value, adds_up)
 
-    # ------------------------------------------------------------------ judgement
+    # ------------------------------------------------------------------ judgment
 
     def _weigh(self, whole: _Gradient, parts: _Gradient) -> Attempts:
         """Return the largest relative error of a parameter, and whether rounding explains all of them."""
@@ -712,10 +712,10 @@ def take_workspace() -> None:
 
 def scan_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of modules in training mode that normalize over the batch's rows, without running any."""
-    return tuple(name for name, module in model.named_modules() if _normalises_over_rows(module))
+    return tuple(name for name, module in model.named_modules() if _normalizes_over_rows(module))
 
 
-def _normalises_over_rows(module: nn.Module) -> bool:
+def _normalizes_over_rows(module: nn.Module) -> bool:
     return isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
 
 

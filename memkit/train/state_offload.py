@@ -119,7 +119,7 @@ def _map_file(values: Sequence[torch.Tensor], folder: str | Path | None) -> list
             raise MemkitOutOfMemoryError(
                 "offload_state(optimizer)",
                 got=f"{error.strerror} in {folder or tempfile.gettempdir()}",
-                expected="room on the disk for the optimiser's state",
+                expected="room on the disk for the optimizer's state",
                 fix="pass folder=... on a larger disk.",
             ) from error
         if not starts:

@@ -171,7 +171,7 @@ class VoxelAugmentation(Augmentation[VoxelParams]):
         moved = set(self.flip_axes) if self.flip_prob else set()
         if self.rotate_prob and (layout.is_square(shape) or self.on_nonsquare == "half_turns"):
             moved |= {"X", "Y"}
-        wrong = "".join(axis for axis in layout.off_centre(shape) if axis in moved)
+        wrong = "".join(axis for axis in layout.off_center(shape) if axis in moved)
         if wrong and "doppler" in layout.channels:
             warnings.warn(
                 f"VoxelAugmentation moves the sensor along {wrong}: it is not in the middle of the grid there, so a "

@@ -53,7 +53,7 @@ class Move:
 
     def points(self, coords: Tensor, shape: Triple, layout: VoxelLayout) -> Tensor:
         """Return the new point coordinates: (N, 3) meters along X, Y, Z to the same, about the grid center."""
-        middle = torch.tensor(layout.centre(shape), dtype=coords.dtype, device=coords.device)
+        middle = torch.tensor(layout.center(shape), dtype=coords.dtype, device=coords.device)
         columns = list(coords.unbind(1))
         for axis in self.mirrored:
             number = "XYZ".index(axis)

@@ -49,7 +49,7 @@ class CompositeLoss3D(nn.Module):
         >>> loss(prediction, torch.ones(1, 1, 4, 4, 4)).backward()
         >>> {name: value.item() for name, value in loss.values.items()}
         {'voxels': 1.0, 'total': 1.0}
-        >>> loss.step()  # once for each optimiser step
+        >>> loss.step()  # once for each optimizer step
         >>> total = loss(prediction, torch.ones(1, 1, 4, 4, 4))
         >>> sorted(loss.values), loss.weights()
         (['edges', 'total', 'voxels'], {'voxels': 1.0, 'edges': 0.01})

@@ -54,7 +54,7 @@ class VoxelLayout:
         ...     origin=(0.0, -12.8, -2.0),
         ...     sensor_origin=(0.0, 0.0, 0.0),
         ... )
-        >>> layout.off_centre((64, 128, 10))
+        >>> layout.off_center((64, 128, 10))
         'X'
     """
 
@@ -129,7 +129,7 @@ class VoxelLayout:
         """Return which of D, H, W (0, 1, 2) an axis runs along."""
         return self.axes.index(axis)
 
-    def centre(self, shape: Triple) -> tuple[float, float, float]:
+    def center(self, shape: Triple) -> tuple[float, float, float]:
         """Return the center of a grid (D, H, W): meters along X, Y and Z."""
         x, y, z = (
             start + size * shape[self.dim(axis)] / 2
@@ -141,11 +141,11 @@ class VoxelLayout:
         """Return whether a quarter turn in XY maps a grid (D, H, W) onto itself."""
         return shape[self.dim("X")] == shape[self.dim("Y")] and self.voxel_size[0] == self.voxel_size[1]
 
-    def off_centre(self, shape: Triple) -> str:
+    def off_center(self, shape: Triple) -> str:
         """Return the axes along which the sensor is off the center of a grid (D, H, W); empty without a sensor."""
         if self.sensor_origin is None:
             return ""
-        places = zip("XYZ", self.sensor_origin, self.centre(shape), self.voxel_size, strict=True)
+        places = zip("XYZ", self.sensor_origin, self.center(shape), self.voxel_size, strict=True)
         return "".join(axis for axis, sensor, middle, size in places if abs(sensor - middle) > _CENTRAL * size)
 
     def occupied(self, volume: Tensor) -> Tensor:

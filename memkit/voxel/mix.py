@@ -121,7 +121,7 @@ class _Mix(Augmentation[M], Generic[M]):
                 call,
                 got="points of one sample",
                 expected="a batch of volumes, dense or sparse",
-                fix="mix clouds by torch.cat of their points, or voxelise them first.",
+                fix="mix clouds by torch.cat of their points, or voxelize them first.",
             )
         return layout_of(call, x, (params.shape, len(params.partners), True), layout)
 

@@ -72,7 +72,7 @@ def test_unused_parameter_and_row_get_none():
 
     module, x, y = Half(), torch.randn(10, 3, requires_grad=True), torch.randn(10, 3, requires_grad=True)
     chunked_map(module, x, y, chunk_size=4).sum().backward()
-    assert module.unused.weight.grad is None  # an optimiser would let it decay
+    assert module.unused.weight.grad is None  # an optimizer would let it decay
     assert y.grad is None
     assert module.used.weight.grad is not None
 

@@ -12,7 +12,7 @@ from tests.allocations import trace_allocations
 
 @pytest.fixture(scope="module")
 def graph():
-    """The 12 nearest neighbours of each of 1797 digits: features (n, 64), edges (2, e) from neighbour to centre."""
+    """The 12 nearest neighbors of each of 1797 digits: features (n, 64), edges (2, e) from neighbor to center."""
     x = torch.from_numpy(load_digits().data).double() / 16
     near = NearestNeighbors(n_neighbors=12).fit(x.numpy()).kneighbors_graph(mode="connectivity").tocoo()
     return x, torch.stack([torch.from_numpy(near.col).long(), torch.from_numpy(near.row).long()])

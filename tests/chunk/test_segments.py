@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class Message(nn.Module):
-    """(e, 3) offsets and (e, 4) neighbours to (e, 4)."""
+    """(e, 3) offsets and (e, 4) neighbors to (e, 4)."""
 
     def __init__(self):
         super().__init__()

@@ -58,7 +58,7 @@ def test_equal_on_a_real_surface(kernel, dilation):
     assert both_ways(cortex(32), (32, 32, 32), kernel, dilation) <= 1e-12
 
 
-def test_neighbours_are_found_once_for_all_layers():
+def test_neighbors_are_found_once_for_all_layers():
     voxels = SparseVoxels.from_coords(cortex(32), torch.randn(len(cortex(32)), 4), shape=(32, 32, 32))
     weight = torch.randn(4, 4, 3, 3, 3)
     once = submanifold_conv3d(voxels, weight)
@@ -118,9 +118,9 @@ def test_memory_and_flops_at_a_real_surface():
     def whole():
         torch.autograd.grad(conv(volume), [volume, *conv.parameters()], above)
 
-    sparse()  # finds the neighbours
-    neighbours = sum(each.near.nbytes + each.far.nbytes for each in voxels.sites.pairs((3, 3, 3), (1, 1, 1)))
-    assert trace_allocations(whole).peak >= 50 * (trace_allocations(sparse).peak + neighbours)
+    sparse()  # finds the neighbors
+    neighbors = sum(each.near.nbytes + each.far.nbytes for each in voxels.sites.pairs((3, 3, 3), (1, 1, 1)))
+    assert trace_allocations(whole).peak >= 50 * (trace_allocations(sparse).peak + neighbors)
     assert count_flops(whole) > 30 * count_flops(sparse)
 
 

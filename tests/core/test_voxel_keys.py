@@ -38,7 +38,7 @@ def test_linear_keys_are_read_back_in_order(drawn):
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3), _INT)
 @settings(deadline=None, max_examples=50)
 def test_a_step_out_of_the_box_never_ends_in_it(axes, start):
-    """Without a margin the neighbour left of a row's first cell would be the last cell of the row before."""
+    """Without a margin the neighbor left of a row's first cell would be the last cell of the row before."""
     shape, margin = (tuple(each) for each in zip(*axes, strict=True))
     keys = LinearKeys((start,) * len(shape), shape, margin)
     cells = torch.tensor(list(itertools.product(*(range(start, start + size) for size in shape))))

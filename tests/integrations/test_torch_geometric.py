@@ -181,7 +181,7 @@ class TestRefusals:
     def batch(self):
         return Batch.from_data_list([homogeneous(n) for n in SIZES])
 
-    def test_a_neighbour_loaders_batch(self):
+    def test_a_neighbor_loaders_batch(self):
         """What it yields; the loader itself needs a compiled package."""
         self.refused(
             Data(x=torch.rand(9, 2), edge_index=edges(9), n_id=torch.arange(9), input_id=torch.arange(3), batch_size=3),

@@ -300,7 +300,7 @@ def test_parts_weigh_what_they_weigh_in_the_models_own_loss(case, tmp_path):
     want = one_step(plain, make, tmp_path, args, **settings)
     got = one_step(ours, make, tmp_path, args, num_microbatches=4, **settings)
     assert got.split_loss.sizes == (2, 2, 1, 1)
-    torch.testing.assert_close(weights(got), weights(want), rtol=1e-7, atol=1e-9)  # T5 normalises in float32
+    torch.testing.assert_close(weights(got), weights(want), rtol=1e-7, atol=1e-9)  # T5 normalizes in float32
 
 
 @pytest.mark.parametrize(

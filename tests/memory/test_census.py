@@ -35,7 +35,7 @@ def test_every_byte_of_a_step_has_its_category():
     optimizer.step()
     loss = net(x).square().sum()
     change, _ = grown(before)
-    # Saved: x for the weight's gradient, tanh's result, the two statistics of the batch, the normalised result.
+    # Saved: x for the weight's gradient, tanh's result, the two statistics of the batch, the normalized result.
     saved = 3 * SIZE + 2 * 512 * 4
     buffers = 2 * 512 * 4 + 8
     expected = {"parameter": SIZE, "gradient": SIZE, "optimizer": SIZE, "saved for backward": saved, "buffer": buffers}

@@ -116,8 +116,8 @@ def test_after_an_error_what_was_live_can_be_read(workspace):
     assert tracker.live_by("operator") == {"aten.zeros.default": 1200, "aten.exp.default": 1200}
     assert [s.nbytes for s in tracker.top(at="end")] == [1200, 1200]
     assert tracker.top(1)[0].nbytes == 4000
-    with pytest.raises(InputError, match="colour"):
-        tracker.live_by("colour")
+    with pytest.raises(InputError, match="color"):
+        tracker.live_by("color")
 
 
 @BOTH

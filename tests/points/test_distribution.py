@@ -1,7 +1,7 @@
 """Which points are kept: every set of the wanted size is equally likely, cells do not know of each other.
 
 Cells of one size are replicates of one experiment. The same tests are given two wrong samplers: the first k points of
-each cell, which is what the source project's vectorised code keeps, and one permutation for all cells of a size.
+each cell, which is what the source project's vectorized code keeps, and one permutation for all cells of a size.
 """
 
 import math
@@ -82,7 +82,7 @@ def inclusion_z(kept, num_kept):
     return single, np.abs(pairs - num_cells * p).max() / np.sqrt(num_cells * p * (1 - p))
 
 
-def neighbours_p(kept):
+def neighbors_p(kept):
     """What a cell keeps says nothing about what the next cell keeps: patterns of three points each are independent."""
     width = min(3, kept.shape[1])
     codes = kept[:, :width] @ (1 << np.arange(width))
@@ -106,7 +106,7 @@ def failures(sampler, num_cells, seed=0):
         failed |= {"patterns"} if pattern_p(kept, num_kept) < LEAST_P else set()
         failed |= {"inclusion"} if single > 5.5 else set()
         failed |= {"pairs"} if pair > 6 else set()  # up to 44,850 pairs in a cell
-        failed |= {"neighbours"} if neighbours_p(kept) < LEAST_P else set()
+        failed |= {"neighbors"} if neighbors_p(kept) < LEAST_P else set()
     return failed
 
 
@@ -125,22 +125,22 @@ def test_equal_weights_are_no_weights(num_cells):
 
 @pytest.mark.parametrize("wrong", [first_k, shared_permutation])
 def test_the_samplers_of_the_source_fail_all_of_these(wrong):
-    assert failures(wrong, 10_000) == {"patterns", "inclusion", "pairs", "neighbours"}
+    assert failures(wrong, 10_000) == {"patterns", "inclusion", "pairs", "neighbors"}
 
 
 @pytest.mark.parametrize("num_runs", [60, pytest.param(1000, marks=pytest.mark.slow)], ids=["default", "slow"])
 def test_p_values_are_uniform(num_runs):
     """Over many seeds; a p-value that is always near 1 is as suspicious as one near 0."""
-    patterns, neighbours, biased = [], [], []
+    patterns, neighbors, biased = [], [], []
     for seed in range(num_runs):
         for size, num_kept in ((4, 2), (6, 3), (260, 120)):
             kept = with_memkit(2000, size, num_kept, seed)
             patterns.append(pattern_p(kept, num_kept, columns=4))
-            neighbours.append(neighbours_p(kept))
+            neighbors.append(neighbors_p(kept))
         likelier = np.random.default_rng(seed).random((2000, 4)) - [0.02, 0, 0, 0]  # the first point, by a little
         biased.append(pattern_p(likelier.argsort(1).argsort(1) < 2, 2))
     assert kstest(patterns, "uniform").pvalue > 1e-4
-    assert kstest(neighbours, "uniform").pvalue > 1e-4
+    assert kstest(neighbors, "uniform").pvalue > 1e-4
     if num_runs > 100:
         assert kstest(biased, "uniform").pvalue < 1e-4
 

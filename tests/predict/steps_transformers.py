@@ -29,7 +29,7 @@ def text(num_rows: int = 4, length: int = 64) -> Tensor:
 
 
 def pictures() -> Tensor:
-    """Handwritten digits, in three colours of 32 x 32."""
+    """Handwritten digits, in three colors of 32 x 32."""
     digits = torch.from_numpy(load_digits().images[:4]).float() / 16
     return digits.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None].expand(-1, 3, -1, -1).contiguous()
 

@@ -38,7 +38,7 @@ UNREADABLE = 3  # exit status
 
 
 class Things:
-    """All objects of a training; ``steps`` micro-batches make one optimiser step."""
+    """All objects of a training; ``steps`` micro-batches make one optimizer step."""
 
     def __init__(self, steps: int) -> None:
         torch.manual_seed(0)
@@ -165,13 +165,13 @@ def kill_many(way, folder, num_kills, *, seed=0, steps=3):
     Args:
         way: A `Way`.
         folder: An empty folder.
-        steps: Micro-batches per optimiser step.
+        steps: Micro-batches per optimizer step.
 
     Returns:
         Counts, and whether all weights were those of the training that nobody stopped.
     """
     torch.set_num_threads(1)
-    Things(steps)  # what the first optimiser imports, the children need not
+    Things(steps)  # what the first optimizer imports, the children need not
     chance = random.Random(seed)
     states, log = folder / "states", folder / "log"
     in_save = unreadable = lost = last_saved = 0

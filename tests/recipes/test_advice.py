@@ -314,7 +314,7 @@ def test_tiles_of_convolutions():
 def test_batchnorm_forbids_micro_batches(batch):
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 10))
     advice = by_name(advise(model, batch, classify))["2 micro-batches"]
-    assert advice.status == "not run: 1 normalises over the rows, and would see those of a part only"
+    assert advice.status == "not run: 1 normalizes over the rows, and would see those of a part only"
     assert advice.predicted_saved_bytes is None
 
 

@@ -348,7 +348,7 @@ def test_cached_refuses_batch_norm():
         ({"mode": "together"}, "'stopgrad'"),
         ({"consistency": "l3"}, "'mse', 'kl' or a function"),
         ({"weight": float("nan")}, "0 or more"),
-        ({"optimizer": None}, "the optimiser of a plain module"),
+        ({"optimizer": None}, "the optimizer of a plain module"),
     ],
 )
 def test_refuses_settings(settings, text):

@@ -140,17 +140,17 @@ def test_a_card_and_a_model_without_data():
     assert same.estimate == plan.estimate
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Flatten(0, 1), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10))
 
 
-def test_what_normalises_over_rows_is_kept_whole():
-    plan = plan_training(normalised(), digits(), loss_fn, budget="8MiB")
+def test_what_normalizes_over_rows_is_kept_whole():
+    plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB")
     assert [each.accumulation_steps for each in plan.candidates] == [1]
     assert "In training mode 2 would see the statistics of each micro-batch: use GroupNorm" in plan.notes[0]
-    with pytest.raises(ConfigError, match=r"The batch is kept whole: 2 normalise over its rows"):
-        plan_training(normalised().to("meta"), digits(), loss_fn, budget="64KiB")
+    with pytest.raises(ConfigError, match=r"The batch is kept whole: 2 normalize over its rows"):
+        plan_training(normalized().to("meta"), digits(), loss_fn, budget="64KiB")
 
 
 def test_a_loss_that_compares_rows_is_kept_whole():
@@ -181,10 +181,10 @@ def test_micro_batches_that_the_batch_does_not_have(size):
 
 
 def test_micro_batches_that_were_asked_for_are_judged_too():
-    plan = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
+    plan = plan_training(normalized(), digits(), loss_fn, budget="8MiB", micro_batch_size=3)
     assert (plan.accumulation_steps, plan.is_split_exact) == (2, False)
     assert plan.notes[0].startswith("Cut into 3 rows as asked, though parts have another gradient. In training mode 2 ")
-    whole = plan_training(normalised(), digits(), loss_fn, budget="8MiB", micro_batch_size=6)
+    whole = plan_training(normalized(), digits(), loss_fn, budget="8MiB", micro_batch_size=6)
     assert (whole.notes, whole.is_split_exact) == ((), None)
 
 
@@ -213,7 +213,7 @@ def take_step_by_hand(trainer, batch):
 
 @pytest.mark.parametrize("step", [take_step, take_step_by_hand])
 def test_other_modes_than_the_plan_judged_are_judged(step):
-    model = normalised().eval()
+    model = normalized().eval()
     optimizer = torch.optim.AdamW(model.parameters())
     with prepare(model, optimizer, digits(), loss_fn, budget="8MiB", micro_batch_size=3) as trainer:
         assert trainer.plan.is_split_exact

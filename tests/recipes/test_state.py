@@ -151,7 +151,7 @@ def test_optimizers(tmp_path, name):
 
 
 def test_values_wider_than_their_parameters_stay_wide(tmp_path):
-    """torch's own `load_state_dict` rounds an optimiser's float32 values to the parameters' bfloat16."""
+    """torch's own `load_state_dict` rounds an optimizer's float32 values to the parameters' bfloat16."""
 
     class Wide(torch.optim.Optimizer):
         def __init__(self, parameters, lr):
@@ -276,7 +276,7 @@ def test_values_go_into_the_tensors_that_are_there(tmp_path):
 
 
 def test_no_second_copy_on_the_device(tmp_path):
-    """On a card that holds the model and its optimiser's values already, restoring them takes not a byte."""
+    """On a card that holds the model and its optimizer's values already, restoring them takes not a byte."""
 
     def start(device):
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to(device)

@@ -293,7 +293,7 @@ def test_peaks_are_per_device():
     with pytest.raises(InputError, match="a device of this recording: cpu, meta"):
         recording.peak_bytes("cuda:0")
     with pytest.raises(InputError, match="one of device"):
-        recording.peak_by("colour")
+        recording.peak_by("color")
     del other, more
 
 

@@ -121,7 +121,7 @@ def test_equals_a_plain_run(name):
 
 
 def test_counting_the_recorders_own_sums_gives_another_peak():
-    # The negative control of `as_without_recorder`: a point's gradient is a sum over its neighbourhoods.
+    # The negative control of `as_without_recorder`: a point's gradient is a sum over its neighborhoods.
     as_it_ran, as_it_would = (record("point_net", as_without_recorder=choice)[0] for choice in (False, True))
     assert as_it_ran.peak_bytes() > as_it_would.peak_bytes()
 

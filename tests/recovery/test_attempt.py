@@ -1,4 +1,4 @@
-"""Out-of-memory is recognised by type and message, and a retry starts without the failed attempt's tensors."""
+"""Out-of-memory is recognized by type and message, and a retry starts without the failed attempt's tensors."""
 
 import gc
 import itertools
@@ -48,7 +48,7 @@ def ids(entry):
 
 
 @pytest.mark.parametrize("entry", CORPUS["positive"], ids=ids)
-def test_known_message_is_recognised(entry):
+def test_known_message_is_recognized(entry):
     exc = build(entry)
     assert classify_oom(exc) == OomVerdict(entry["certain"], entry["backend"])
     assert is_out_of_memory(exc, under_pressure=True)
@@ -56,7 +56,7 @@ def test_known_message_is_recognised(entry):
 
 
 @pytest.mark.parametrize("entry", CORPUS["negative"], ids=ids)
-def test_other_error_is_not_recognised_even_under_pressure(entry):
+def test_other_error_is_not_recognized_even_under_pressure(entry):
     assert classify_oom(build(entry)) is None
     assert not is_out_of_memory(build(entry), under_pressure=True)
 
@@ -454,14 +454,14 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_real_out_of_memory_is_recognised(name):
+def test_real_out_of_memory_is_recognized(name):
     kind, known, backend, text = run_child(LIVE[name]).split("|", 3)
     expected_kind, expected_text = EXPECTED[name]
     assert (kind, known, backend) == (expected_kind, "True", "cpu")
     assert expected_text in text
 
 
-def test_ambiguous_message_without_pressure_is_not_recognised():
+def test_ambiguous_message_without_pressure_is_not_recognized():
     output = run_child("""
         error = RuntimeError("could not create a primitive")
         print(is_out_of_memory(error), under_memory_pressure("cpu"))

@@ -243,16 +243,16 @@ class Teacher(Trait):
         return self.student(z) * self.teacher(z)
 
 
-class Centre(Trait):
+class Center(Trait):
     """DINO's."""
 
     def make(self):
-        self.register_buffer("centre", torch.zeros(self.width))
+        self.register_buffer("center", torch.zeros(self.width))
 
     def forward(self, z):
-        out = torch.softmax((z - self.centre) / 0.5, 1)
+        out = torch.softmax((z - self.center) / 0.5, 1)
         if self.training:
-            self.centre = self.centre * 0.5 + z.detach().mean(0) * 0.5
+            self.center = self.center * 0.5 + z.detach().mean(0) * 0.5
         return out
 
 
@@ -284,7 +284,7 @@ class RunningNormByData(Trait):
 
 
 class Codebook(Trait):
-    """Vector quantisation; the codes move in forward."""
+    """Vector quantization; the codes move in forward."""
 
     def make(self):
         self.register_buffer("codes", torch.randn(4, self.width))
@@ -610,7 +610,7 @@ PLAIN = (
 )
 MIXING = (
     *(BatchNorm, BatchNormOverAll, BatchNormNoStats, BatchNormFunctional, BatchNormByHand, BatchNormTiny, Queue),
-    *(QueueOfList, Teacher, Centre, RunningNorm, RunningNormByData, Codebook, BatchAttention, BatchMax, BatchMean),
+    *(QueueOfList, Teacher, Center, RunningNorm, RunningNormByData, Codebook, BatchAttention, BatchMax, BatchMean),
     *(InputByMax, TopK, Branch, Mixture, CarriedState, SpectralNorm, WarmUp, GradientHook, ParameterHook),
 )
 NOISY = (Dropout, DropoutFunctional, Noise, NoiseFromGenerator, NoiseFromNumpy, LayerDrop)

@@ -72,7 +72,7 @@ def make(name):
     model = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     data = torch.randn(2, ROWS, 1024, generator=torch.Generator().manual_seed(5))
-    for parameter in model.parameters():  # the optimiser's state is there before the limit: it is not what is tested
+    for parameter in model.parameters():  # the optimizer's state is there before the limit: it is not what is tested
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()

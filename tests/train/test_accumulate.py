@@ -81,7 +81,7 @@ def full_batch_gradient(loss_fn):
 
 
 def stepped_gradient(accumulator, model, microbatches):
-    """Run one group and return the gradient that the optimiser was given."""
+    """Run one group and return the gradient that the optimizer was given."""
     seen = []
     handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
     for arguments, keywords in microbatches:
@@ -330,7 +330,7 @@ class TestScaler:
         assert accumulator.num_steps == 1
 
     def test_two_optimizers_share_one_update(self):
-        """The second optimiser's gradients are unscaled by the same factor although the first one overflowed."""
+        """The second optimizer's gradients are unscaled by the same factor although the first one overflowed."""
         torch.manual_seed(0)
         first, second = nn.Linear(2, 2), nn.Linear(2, 2)
         optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
@@ -698,7 +698,7 @@ class TestMisuse:
             accumulator.step()
 
     def test_a_loss_of_other_parameters_is_no_lost_gradient(self):
-        """A step whose branch this optimiser has no part in, before one that it has."""
+        """A step whose branch this optimizer has no part in, before one that it has."""
         model, accumulator = self.make(steps=2)
         accumulator.backward(nn.Linear(2, 1)(torch.ones(1, 2)).sum())
         accumulator.backward(model(torch.ones(1, 2)).sum())
@@ -783,5 +783,5 @@ class TestMisuse:
 
     @pytest.mark.parametrize("optimizer", [[], nn.Linear(2, 1), [nn.Linear(2, 1)]])
     def test_what_is_no_optimizer(self, optimizer):
-        with pytest.raises(mk.errors.ConfigError, match="optimiser"):
+        with pytest.raises(mk.errors.ConfigError, match="optimizer"):
             mk.GradientAccumulator(optimizer)

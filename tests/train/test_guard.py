@@ -1,4 +1,4 @@
-"""The guard of steps: no room for its files or for the step, and optimisers of other people."""
+"""The guard of steps: no room for its files or for the step, and optimizers of other people."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not 
 
 
 class Foreign(torch.optim.SGD):
-    """Keeps state in places where torch's own optimisers do not, and fails as often as it is told."""
+    """Keeps state in places where torch's own optimizers do not, and fails as often as it is told."""
 
     failures = 0
 
@@ -69,7 +69,7 @@ def test_state_in_unusual_places(num_failures):
 
 
 class Decaying(Foreign):
-    """Adds weight decay to the gradients in place, as older optimisers do, and gives one a new gradient."""
+    """Adds weight decay to the gradients in place, as older optimizers do, and gives one a new gradient."""
 
     def step(self):
         for parameter in self.param_groups[0]["params"]:

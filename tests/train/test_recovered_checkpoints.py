@@ -50,7 +50,7 @@ class Training:
 
 
 def values(training):
-    """This rank's parameters and their optimiser state, in an order that a load keeps."""
+    """This rank's parameters and their optimizer state, in an order that a load keeps."""
     states = [training.optimizer.state[parameter] for parameter in training.model.parameters()]
     tensors = [*training.model.parameters(), *(state[name] for state in states for name in sorted(state))]
     return [local(tensor.detach()) for tensor in tensors]

@@ -153,7 +153,7 @@ def worker(rank, folder):
     assert num_ooms == [0, 0, 0]
     assert is_same(state, undisturbed(rank, sizes))
     last = num_operators[0, 0]
-    step_places = (2, 6, 8, 70)  # normalising, before and after the norm's collective, in the optimiser
+    step_places = (2, 6, 8, 70)  # normalizing, before and after the norm's collective, in the optimizer
     check(
         rank,
         [

@@ -75,7 +75,7 @@ class Half(nn.Module):
 
 
 class HandWrittenNorm(nn.Module):
-    """A batch normalisation that is no subclass of torch's."""
+    """A batch normalization that is no subclass of torch's."""
 
     def forward(self, x):
         return (x - x.mean(0)) / (x.std(0) + 1e-5) if self.training else x
@@ -217,7 +217,7 @@ def rows(*shape):
     return lambda: torch.randn(ROWS, *shape)
 
 
-def labelled():
+def labeled():
     return torch.randn(ROWS, 6), torch.arange(ROWS) % 5
 
 
@@ -260,11 +260,11 @@ EXACT = {
         lambda: torch.randn(ROWS, 6, dtype=torch.complex64),
         lambda model, x: model(x).abs().pow(2).mean(),
     ),
-    "classification": (net, labelled, label_loss),
+    "classification": (net, labeled, label_loss),
     "dice per sample": (net, rows(6), sample_dice),
     "tokens with count": (Words, make_tokens, token_sum),
     "sparse embedding": (lambda: Words(sparse=True), make_tokens, token_sum),
-    "class weights with count": (net, labelled, class_weighted_sum),
+    "class weights with count": (net, labeled, class_weighted_sum),
     "sum with count": (net, rows(6), sum_with_count),
     "autocast": (net, rows(6), autocast_loss),
     "dict batch": (
@@ -300,7 +300,7 @@ INEXACT = {
         ("1",),
         None,
     ),
-    "synchronised batch norm": (lambda: net(nn.SyncBatchNorm(8)), rows(6), square_loss, ("1",), None),
+    "synchronized batch norm": (lambda: net(nn.SyncBatchNorm(8)), rows(6), square_loss, ("1",), None),
     "subclass of batch norm": (lambda: net(OwnBatchNorm(8)), rows(6), square_loss, ("1",), None),
     "two batch norms, one in evaluation": (
         lambda: evaluated(net(nn.BatchNorm1d(8), nn.BatchNorm1d(8)), "2"),
@@ -324,17 +324,17 @@ INEXACT = {
         ("2", "1"),
         None,
     ),
-    "centred over the batch": (lambda: net(AlwaysCentred()), rows(6), square_loss, (), "rows"),
+    "centered over the batch": (lambda: net(AlwaysCentred()), rows(6), square_loss, (), "rows"),
     "InfoNCE": (Gram, views, info_nce, (), "rows"),
     "InfoNCE over batch norm": (lambda: Gram(nn.BatchNorm1d(8)), views, info_nce, ("encoder.1",), "rows"),
-    "hard triplets": (net, labelled, hard_triplet, (), "rows"),
+    "hard triplets": (net, labeled, hard_triplet, (), "rows"),
     "dice over the batch": (net, rows(6), batch_dice, (), "rows"),
-    "pairwise ranking": (net, labelled, pairwise_ranking, (), "rows"),
+    "pairwise ranking": (net, labeled, pairwise_ranking, (), "rows"),
     "correlation": (net, rows(6), correlation, (), "rows"),
     "divided by the batch's maximum": (net, rows(6), by_batch_maximum, (), "rows"),
     "small term over the batch": (net, rows(6), variance_regularised, (), "rows"),
     "tokens without count": (Words, make_tokens, token_mean, (), "weights"),
-    "class weights without count": (net, labelled, class_weighted, (), "weights"),
+    "class weights without count": (net, labeled, class_weighted, (), "weights"),
     "sum without count": (net, rows(6), plain_sum, (), "sum"),
     "spectral norm": (
         lambda: nn.Sequential(fresh_spectral_norm(nn.Linear(6, 8)), nn.Tanh()),
@@ -345,7 +345,7 @@ INEXACT = {
     ),
     "batch norm and class weights": (
         lambda: net(nn.BatchNorm1d(8)),
-        labelled,
+        labeled,
         class_weighted,
         ("1",),
         "weights",
@@ -557,8 +557,8 @@ class Queue(nn.Module):
         return logits
 
 
-class Centre(nn.Module):
-    """DINO's centre, a plain attribute that each forward replaces."""
+class Center(nn.Module):
+    """DINO's center, a plain attribute that each forward replaces."""
 
     def __init__(self):
         super().__init__()
@@ -621,7 +621,7 @@ class Warmup(nn.Module):
     ("kind", "state"),
     [
         (Queue, "queue"),
-        (Centre, "center"),
+        (Center, "center"),
         (Momentum, "teacher.0.weight"),
         (Normalizer, "Moments.count"),
         (Warmup, "num_calls"),

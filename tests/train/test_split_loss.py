@@ -402,15 +402,15 @@ def test_it_takes_one_set_of_gradients_and_the_parameters_keep_it(num_microbatch
 def test_a_gradient_penalty_inside_the_loss_function():
     model = make().eval()
 
-    def penalised(model, batch):
+    def penalized(model, batch):
         x = batch[0].detach().requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return loss_fn(model, batch) + slope.square().sum(1).mean()
 
-    penalised(model, rows()).backward()
+    penalized(model, rows()).backward()
     want = gradients(model)
     model.zero_grad()
-    mk.SplitLoss(model, num_microbatches=3)(rows(), penalised).backward()
+    mk.SplitLoss(model, num_microbatches=3)(rows(), penalized).backward()
     assert_same(gradients(model), want, 1e-14)
 
 

@@ -264,7 +264,7 @@ def test_a_branch_that_the_parts_take_otherwise_is_refused():
 
 
 def by_group(model, batch):
-    """Scores are centred in each group of rows, as answers to one prompt are."""
+    """Scores are centered in each group of rows, as answers to one prompt are."""
     x, group = batch
     score = model(x).pow(2).mean(1)
     groups = group.unique()

@@ -1,4 +1,4 @@
-"""Optimiser state elsewhere: bit-identical steps, no memory of the process, state that is lent and given back."""
+"""Optimizer state elsewhere: bit-identical steps, no memory of the process, state that is lent and given back."""
 
 import copy
 

@@ -300,7 +300,7 @@ def test_hooks_schedules_scalers_and_closures_see_one_step():
     with atomic_steps(optimizer):
         assert optimizer.step(closure) == "loss"
         assert optimizer.step(closure=closure) == "loss"
-        schedule.step()  # warns unless the optimiser has stepped
+        schedule.step()  # warns unless the optimizer has stepped
         scaler.scale((extra * 2).sum()).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -72,7 +72,7 @@ def same(got, want):
 
 
 def places_to_fail(model_name, optimizer_name, num_places):
-    """Spread over every operator of the first step and the second, optimiser steps of the first two included."""
+    """Spread over every operator of the first step and the second, optimizer steps of the first two included."""
     num_operators = recovered(model_name, optimizer_name)[2].num_operators
     chance = random.Random(model_name + optimizer_name)
     return sorted(chance.sample(range(1, 2 * num_operators // 3), num_places))
@@ -81,7 +81,7 @@ def places_to_fail(model_name, optimizer_name, num_places):
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 @pytest.mark.parametrize("model_name", MODELS)
 def test_a_fault_anywhere_changes_nothing_but_the_sizes(model_name, optimizer_name):
-    """204 places in all: forward, backward, clipping, the first two optimiser steps, and the bookkeeping between."""
+    """204 places in all: forward, backward, clipping, the first two optimizer steps, and the bookkeeping between."""
     references = {}
     survived = 0
     for place in places_to_fail(model_name, optimizer_name, 34):

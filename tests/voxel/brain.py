@@ -8,7 +8,7 @@ from nilearn import datasets
 
 @functools.cache
 def brain():
-    """(4, 48, 48, 48): occupied, T1, grey and white matter of the MNI152 head at 4 mm; all zero around the brain."""
+    """(4, 48, 48, 48): occupied, T1, gray and white matter of the MNI152 head at 4 mm; all zero around the brain."""
     names = ("brain_mask", "template", "gm_template", "wm_template")
     volumes = [getattr(datasets, f"load_mni152_{name}")(resolution=4).get_fdata() for name in names]
     whole = torch.stack([torch.from_numpy(each[:48, 5:53, :48]).float() for each in volumes])

@@ -14,7 +14,7 @@ from memkit.voxel.augment_base import VoxelPoints
 from memkit.voxel.layout import VoxelLayout
 from memkit.voxel.params import VoxelDraw, VoxelParams
 from tests.allocations import trace_allocations
-from tests.voxel.volumes import RADAR, brain, centres, cortex, radar_scene, radial, sparse, velocity
+from tests.voxel.volumes import RADAR, brain, centers, cortex, radar_scene, radial, sparse, velocity
 
 EVERYTHING = {"noise_std": 0.1, "dropout_prob": 0.3, "intensity_jitter": 0.5, "rotate_prob": 0.8}
 CORTEX = VoxelLayout(("occupancy", "intensity"))
@@ -95,7 +95,7 @@ def test_noise_is_normal_and_dropout_takes_its_share():
     assert noise.std() == pytest.approx(0.5, rel=0.01)
     assert (noise / 0.5).abs().gt(1.96).float().mean() == pytest.approx(0.05, rel=0.05)
     pairs = [(noise[0], noise[1]), (noise[:, 1:], noise[:, :-1]), (noise[..., 1:], noise[..., :-1])]
-    for a, b in pairs:  # channels, neighbours along D and along W
+    for a, b in pairs:  # channels, neighbors along D and along W
         assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].abs() < 0.02
     other = aug.apply(volume, one((64, 64, 16), noise_std=0.5, seed=4)) - 1
     assert torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1].abs() < 0.02
@@ -119,7 +119,7 @@ def test_doppler_and_vectors_are_those_of_the_moved_scene(axes, origin):
         moved = aug.apply(volume, params)
         voxels = layout.occupied(moved).nonzero()
         values = moved[:, voxels[:, 0], voxels[:, 1], voxels[:, 2]].T
-        places = centres(voxels, layout)
+        places = centers(voxels, layout)
         here = VoxelPoints(places, torch.zeros(len(places), 6, dtype=torch.float64))
         before = aug.inverse(here, params).coords
         # The velocity of the moved scene: that of the place it came from, moved as the difference of two places.
@@ -205,7 +205,7 @@ def test_points_move_with_their_voxels():
     layout = VoxelLayout(RADAR, voxel_size=(0.5, 0.5, 0.25), origin=(-4, -4, -1), sensor_origin=(0, 0, 0))
     volume = radar_scene(layout, (16, 16, 8))
     voxels = layout.occupied(volume).nonzero()
-    points = VoxelPoints(centres(voxels, layout), volume[:, *voxels.unbind(1)].T)
+    points = VoxelPoints(centers(voxels, layout), volume[:, *voxels.unbind(1)].T)
     aug = VoxelAugmentation(rotate_prob=1.0, layout=layout)
     for index in range(8):
         params = aug.sample(volume.shape, seed=1, index=index).geometry()

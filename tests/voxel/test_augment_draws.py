@@ -99,7 +99,7 @@ def test_records_go_through_json():
         (lambda d: d.update(version=2), FileFormatError, "version 1"),
         (lambda d: d.update(kind="warp"), FileFormatError, "kind"),
         (lambda d: d.update(kind=["voxel"]), FileFormatError, "kind"),
-        (lambda d: d.update(colour=1), InputError, "colour"),
+        (lambda d: d.update(color=1), InputError, "color"),
         (lambda d: d.pop("draws"), InputError, "draws"),
         (lambda d: d.update(draws=[]), InputError, "samples"),
         (lambda d: d.update(draws=[{"turns": 4}]), InputError, "turns=4"),

@@ -15,7 +15,7 @@ def test_one_number_is_for_all_channels_and_lists_become_tuples():
     assert hash(layout)
 
 
-def test_the_middle_and_the_sensor_are_in_metres_along_named_axes():
+def test_the_middle_and_the_sensor_are_in_meters_along_named_axes():
     layout = VoxelLayout(
         ("doppler",),
         axes="ZYX",
@@ -24,8 +24,8 @@ def test_the_middle_and_the_sensor_are_in_metres_along_named_axes():
         sensor_origin=(0, 0, 0),
     )
     shape = (10, 16, 20)  # Z, Y, X
-    assert layout.centre(shape) == pytest.approx((5, 0, 0))
-    assert layout.off_centre(shape) == "X"
+    assert layout.center(shape) == pytest.approx((5, 0, 0))
+    assert layout.off_center(shape) == "X"
     assert not layout.is_square(shape)
     assert layout.is_square((10, 16, 16))
     assert not VoxelLayout(("scalar",), voxel_size=(1, 2, 1)).is_square((8, 8, 8))  # a turn would stretch it
@@ -51,7 +51,7 @@ def test_vectors_are_found_by_name():
     ("settings", "key"),
     [
         ({"channels": ()}, "channels"),
-        ({"channels": ("colour",)}, "channels='colour'"),
+        ({"channels": ("color",)}, "channels='color'"),
         ({"channels": "occupancy"}, "channels"),
         ({"channels": ("vector:x",)}, "x and y together"),
         ({"channels": ("vector:x", "vector:y", "vector:x")}, "each component of a vector once"),

@@ -44,8 +44,8 @@ def radial(places, velocities, sensor):
     return (rays * velocities).sum(1) / rays.norm(dim=1)
 
 
-def centres(voxels, layout):
-    """(N, 3) metres along X, Y, Z: the middles of voxels (N, 3) along D, H, W."""
+def centers(voxels, layout):
+    """(N, 3) meters along X, Y, Z: the middles of voxels (N, 3) along D, H, W."""
     order = [layout.axes.index(axis) for axis in "XYZ"]
     size, origin = (torch.tensor(each, dtype=torch.float64) for each in (layout.voxel_size, layout.origin))
     return (voxels[:, order] + 0.5) * size + origin
@@ -55,7 +55,7 @@ def radar_scene(layout, shape, num=300):
     """(6, D, H, W) float64: voxels of a moving body, with radial velocity and velocity, as the sensor sees them."""
     chosen = torch.randperm(shape[0] * shape[1] * shape[2], generator=torch.Generator().manual_seed(1))[:num]
     voxels = torch.stack(torch.unravel_index(chosen, shape), 1)
-    places = centres(voxels, layout)
+    places = centers(voxels, layout)
     moving = velocity(places)
     seen = radial(places, moving, torch.tensor(layout.sensor_origin, dtype=torch.float64))
     values = torch.cat([torch.ones(num, 1), torch.rand(num, 1), seen[:, None], moving], 1).double()

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 from memkit._version import __version__
 
 Style: TypeAlias = Literal["line", "dashed", "points", "oom"]
-COLOURS = ("#0072b2", "#c2500a", "#007a5a", "#a5417f", "#6b5b00", "#3b3b8f")
+COLORS = ("#0072b2", "#c2500a", "#007a5a", "#a5417f", "#6b5b00", "#3b3b8f")
 _INK, _SOFT, _RULE = "#1b2330", "#5a6577", "#dfe4eb"
 _MOST_TICKS = 8
 _WIDTH, _HEIGHT = 560, 360  # of one panel in an SVG, in pixels
@@ -28,14 +28,14 @@ class Series:
         name: Name in the legend; empty text leaves it out.
         x: Positions.
         y: Values, one for each x.
-        colour: Number of its color.
+        color: Number of its color.
         style: Dots, a line, a dashed line, or crosses for points that ran out of memory.
     """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    colour: int
+    color: int
     style: Style
 
 
@@ -133,7 +133,7 @@ def to_svg(figure: Figure) -> str:
         parts += _panel(panel)
         parts.append("</g>")
     for number, note in enumerate(figure.notes):
-        parts.append(_label(16, 40 + rows * _HEIGHT + 18 * number + 12, note, colour=_SOFT))
+        parts.append(_label(16, 40 + rows * _HEIGHT + 18 * number + 12, note, color=_SOFT))
     return "\n".join([*parts, "</g></svg>"]) + "\n"
 
 
@@ -151,32 +151,32 @@ def _panel(panel: Panel) -> Iterator[str]:
     yield _label(_LEFT, 22, panel.title, size=13, weight="bold")
     for tick in panel.x_ticks:
         yield f'<line x1="{across(tick):.1f}" x2="{across(tick):.1f}" y1="{_TOP}" y2="{_TOP + tall}" stroke="{_RULE}"/>'
-        yield _label(across(tick), _TOP + tall + 16, short_number(tick), anchor="middle", colour=_SOFT)
+        yield _label(across(tick), _TOP + tall + 16, short_number(tick), anchor="middle", color=_SOFT)
     for tick in ticks(low, high, is_log=panel.is_log):
         yield f'<line x1="{_LEFT}" x2="{_LEFT + wide}" y1="{down(tick):.1f}" y2="{down(tick):.1f}" stroke="{_RULE}"/>'
-        yield _label(_LEFT - 6, down(tick) + 4, short_number(tick), anchor="end", colour=_SOFT)
+        yield _label(_LEFT - 6, down(tick) + 4, short_number(tick), anchor="end", color=_SOFT)
     yield f'<rect x="{_LEFT}" y="{_TOP}" width="{wide}" height="{tall}" fill="none" stroke="{_SOFT}"/>'
     yield _label(_LEFT + wide / 2, _HEIGHT - 10, panel.x_name, anchor="middle")
     middle = _TOP + tall / 2
     yield f'<g transform="rotate(-90 14 {middle})">{_label(14, middle, panel.y_name, anchor="middle")}</g>'
     for name, height in panel.shown_levels:
         yield _line([(_LEFT, down(height)), (_LEFT + wide, down(height))], _SOFT, "2 3")
-        yield _label(_LEFT + 6, down(height) - 4, name, colour=_SOFT)
+        yield _label(_LEFT + 6, down(height) - 4, name, color=_SOFT)
     for series in panel.series:
         yield from _drawn([(across(x), down(y)) for x, y in zip(series.x, series.y, strict=True)], series)
     yield from _legend([series for series in panel.series if series.name])
 
 
 def _drawn(places: list[tuple[float, float]], series: Series) -> Iterator[str]:
-    colour = _colour(series)
+    color = _color(series)
     if series.style == "points":
-        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_radius(series)}" fill="{colour}"/>' for x, y in places)
+        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_radius(series)}" fill="{color}"/>' for x, y in places)
     elif series.style == "oom":
         for x, y in places:
             cross = f"M{x - 5:.1f} {y - 5:.1f}l10 10m0 -10l-10 10"
-            yield f'<path d="{cross}" stroke="{colour}" stroke-width="2.5" fill="none"/>'
+            yield f'<path d="{cross}" stroke="{color}" stroke-width="2.5" fill="none"/>'
     else:
-        yield _line(places, colour, "6 4" if series.style == "dashed" else "")
+        yield _line(places, color, "6 4" if series.style == "dashed" else "")
 
 
 def _legend(series: Sequence[Series]) -> Iterator[str]:
@@ -188,25 +188,25 @@ def _legend(series: Sequence[Series]) -> Iterator[str]:
         x += 46 + 6.2 * len(each.name)
 
 
-def _colour(series: Series) -> str:
-    return COLOURS[series.colour % len(COLOURS)]
+def _color(series: Series) -> str:
+    return COLORS[series.color % len(COLORS)]
 
 
 def _radius(series: Series) -> float:
     """Return the radius: larger for earlier series, so that they stay visible under later ones."""
-    return max(2.2, 4.0 - 0.9 * series.colour)
+    return max(2.2, 4.0 - 0.9 * series.color)
 
 
-def _line(places: Sequence[tuple[float, float]], colour: str, dashes: str) -> str:
+def _line(places: Sequence[tuple[float, float]], color: str, dashes: str) -> str:
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
-    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.6"{dashed}/>'
+    return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.6"{dashed}/>'
 
 
 def _label(
-    x: float, y: float, text: str, *, anchor: str = "start", colour: str = _INK, size: int = 11, weight: str = "normal"
+    x: float, y: float, text: str, *, anchor: str = "start", color: str = _INK, size: int = 11, weight: str = "normal"
 ) -> str:
-    style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}"'
+    style = f'text-anchor="{anchor}" fill="{color}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(text)}</text>'
 
 
@@ -263,7 +263,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     }
     for series in panel.series:
         form = {"markersize": 2 * _radius(series)} | forms[series.style]
-        axis.plot(series.x, series.y, color=_colour(series), label=series.name or "_", **form)
+        axis.plot(series.x, series.y, color=_color(series), label=series.name or "_", **form)
     if any(series.name for series in panel.series):
         axis.legend(
             loc="lower left",

@@ -146,14 +146,14 @@ class ScalingResult:
 
     def _figure(self) -> Figure:
         series = []
-        for colour, mode in enumerate(mode for mode in MODES if self._with_logarithm(mode)):
+        for color, mode in enumerate(mode for mode in MODES if self._with_logarithm(mode)):
             peaks = self._with_logarithm(mode)
             low, high = min(peaks), max(peaks)
             between = {round(low * (high / low) ** (step / _NUM_STEPS)) for step in range(_NUM_STEPS)}
             curve = {n: height for n in sorted({*peaks, *between}) if (height := self._peak(mode, n))}
             series += [
-                Series("", list(curve), [height / GIB for height in curve.values()], colour, "line"),
-                Series(mode, list(peaks), [height / GIB for height in peaks.values()], colour, "points"),
+                Series("", list(curve), [height / GIB for height in curve.values()], color, "line"),
+                Series(mode, list(peaks), [height / GIB for height in peaks.values()], color, "points"),
             ]
         notes = [f"Line, {mode}: {law.tier} law." for mode, law in self.law.items()]
         panels = [Panel("By size", "n", "peak (GiB)", series)] if series else []

@@ -121,7 +121,7 @@ class StepCounter:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count steps within the block."""
-        backward, initialise = torch.autograd.backward, Optimizer.__init__
+        backward, initialize = torch.autograd.backward, Optimizer.__init__
 
         @wraps(backward)
         def counting(*args: Any, **kwargs: Any) -> None:
@@ -130,10 +130,10 @@ class StepCounter:
             backward(*args, **kwargs)
             self._num_backwards += 1
 
-        @wraps(initialise)
+        @wraps(initialize)
         def noting(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             self._has_optimizer = True
-            initialise(optimizer, *args, **kwargs)
+            initialize(optimizer, *args, **kwargs)
 
         handle = register_optimizer_step_post_hook(self._after_step)
         try:

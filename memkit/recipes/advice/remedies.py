@@ -149,7 +149,7 @@ def find_remedies(case: Case) -> list[Remedy]:
 
 def _microbatches(case: Case) -> Iterator[Remedy]:
     mixing = scan_modules(case.training.model)
-    obstacle = f"{mixing[0]} normalises over the rows, and would see those of a part only" if mixing else ""
+    obstacle = f"{mixing[0]} normalizes over the rows, and would see those of a part only" if mixing else ""
     for num_parts in (2, 4):
         if (case.num_rows or 0) < num_parts:
             return

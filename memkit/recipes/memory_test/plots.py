@@ -51,7 +51,7 @@ def _mlp(curve: ScalingCurve) -> str:
 
 def _peaks(named: _Named, mode: StepMode) -> list[Series]:
     series = []
-    for colour, (name, curve) in enumerate(named):
+    for color, (name, curve) in enumerate(named):
         failed = {
             point.size: curve.predicted_bytes(mode, point.size) or point.requested_bytes
             for point in curve.result.points
@@ -63,7 +63,7 @@ def _peaks(named: _Named, mode: StepMode) -> list[Series]:
             "oom": failed,
         }
         for style, by_size in heights.items():
-            series.append(_series(name if style == "points" else "", by_size, GIB, colour, style))
+            series.append(_series(name if style == "points" else "", by_size, GIB, color, style))
     return _filled(series)
 
 
@@ -79,29 +79,29 @@ def _law(curve: ScalingCurve, mode: StepMode) -> dict[int, int | None]:
 
 def _ratios(named: _Named) -> list[Series]:
     return _filled(
-        _series(name if style == "points" else "", curve.ratios(), 1, colour, style)
-        for colour, (name, curve) in enumerate(named)
+        _series(name if style == "points" else "", curve.ratios(), 1, color, style)
+        for color, (name, curve) in enumerate(named)
         for style in _LINE_WITH_DOTS
     )
 
 
 def _theory(named: _Named) -> list[Series]:
     series = []
-    for colour, (name, curve) in enumerate(named):
+    for color, (name, curve) in enumerate(named):
         if curve.case is None:
             continue
         sizes = sorted({point.size for point in curve.result.points})
         for mode, style in _STYLES.items():
             actual = {size: curve.growth_bytes(mode, size) for size in sizes}
-            series.append(_series("", actual, GIB, colour, style))
-        series.append(_series(name, {size: curve.case.edge_bytes(size) for size in sizes}, GIB, colour, "dashed"))
+            series.append(_series("", actual, GIB, color, style))
+        series.append(_series(name, {size: curve.case.edge_bytes(size) for size in sizes}, GIB, color, "dashed"))
     return _filled(series)
 
 
 def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> list[Series]:
     """By feature dimension: at the largest size, and the coordinate dimension shown."""
     series = []
-    for colour, (name, shown) in enumerate(named):
+    for color, (name, shown) in enumerate(named):
         actual, theory = dict[int, float | None](), dict[int, float | None]()
         for curve in curves:
             if curve.case is None or shown.case is None or curve.case.coord_dim != shown.case.coord_dim:
@@ -111,14 +111,14 @@ def _per_edge(named: _Named, curves: Sequence[ScalingCurve]) -> list[Series]:
                 growth = curve.growth_bytes("train", size)
                 actual[curve.case.feature_dim] = None if growth is None else growth / size
                 theory[curve.case.feature_dim] = curve.case.edge_bytes(1)
-        series += [_series("", actual, KIB, colour, style) for style in _LINE_WITH_DOTS]
-        series.append(_series(name, theory, KIB, colour, "dashed"))
+        series += [_series("", actual, KIB, color, style) for style in _LINE_WITH_DOTS]
+        series.append(_series(name, theory, KIB, color, "dashed"))
     return _filled(series)
 
 
-def _series(name: str, heights: Mapping[int, float | None], unit: int, colour: int, style: Style) -> Series:
+def _series(name: str, heights: Mapping[int, float | None], unit: int, color: int, style: Style) -> Series:
     there = {x: y / unit for x, y in heights.items() if y}  # zero cannot be shown on a logarithmic axis
-    return Series(name, tuple(there), tuple(there.values()), colour, style)
+    return Series(name, tuple(there), tuple(there.values()), color, style)
 
 
 def _filled(series: Iterable[Series]) -> list[Series]:

@@ -157,7 +157,7 @@ class ShardedTensors:
                     "TrainingStateManager.restore()",
                     got=f"{name} of shape {tuple(shape)}",
                     expected="a sharded tensor of that shape in one of the objects to restore",
-                    fix="shard the model as it was (fully_shard), and restore the model with its optimiser.",
+                    fix="shard the model as it was (fully_shard), and restore the model with its optimizer.",
                 )
             like = min(alike, key=lambda each: [str(one) for one in each.placements] != placeholder["placements"])  # type: ignore[attr-defined] # a DTensor's
             tensor = torch.empty_like(like, dtype=placeholder["dtype"])

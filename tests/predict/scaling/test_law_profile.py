@@ -49,7 +49,7 @@ def build_step_of_mode(n, mode):
     return train if mode == "train" else lambda: model(x)
 
 
-def optimise(loss):
+def optimize(loss):
     OPTIMIZER.zero_grad()
     loss.backward()
     OPTIMIZER.step()
@@ -59,7 +59,7 @@ def build_step_on_globals(n):
     x = torch.randn(n, 16)
 
     def step():
-        optimise(MODEL(x).square().mean())
+        optimize(MODEL(x).square().mean())
 
     return step
 
@@ -154,13 +154,13 @@ def test_masks_need_a_share():
 
 
 def test_a_step_that_cannot_do_without_gradients():
-    def penalised(n):
+    def penalized(n):
         x, weight = torch.randn(n, 4), torch.randn(4, requires_grad=True)
         return lambda: torch.autograd.grad((x @ weight).sum(), weight)
 
     with pytest.raises(mk.errors.InputError, match=r"mode='inference'.*give build_step a parameter named `mode`"):
-        profile_scaling(penalised, sizes=[100])
-    assert profile_scaling(penalised, sizes=[100], modes=["train"]).law["train"].tier == "structural"
+        profile_scaling(penalized, sizes=[100])
+    assert profile_scaling(penalized, sizes=[100], modes=["train"]).law["train"].tier == "structural"
 
 
 @pytest.mark.parametrize(
