@@ -82,8 +82,14 @@ def has_member(value, member):
     return hasattr(value, member) or any(member in getattr(each, "__annotations__", {}) for each in value.__mro__)
 
 
+def american(text):
+    """The spelling of today: British at that commit, half of the time."""
+    return functools.reduce(lambda found, pair: found.replace(*pair), CHANGES["spelling"].items(), text)
+
+
 def place(entry):
     """Where an entry is now; None where it is not."""
+    entry = american(entry)
     if entry.startswith("memkit "):
         _, command, *option = entry.split(" ")
         known = commands().get(command, set())
@@ -121,6 +127,7 @@ def words_of_tests():
 
 def test_of(entry):
     """A file of the tests that names an entry with what it belongs to; where none does, one that names it alone."""
+    entry = american(entry)
     if entry.startswith("docs/"):
         return "tests/test_docs.py"  # runs the code of each page, and looks at each card
     words = [each for each in WORD.findall(entry) if each not in {"memkit", "event", "key", "kind"}]
