@@ -11,6 +11,7 @@ from pathlib import Path
 
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.printable import short
+from memkit._events import first_program
 from memkit._events.file import EventFile, Form
 from memkit._events.log import BYTE_FIELDS, Event, LogHeader, Origin
 
@@ -44,6 +45,20 @@ class EventLog:
     def is_legacy(self) -> bool:
         """Whether the log was in the older JSON array format."""
         return self.form == "array"
+
+    @property
+    def missing_loads(self) -> tuple[str, ...]:
+        """Names of the load events that the program which writes the older format would have recorded."""
+        return first_program.missing_loads(self._names) if self.is_legacy else ()
+
+    @property
+    def missing_stages(self) -> tuple[str, ...]:
+        """Names of the stages that the program which writes the older format would have recorded."""
+        return first_program.missing_stages(self._names) if self.is_legacy else ()
+
+    @property
+    def _names(self) -> set[str]:
+        return {each.event for each in self.events}
 
     def origin(self, event: Event, name: str) -> Origin:
         """Return the origin of one of an event's numbers.

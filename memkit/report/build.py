@@ -52,7 +52,7 @@ def build_report(
     built = [overview(log, figures, words)]
     if before is not None:
         built.append(compare_section(before, figures, words))
-    built += usage_sections(figures, words, is_legacy=log.is_legacy)
+    built += usage_sections(figures, words, missing=log.missing_stages)
     built += [efficiency(rating, words), advice_section(advice, words)]
     built.append(Section(words("cards_title"), tuple(card_nodes(figures, fits, words))))
     built.append(conclusions(figures, rating, advice, fits, words))

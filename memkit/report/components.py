@@ -9,8 +9,6 @@ from memkit._events.log import Event
 from memkit.report.observed import Observed
 
 _WHOLE = frozenset({"model_loaded", "models_loaded", "all_loaded"})
-# Events of the program that first wrote the older format; if one is missing, the report says so.
-_EXPECTED = ("t5_loaded", "vae_loaded", "dit_loaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +56,14 @@ class Components:
         return None if self.whole_bytes is None else self.whole_bytes - self.named_bytes
 
 
-def find_components(observed: Sequence[Observed], *, is_legacy: bool) -> Components:
+def find_components(observed: Sequence[Observed], *, missing: Sequence[str] = ()) -> Components:
     """Find the events that report a load, and the growth of memory at each.
 
     In a log with several runs or processes, the first one that loads anything is used.
+
+    Args:
+        observed: The events, with the ones before them.
+        missing: Names of load events that are known to be missing: the report lists them without a size.
     """
     marks = [each for each in observed if _component(each.event) or each.event.event in _WHOLE]
     if not marks:
@@ -72,10 +74,8 @@ def find_components(observed: Sequence[Observed], *, is_legacy: bool) -> Compone
         name = _component(mark.event)
         if name and name not in loads:
             loads[name] = _load(name, mark)
-    names = {each.event.event for each in observed}
-    if is_legacy and not names.isdisjoint(_EXPECTED):
-        missing = (name.removesuffix("_loaded") for name in _EXPECTED if name not in names)
-        loads |= {name: Load(name, None, None, is_record=True) for name in missing}
+    for name in (each.removesuffix("_loaded") for each in missing):
+        loads[name] = Load(name, None, None, is_record=True)
     whole = next((mark for mark in reversed(marks) if mark.event.event in _WHOLE), marks[-1])
     before = marks[0].before
     level = _level(whole.event)[0]

@@ -236,7 +236,7 @@ def read_figures(log: EventLog, total_bytes: int | None) -> ReportFigures:
             total_bytes=own_total if total_bytes is None else total_bytes,
             host_bytes=_largest(events, "host_peak_bytes", "host_rss_bytes"),
         ),
-        components=find_components(observed, is_legacy=log.is_legacy),
+        components=find_components(observed, missing=log.missing_loads),
         stages=find_stages(observed),
         steps=find_steps(observed),
         splits=splits,

@@ -16,16 +16,14 @@ from memkit.report.words import Words
 MOST_ROWS = 40  # of a table; the number left out is shown
 _MOST_SHORTAGES = 5
 _FIRST_STEPS, _LAST_STEPS = 12, 3
-# The program that first wrote the older format, as in components.py.
-_EXPECTED = ("init", "model_loaded", "forward_pass", "inference_end")
 _T = TypeVar("_T")
 
 
-def usage_sections(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterator[Section]:
-    """Build all sections about memory usage."""
+def usage_sections(figures: ReportFigures, words: Words, *, missing: Sequence[str] = ()) -> Iterator[Section]:
+    """Build all sections about memory usage; stages known to be ``missing`` are listed without figures."""
     yield Section(words("layers_title"), tuple(_layers(figures, words)))
     yield Section(words("components_title"), tuple(_components(figures, words)))
-    yield Section(words("stages_title"), tuple(_stages(figures, words, is_legacy=is_legacy)))
+    yield Section(words("stages_title"), tuple(_stages(figures, words, missing)))
     yield Section(words("steps_title"), tuple(_steps(figures.steps, words)))
     yield Section(words("timeline_title"), tuple(_timeline(figures, words)))
     yield Section(words("pattern_title"), (Bullets(tuple(_pattern(figures, words))),))
@@ -133,7 +131,7 @@ def _unattributed_row(found: Components, words: Words) -> tuple[Cell, ...]:
     return words("unattributed"), Size.of(num_bytes), _share(num_bytes, found.whole_bytes), counted
 
 
-def _stages(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterator[Node]:
+def _stages(figures: ReportFigures, words: Words, missing: Sequence[str]) -> Iterator[Node]:
     if figures.is_cumulative:
         yield Paragraph(words("cumulative_text"))
     stages, num_left = _cut(figures.stages, MOST_ROWS)
@@ -144,10 +142,7 @@ def _stages(figures: ReportFigures, words: Words, *, is_legacy: bool) -> Iterato
     has_time = any(stage.host_ns is not None for stage in stages)
     has_added = any(stage.added_bytes is not None for stage in stages)
     rows = [_stage_row(stage, peak, has_added=has_added, has_time=has_time) for stage in stages]
-    if is_legacy:
-        names = {each.event.event for each in figures.observed}
-        width = 2 + has_added + has_time
-        rows += [(name, 0, *[None] * width) for name in _EXPECTED if name not in names]
+    rows += [(name, 0, *[None] * (2 + has_added + has_time)) for name in missing]
     columns = [words("col_stage"), words("col_events"), words("col_peak"), words("col_of_peak")]
     columns += [words("col_added")] * has_added + [words("col_host_time")] * has_time
     yield Table(tuple(columns), tuple(rows))
