@@ -63,7 +63,7 @@ _COUNTING = frozenset(  # what makes tensors, whose values are known, from nothi
 _PLAIN = frozenset(
     {bool, int, float, complex, str, NoneType, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_MOST_RECIPES = 2**17
+_MOST_RECIPES = 2**15  # some 30 MB
 _META = torch.device("meta")
 # The number of labels that count depends on their values, and only the backward uses it.
 _COUNTS_LABELS = frozenset({_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default})
