@@ -37,7 +37,7 @@ _TORCH, _MEMKIT = Path(torch.__file__).parent, Path(__file__).parents[1]
 _BETWEEN = (
     *(str(_TORCH / name) for name in WRAPPERS),
     str(Path(__file__).parent),
-    str(_MEMKIT / "_recorder.py"),
+    str(_MEMKIT / "_recorder"),
 )
 
 

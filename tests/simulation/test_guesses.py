@@ -3,11 +3,14 @@
 Numbers that are written down, added up or only checked leave the verdict as it is.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 import memkit as mk
+from memkit._simulation import guesses
 from memkit.predict.virtual_gpu import VirtualGPU
 from tests.simulation.reads import (
     DECIDING,
@@ -60,3 +63,8 @@ def test_it_is_so_on_a_card(step, target):
     estimate = gpu.estimate()
     assert bool(estimate.doubts) is (step in DECIDING)
     assert estimate.fits("T4") is (step not in DECIDING)
+
+
+def test_files_between_a_read_and_its_answer_are_there():
+    """A file that was moved would be taken for the code that reads the number."""
+    assert [file for file in guesses._BETWEEN if not Path(file).exists()] == []
