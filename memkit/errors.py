@@ -1,4 +1,4 @@
-"""What memkit raises and warns of: each is a `MemkitError`, and also the built-in error that a caller expects."""
+"""Errors and warnings of memkit. Each error is a `MemkitError`, and also the built-in error that a caller expects."""
 
 from memkit._core.errors import (
     ConfigError,

@@ -70,6 +70,15 @@ def test_a_name_that_is_elsewhere_says_where():
             getattr(module, name)
 
 
+def test_an_import_of_such_a_name_says_so_too():
+    with pytest.raises(ImportError, match=r"it is memkit\.points\.sample_edges"):
+        exec("from memkit import sample_edges")
+    with pytest.raises(ImportError, match="did you mean 'GridIndex'"):
+        exec("from memkit.points import GridIdx")
+    assert not hasattr(mk, "sample_edges")
+    assert getattr(mk, "GridIdx", None) is None
+
+
 def test_help_begins_with_six_names_and_a_line_each():
     lines = pydoc.plain(pydoc.render_doc(mk)).splitlines()
     first = next(number for number, line in enumerate(lines) if line.lstrip().startswith("- `"))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import opcode
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 _ROOT = "memkit"
@@ -27,7 +29,9 @@ def load_lazily(
         if name in packages:
             return importlib.import_module(f"{package}.{name}")
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(package, name, names)}")
+            # Of an AttributeError, `from memkit import name` would make an ImportError that says nothing.
+            error = ImportError if _is_import(sys._getframe(1)) else AttributeError  # noqa: SLF001 - no public form
+            raise error(f"module {package!r} has no attribute {name!r}{_hint(package, name, names)}")
         value = getattr(importlib.import_module(homes[name]), name)
         vars(sys.modules[package])[name] = value  # the next access finds it without this function
         return value
@@ -36,6 +40,11 @@ def load_lazily(
         return list(names)
 
     return load, list_names, sorted(homes)
+
+
+def _is_import(frame: FrameType) -> bool:
+    """Return whether a frame is executing ``from ... import ...``."""
+    return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
 def _hint(package: str, name: str, names: Sequence[str]) -> str:
