@@ -7,8 +7,9 @@
 - `ChunkedProcessor` computes a function of many rows in chunks, forward and backward.
 - `MemoryManager` measures what was really used, and logs it for `write_report`.
 
-What is not here is in the package of its topic: `memkit.predict`, `memkit.train`, `memkit.chunk`, `memkit.memory`,
-`memkit.points`, `memkit.voxel`, `memkit.report`, `memkit.check`, `memkit.recipes`, `memkit.errors`.
+Everything else is in the package of its topic: `memkit.predict`, `memkit.train`, `memkit.chunk`, `memkit.memory`,
+`memkit.points`, `memkit.voxel`, `memkit.report`, `memkit.check`, `memkit.recipes`, `memkit.errors`, and for other
+frameworks `memkit.integrations`. `dir()` of each lists its names.
 """
 
 import logging
@@ -131,7 +132,7 @@ else:  # a type checker would take any name for one that `__getattr__` may give
         "write_report": "memkit.recipes.report",
     }
     _PACKAGES = ("check", "chunk", "errors", "memory", "points", "predict", "recipes", "report", "train", "voxel")
-    __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES, _PACKAGES)
+    __getattr__, __dir__, __all__ = load_lazily(__name__, _HOMES, (*_PACKAGES, "integrations"))
 
 # A library logs, and leaves it to the application whether anybody sees it.
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -11,14 +11,14 @@ import pytest
 import memkit as mk
 
 ROOMS = {name: importlib.import_module(f"memkit.{name}") for name in mk._PACKAGES}
-LAZY = {"": mk, **{name: room for name, room in ROOMS.items() if name != "errors"}}
+LAZY = {"": mk, **ROOMS}
 NAMES = [(room, name) for room, module in {"": mk, **ROOMS}.items() for name in module.__all__]
 
 
 def imports_for_type_checkers(module):
     """By name, the module that it is imported from under `if TYPE_CHECKING`."""
     block = next(node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.If))
-    found = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module != "memkit"]
+    found = [node for node in block.body if isinstance(node, ast.ImportFrom) and node.module != module.__name__]
     assert all(alias.asname == alias.name for node in found for alias in node.names)  # else it is not exported
     return {alias.name: node.module for node in found for alias in node.names}
 
@@ -64,7 +64,9 @@ def test_a_name_that_is_elsewhere_says_where():
         (mk.points, "MemoryManager", "it is memkit.MemoryManager"),
         (mk.train, "GradientAcumulator", "did you mean 'GradientAccumulator'?"),
         (mk, "VirtualGpu", "did you mean 'VirtualGPU'?"),
-        (mk, "quux", "module 'memkit' has no attribute 'quux'$"),
+        (mk, "chamfer_distanse", "did you mean memkit.voxel.chamfer_distance?"),
+        (mk.errors, "Stage", "it is memkit.recipes.Stage"),
+        (mk, "quux", r"has no attribute 'quux'; help\(memkit\) says where names are"),
     ):
         with pytest.raises(AttributeError, match=text):
             getattr(module, name)

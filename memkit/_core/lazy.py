@@ -29,9 +29,10 @@ def load_lazily(
         if name in packages:
             return importlib.import_module(f"{package}.{name}")
         if name not in homes:
-            # Of an AttributeError, `from memkit import name` would make an ImportError that says nothing.
-            error = ImportError if _is_import(sys._getframe(1)) else AttributeError  # noqa: SLF001 - no public form
-            raise error(f"module {package!r} has no attribute {name!r}{_hint(package, name, names)}")
+            text = f"module {package!r} has no attribute {name!r}{_hint(name, names)}"
+            if _is_import(sys._getframe(1)):  # noqa: SLF001 - no public form
+                raise ImportError(text, name=package)  # of an AttributeError, Python would make one without the hint
+            raise AttributeError(text, name=name, obj=None)  # with obj=package, Python would add a hint of its own
         value = getattr(importlib.import_module(homes[name]), name)
         vars(sys.modules[package])[name] = value  # the next access finds it without this function
         return value
@@ -47,14 +48,17 @@ def _is_import(frame: FrameType) -> bool:
     return frame.f_code.co_code[frame.f_lasti] == opcode.opmap["IMPORT_FROM"]
 
 
-def _hint(package: str, name: str, names: Sequence[str]) -> str:
+def _hint(name: str, names: Sequence[str]) -> str:
     """Say where a name is, or which one was meant."""
     if name.startswith("_"):
         return ""
     root = importlib.import_module(_ROOT)
-    rooms = [_ROOT, *(f"{_ROOT}.{each}" for each in dir(root) if each.islower() and each in vars(root)["_PACKAGES"])]
-    homes = [room for room in rooms if room != package and name in dir(importlib.import_module(room))]
-    if homes:
-        return f"; it is {homes[0]}.{name}"
+    rooms = {_ROOT: root, **{f"{_ROOT}.{each}": getattr(root, each) for each in vars(root)["_PACKAGES"]}}
+    homes = {each: f"{room}.{each}" for room, module in reversed(rooms.items()) for each in module.__all__}
+    if name in homes:
+        return f"; it is {homes[name]}"
     near = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    near = difflib.get_close_matches(name, homes, n=1)
+    return f"; did you mean {homes[near[0]]}?" if near else f"; help({_ROOT}) says where names are"

@@ -116,7 +116,7 @@ class ChunkedCall:
             args: Its arguments: tensors of rows, `Gathered`, anything else, or containers of them.
             kwargs: Its keyword arguments, of the same kinds.
             params: Leaf tensors that the function uses besides its arguments and its own parameters.
-            strategy: See `memkit.chunk.map.chunked_map`.
+            strategy: See `memkit.chunked_map`.
 
         Returns:
             The function's result, as assembled.

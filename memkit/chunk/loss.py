@@ -40,7 +40,7 @@ def chunked_loss(
         *rows: Tensors (N, ...), alone or in containers, cut along dimension 0; those that require grad get gradients.
             Other values, and 0-dim tensors, are passed to every chunk unchanged.
         chunk_size: Rows per chunk: a few thousand for a small MLP; below a few hundred, overhead shows. Or ``"auto"``:
-            see `memkit.chunk.map.chunked_map`.
+            see `memkit.chunked_map`.
         memory_budget: With ``"auto"``, the peak memory of the call beyond its arguments; the gradients it creates
             count.
         reduction: ``"mean"`` divides by the number of losses (all elements that ``fn`` returns) or by the sum of the

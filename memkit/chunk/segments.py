@@ -53,14 +53,14 @@ def chunked_segment_reduce(
             ``x[src]``, gathered chunk by chunk. ``x`` (num_nodes, ...), ``src`` integers (num_edges,).
         weight: (num_edges,), multiplies the messages before they are reduced; ``"mean"`` still divides by the number of
             edges.
-        chunk_size: Edges per call, or ``"auto"``: see `memkit.chunk.map.chunked_map`.
-        memory_budget: As in `memkit.chunk.map.chunked_map`; running sums count, the result does not.
-        params: As in `memkit.chunk.map.chunked_map`.
-        strategy: As in `memkit.chunk.map.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and creates a
+        chunk_size: Edges per call, or ``"auto"``: see `memkit.chunked_map`.
+        memory_budget: As in `memkit.chunked_map`; running sums count, the result does not.
+        params: As in `memkit.chunked_map`.
+        strategy: As in `memkit.chunked_map`. ``"checkpoint"`` holds the messages of all edges, and creates a
             gradient as large as ``x`` for each chunk.
-        preserve_rng_state: As in `memkit.chunk.map.chunked_map`.
-        num_kept: As in `memkit.chunk.map.chunked_map`.
-        check: As in `memkit.chunk.map.chunked_map`.
+        preserve_rng_state: As in `memkit.chunked_map`.
+        num_kept: As in `memkit.chunked_map`.
+        check: As in `memkit.chunked_map`.
 
     Returns:
         (num_segments, ...), for ``"softmax"`` (num_edges, ...) in the order of the edges, in the messages' dtype. Half
@@ -70,7 +70,7 @@ def chunked_segment_reduce(
         ConfigError: ``chunk_size``, ``strategy`` or ``reduce`` is invalid, or not even one edge fits into
             ``memory_budget``.
         InputError: Arguments differ in their number of edges, an index is out of range (checked on the CPU only),
-            ``fn`` does not return a tensor of messages, or `memkit.chunk.map.chunked_map` would raise it.
+            ``fn`` does not return a tensor of messages, or `memkit.chunked_map` would raise it.
         StateError: In the backward pass: ``create_graph=True`` with ``strategy="auto"``.
 
     Memory cost: the result; for max and min in training 4 bytes per element of it (8 from 2**31 edges on); the

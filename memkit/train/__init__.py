@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from memkit.train.penalty import gradient_penalty as gradient_penalty
     from memkit.train.schedules import make_schedule as make_schedule
+    from memkit.train.split_check import check_split as check_split
     from memkit.train.split_loss import SplitLoss as SplitLoss
     from memkit.train.state_offload import offload_state as offload_state
     from memkit.train.transaction import atomic_steps as atomic_steps
@@ -41,6 +42,7 @@ else:  # a type checker would accept any name through `__getattr__`
         "LoaderPlan": "memkit.train.loader",
         "Loss": "memkit._gradients.loss",
         "MemoryEfficientTrainingWrapper": "memkit.train.wrapper",
+        "check_split": "memkit.train.split_check",
         "SplitLoss": "memkit.train.split_loss",
         "atomic_steps": "memkit.train.transaction",
         "cached_backward": "memkit.train.contrastive",
