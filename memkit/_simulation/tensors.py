@@ -109,6 +109,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         self._results, self._instead = {**_RESULTS, **(results or {})}, instead or {}
         self._selected_fraction = selected_fraction
         self._has_known = False
+        self._num_answers = 0  # to operators that asked for data, within others too
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # initial attributes of a tensor, by device
         # References to storages: a tensor with weak references could not move to another device.
         self._made: list[weakref.ref[torch.UntypedStorage]] = []
@@ -227,9 +228,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             out = self._instead[func](*args) if func in self._instead else self._infer(func, types, args, kwargs)
         except DataDependentOutputException:
             value = known_value(args[0])
+            self._num_answers += 1
             return self.guesses.inside(str(func), args[0].dtype, len(args)) if value is None else value
         except DynamicOutputShapeException:
             self.guesses.note(str(func))
+            self._num_answers += 1
             return self._selection(func, *args)
         if self._has_known or func in _FINDING:
             self.note_known(func, args, out)
@@ -276,11 +279,11 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
         recipe = _recipes.get(key)
         if recipe is not None:
             return self.again(recipe, func, args, kwargs)
-        num_guesses = self.guesses.total()
+        num_answers = self._num_answers
         out: Any = super().dispatch(func, types, args, kwargs)
         if func in _COUNTS_LABELS:
             out[1].constant = None
-        is_certain = self.guesses.total() == num_guesses  # otherwise its size may depend on a guess
+        is_certain = self._num_answers == num_answers  # otherwise its size may depend on an answer without data
         recipe = self._recipe_of(out, args, kwargs) if is_certain and _may_be_kept(func) else None
         if recipe is not None:
             if len(_recipes) >= _MOST_RECIPES:
@@ -288,7 +291,7 @@ class Tensors(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own c
             _recipes[key] = recipe
         return out
 
-    def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - for subclasses
+    def again(self, recipe: _Recipe, func: Any, args: Any, kwargs: Any) -> Any:  # noqa: ARG002 - a test compares them
         """Make an operator's result again from its recipe."""
         return self._follow(recipe, args)
 

@@ -82,7 +82,7 @@ class MemoryEfficientTrainLoop:
 
     Args:
         trainer: Runs the steps. Its scheduler is stepped only after real optimizer steps.
-        train_loader: The batches of an epoch. The loss of a smaller last batch is the mean over the rows it has.
+        train_loader: The batches of an epoch. A smaller last batch is a step of its own, weighted by its own rows.
         loss_fn: ``loss_fn(model, micro_batch)``, as for `MemoryEfficientTrainingWrapper.train_step`.
         val_loader: Batches to validate on.
         val_fn: ``val_fn(model, batch)`` returns a mapping of figures, one row for each row of the batch:

@@ -147,6 +147,22 @@ def test_what_follows_from_a_guess_is_not_kept():
     assert lengths == [100, 50]
 
 
+def test_what_follows_from_a_known_value_is_not_kept_either(monkeypatch):
+    """An operator that asks inside whether its input is finite, as code does that stops a failed training."""
+    dispatch = FakeTensorMode.dispatch
+
+    def asking(mode, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.relu.default:
+            return dispatch(mode, func, types, args, kwargs or {})
+        with mode:
+            return torch.empty(100 if args[0].any() else 50)
+
+    monkeypatch.setattr(FakeTensorMode, "dispatch", asking)
+    with Tensors():
+        lengths = [len(torch.relu(make(torch.empty(7)))) for make in (torch.isnan, lambda x: x == x)]
+    assert lengths == [50, 100]
+
+
 def test_a_view_is_of_its_own_argument():
     with Tensors():
         first, second = torch.empty(4, 6), torch.empty(4, 6)

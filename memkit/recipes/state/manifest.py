@@ -14,7 +14,7 @@ LARGEST_STEP = 10**18 - 1
 OWN_FILE = re.compile(
     r"rank-\d+\.pt|manifest\.json|__\d+_\d+\.distcp|\.metadata(\.tmp)?|\.[0-9a-f]{8}\..*\.memkit-tmp", re.ASCII
 )
-"""What a writer makes in a state's folder: its own files, and those that are renamed when they are whole."""
+"""Names of files that a writer creates in a state's folder: its own, and temporary ones that are renamed when whole."""
 
 ManifestEntry = dict[str, Any]  # one file: its size in bytes, and its SHA-256
 _VERSION = 2
