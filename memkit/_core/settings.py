@@ -10,9 +10,10 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, TypeVar
 
-from memkit._core.errors import ConfigError, MemkitError
+from memkit._core.errors import ConfigError, InputTypeError, MemkitError
 
 T = TypeVar("T")
+LARGEST_WHOLE = 2**63 - 1
 
 
 class Checker:
@@ -27,33 +28,47 @@ class Checker:
         self.call = call
         self._error = error
 
-    def refuse(self, name: str, value: object, expected: str) -> MemkitError:
-        """Return an error that names the key, for the caller to raise."""
+    def refuse(self, name: str, value: object, expected: str, *, fix: str | None = None) -> MemkitError:
+        """Return an error that names the argument, for the caller to raise."""
         shown = repr(value)
         return self._error(
             self.call,
             got=f"{name}={shown if len(shown) <= 80 else shown[:77] + '...'}",
-            expected=f"{name}: {expected}",
-            fix=f"give such a value for {name}, or leave it out.",
+            expected=expected,
+            fix=fix or f"change {name}.",
         )
 
-    def number(self, name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:
-        """Return a finite number from ``low`` to ``high``."""
+    def number(
+        self,
+        name: str,
+        value: Any,
+        low: float = -math.inf,
+        high: float = math.inf,
+        *,
+        above: float = -math.inf,
+        below: float = math.inf,
+        fix: str | None = None,
+    ) -> float:
+        """Return a finite number from ``low`` to ``high``, greater than ``above`` and less than ``below``."""
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         try:
             found = float(value) if is_number else math.nan
         except OverflowError:
             found = math.nan
-        if not (math.isfinite(found) and low <= found <= high):
-            ends = " ".join(f"{word} {end:g}" for word, end in (("from", low), ("to", high)) if math.isfinite(end))
-            raise self.refuse(name, value, f"a finite number {ends}".rstrip())
+        if not (math.isfinite(found) and low <= found <= high and above < found < below):
+            ends = (("from", low), ("above", above), ("to", high), ("below", below))
+            rule = " ".join(f"{word} {end:g}" for word, end in ends if math.isfinite(end))
+            nearest = high if found > high else low
+            suggested = f"pass {name}={nearest:g}." if math.isfinite(nearest) else None
+            raise self.refuse(name, value, f"a finite number {rule}".rstrip(), fix=fix or suggested)
         return found
 
-    def whole(self, name: str, value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
+    def whole(self, name: str, value: Any, low: int = 0, high: int = LARGEST_WHOLE, *, fix: str | None = None) -> int:
         """Return an integer from ``low`` to ``high``."""
         found = as_whole(value)
         if found is None or not low <= found <= high:
-            raise self.refuse(name, value, f"a whole number from {low} to {high}")
+            rule = f"a whole number, {low} or more" if high == LARGEST_WHOLE else f"a whole number from {low} to {high}"
+            raise self.refuse(name, value, rule, fix=fix or f"pass {name}={_nearest_whole(value, low, high)}.")
         return found
 
     def flag(self, name: str, value: Any) -> bool:
@@ -62,10 +77,39 @@ class Checker:
             raise self.refuse(name, value, "True or False")
         return value
 
-    def choice(self, name: str, value: Any, known: Collection[str]) -> str:
-        """Return one of the known words."""
-        if not isinstance(value, str) or value not in known:
-            raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)))
+    def choice(self, name: str, value: Any, known: Collection[T], *, fix: str | None = None) -> T:
+        """Return one of the known values; for a misspelt word the error suggests the nearest one."""
+        for each in known:
+            if (type(value) is type(each) or isinstance(value, str)) and value == each:
+                return each
+        words = [each for each in known if isinstance(each, str)]
+        near = difflib.get_close_matches(value, words, 1) if isinstance(value, str) else []
+        suggested = f"pass {name}={near[0]!r}." if near else fix
+        raise self.refuse(name, value, "one of " + ", ".join(map(repr, known)), fix=suggested)
+
+    def instance(self, value: Any, kind: type[T], expected: str, fix: str) -> T:
+        """Return an object of the type, or of a subclass.
+
+        Raises:
+            InputTypeError: It is of another type.
+        """
+        if not isinstance(value, kind):
+            raise InputTypeError(self.call, got=f"a {type(value).__name__}", expected=expected, fix=fix)
+        return value
+
+    def function(self, name: str, value: T) -> T:
+        """Return a function.
+
+        Raises:
+            InputTypeError: It cannot be called.
+        """
+        if not callable(value):
+            raise InputTypeError(
+                f"{self.call}({name}=...)",
+                got=f"a {type(value).__name__}",
+                expected="a function",
+                fix=f"pass the function itself: not what it returned, and not {name}().",
+            )
         return value
 
     def items(self, name: str, value: Any, length: int | None = None) -> tuple[Any, ...]:
@@ -111,6 +155,14 @@ class Checker:
             if is_needed and each.name not in value:
                 raise self.refuse(each.name, None, "a value, for it has no default")
         return cls(**value)
+
+
+def _nearest_whole(value: Any, low: int, high: int) -> int:
+    """Return the whole number in the range that the user probably meant."""
+    try:
+        return low if isinstance(value, bool) else min(max(int(float(value)), low), high)
+    except (TypeError, ValueError, OverflowError):
+        return low
 
 
 def as_whole(value: Any) -> int | None:

@@ -10,7 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import InputError
+from memkit._core.settings import Checker
 from memkit._gradients.streamed import Gradients, accumulator_dtype, with_gradients
 from memkit.chunk.loss import check_row_reduction
 from memkit.chunk.sizing import ChunkSize, check_chunk_size, is_auto
@@ -79,10 +80,7 @@ def chunked_linear_cross_entropy(
     call = f"chunked_linear_cross_entropy(x, weight, targets, reduction={reduction!r}, chunk_size={chunk_size!r})"
     check_row_reduction(reduction, call)
     _check_shapes(x, weight, targets, bias, call)
-    if not 0 <= label_smoothing <= 1:
-        raise ConfigError(
-            call, got=f"label_smoothing={label_smoothing!r}", expected="0 to 1", fix="0.1 is the usual value."
-        )
+    Checker(call).number("label_smoothing", label_smoothing, 0, 1, fix="pass label_smoothing=0.1, the usual value.")
     x, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     if chunk_size is None or is_auto(chunk_size):
         chunk_size = choose_chunk_size(len(x), *weight.shape, itemsize=accumulator_dtype(x.dtype).itemsize)

@@ -125,13 +125,8 @@ class ChunkedCall:
             ConfigError: The strategy is invalid.
             InputError: The arguments do not have the same number of rows.
         """
-        if strategy not in get_args(Strategy):
-            raise ConfigError(
-                self.name,
-                got=f"strategy={strategy!r}",
-                expected="'auto', 'checkpoint' or 'save'",
-                fix="leave it out unless you need second derivatives.",
-            )
+        fix = "leave it out unless you need second derivatives."
+        Checker(self.name).choice("strategy", strategy, get_args(Strategy), fix=fix)
         self._check_kept(strategy)
         inputs = self._take_arguments(args, kwargs)
         outputs: Sequence[Tensor]

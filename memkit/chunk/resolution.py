@@ -89,9 +89,8 @@ class DynamicResolutionProcessor:
         self._max_active = check.whole("max_active_voxels", max_active_voxels, 1)
         self._min_points = check.number("min_points_per_voxel", min_points_per_voxel, 0)
         self._levels = None if levels is None else check.whole("levels", levels, 0, _MOST_LEVELS)
-        if not 0 <= check.number("hysteresis", hysteresis) < 1:
-            raise check.refuse("hysteresis", hysteresis, "a share in [0, 1)")
-        self._hysteresis, self._stride = float(hysteresis), check.whole("stride", stride, 1)
+        self._hysteresis = check.number("hysteresis", hysteresis, 0, below=1)
+        self._stride = check.whole("stride", stride, 1)
         self._downsample = check.choice("downsample", downsample, get_args(Downsample))
         # Of the last volume: its size before and after, and the downsampling factor.
         self._applied: tuple[torch.Size, torch.Size, int] | None = None

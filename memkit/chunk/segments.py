@@ -9,7 +9,8 @@ from typing import Any, SupportsIndex, get_args
 import torch
 from torch import Tensor
 
-from memkit._core.errors import ConfigError, InputError
+from memkit._core.errors import InputError
+from memkit._core.settings import Checker
 from memkit.chunk.engine import ChunkedCall, Gathered, Strategy
 from memkit.chunk.params import function_name
 from memkit.chunk.segments_index import Segments
@@ -127,13 +128,8 @@ def segment_call(
     num_kept: int = 0,
 ) -> Tensor:
     """Run `chunked_segment_reduce`; ``name`` is the user's call, for messages."""
-    if reduce not in get_args(Reduce):
-        raise ConfigError(
-            name,
-            got=f"reduce={reduce!r}",
-            expected=f"one of {', '.join(map(repr, get_args(Reduce)))}",
-            fix="use 'sum', and divide or normalize the result.",
-        )
+    fix = "use 'sum', and divide or normalize the result."
+    Checker(name).choice("reduce", reduce, get_args(Reduce), fix=fix)
     call = ChunkedCall(
         name,
         functools.partial(_message, name, fn),

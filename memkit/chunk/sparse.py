@@ -94,14 +94,9 @@ class SparsityAwareProcessor:
     def __init__(
         self, fn: nn.Module, *, mode: SparseMode = "auto", block_size: int = 8, dense_threshold: float = 0.5
     ) -> None:
-        if not isinstance(fn, nn.Module):
-            raise InputTypeError(
-                "SparsityAwareProcessor(fn)",
-                got=f"a {type(fn).__name__}",
-                expected="an nn.Module, whose layers can be looked at",
-                fix="put the function into the forward of a module that holds its layers.",
-            )
         check = Checker("SparsityAwareProcessor(fn, ...)")
+        fix = "put the function into the forward of a module that holds its layers."
+        check.instance(fn, nn.Module, "an nn.Module, whose layers can be looked at", fix)
         check.choice("mode", mode, get_args(SparseMode))
         self._fn, self._mode = fn, mode
         self._block_size = check.whole("block_size", block_size, 1)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import ConfigError, InputError
+from memkit._core.settings import Checker
 from memkit._core.sparse_voxels import Pairs, SparseVoxels, Triple
 from memkit._gradients.streamed import accumulator_dtype, refuse_second_derivative
 
@@ -141,13 +142,8 @@ def _triple(value: int | Sequence[int]) -> Triple:
 
 
 def _check(voxels: SparseVoxels, weight: Tensor, bias: Tensor | None) -> None:
-    if not isinstance(voxels, SparseVoxels):
-        raise InputTypeError(
-            CALL,
-            got=f"a {type(voxels).__name__}",
-            expected="SparseVoxels",
-            fix="pass SparseVoxels.from_dense(volume), or call torch.nn.functional.conv3d for a dense volume.",
-        )
+    fix = "pass SparseVoxels.from_dense(volume), or call torch.nn.functional.conv3d for a dense volume."
+    Checker(CALL).instance(voxels, SparseVoxels, "SparseVoxels", fix)
     sizes, num_in = tuple(weight.shape), voxels.features.shape[1]
     if weight.dim() != 5 or any(size % 2 == 0 for size in sizes[2:]):
         raise ConfigError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, MemkitWarning
-from memkit._core.settings import as_whole
+from memkit._core.settings import Checker, as_whole
 from memkit.chunk.halo import find_reach
 from memkit.chunk.sizing import is_auto
 from memkit.chunk.tileloop import CALL, TileJob, apply_tiles
@@ -125,13 +125,8 @@ def tiled_apply(
 
 
 def _check_input(module: object, x: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise InputTypeError(
-            CALL,
-            got=f"a {type(module).__name__}",
-            expected="an nn.Module, whose parameters are known",
-            fix="put the function into the forward of a module that holds its layers.",
-        )
+    way_out = "put the function into the forward of a module that holds its layers."
+    module = Checker(CALL).instance(module, nn.Module, "an nn.Module, whose parameters are known", way_out)
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 3:
         got = f"a tensor of {x.dim()} dimensions, {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise InputTypeError(
@@ -156,17 +151,9 @@ def _check_input(module: object, x: object) -> None:
 def _check_settings(
     x: Tensor, module: nn.Module, mode: TilingMode, overlap: float, online_reduce: Callable[[Tensor], Tensor] | None
 ) -> None:
-    if mode not in ("exact", "constant", "gaussian"):
-        raise ConfigError(
-            f"tiled_apply(mode={mode!r})",
-            got=repr(mode),
-            expected="'exact', 'constant' or 'gaussian'",
-            fix="leave it out for results equal to the module's.",
-        )
-    if not 0 <= overlap < 1:
-        raise ConfigError(
-            f"tiled_apply(overlap={overlap!r})", got=repr(overlap), expected="a share in [0, 1)", fix="0.25 is usual."
-        )
+    check = Checker(CALL)
+    check.choice("mode", mode, get_args(TilingMode), fix="leave it out for results equal to the module's.")
+    check.number("overlap", overlap, 0, below=1, fix="pass overlap=0.25, the usual value.")
     if online_reduce is None:
         return
     needs_grad = x.requires_grad or any(each.requires_grad for each in module.parameters())

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from memkit._core.errors import ConfigError, MemkitWarning, StateError
+from memkit._core.errors import MemkitWarning, StateError
+from memkit._core.settings import Checker
 from memkit._events.log import Event, LoggedDevice, LogHeader, Origin
 from memkit._events.writer import EventWriter, parse_event, rank_path, save_events, save_legacy
 from memkit._machine import devices
@@ -45,10 +46,7 @@ class EventJournal:
     """
 
     def __init__(self, header: LogHeader, *, path: str | os.PathLike[str] | None, max_events: int) -> None:
-        if max_events < 0:
-            raise ConfigError(
-                f"max_events={max_events}", got=str(max_events), expected="zero or more", fix="pass 0 to keep none."
-            )
+        Checker("MemoryManager(...)").whole("max_events", max_events, fix="pass max_events=0 to keep none.")
         self.num_dropped = 0
         self._header = header
         self._events: deque[str] = deque(maxlen=max_events)

@@ -9,6 +9,7 @@ from typing import Literal, cast, get_args
 import torch
 
 from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 from memkit.points import passes
 from memkit.points.passes import Passes
 
@@ -22,8 +23,7 @@ def host_passes(backend: HostBackend, call: str) -> Passes:
     Raises:
         ConfigError: The backend is unknown, or numba is not installed.
     """
-    if backend not in get_args(HostBackend):
-        _refuse(backend, call, get_args(HostBackend))
+    _check_known(backend, call, get_args(HostBackend))
     if backend == "numpy":
         return passes
     _check_installed(backend, call)
@@ -40,8 +40,7 @@ def resolved(backend: GridBackend, device: torch.device, call: str) -> GridBacke
     if backend == "auto":
         with_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
         return "numpy" if device.type == "cpu" else "triton" if with_triton else "torch"
-    if backend not in fitting:
-        _refuse(backend, call, ("auto", *fitting))
+    _check_known(backend, call, ("auto", *fitting))
     _check_installed(backend, call)
     if backend == "triton" and device.type == "cpu":
         _refuse_without_interpreter(call)
@@ -68,10 +67,7 @@ def _check_installed(backend: GridBackend, call: str) -> None:
         )
 
 
-def _refuse(backend: str, call: str, known: tuple[str, ...]) -> None:
-    raise ConfigError(
-        call,
-        got=f"backend={backend!r}",
-        expected=", ".join(map(repr, dict.fromkeys(known))),
-        fix="leave it out: all give the same samples.",
+def _check_known(backend: str, call: str, known: tuple[str, ...]) -> None:
+    Checker(call).choice(
+        "backend", backend, tuple(dict.fromkeys(known)), fix="leave it out: all give the same samples."
     )

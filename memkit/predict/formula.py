@@ -11,7 +11,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from memkit._core.errors import InputTypeError
+from memkit._core.settings import Checker
 from memkit._core.units import GIB, MIB
 from memkit.predict.config import TrainingConfig
 from memkit.predict.estimate import MemoryEstimate
@@ -39,13 +39,9 @@ def estimate_by_formula(config: TrainingConfig) -> MemoryEstimate:
     Raises:
         InputTypeError: ``config`` is not a `TrainingConfig`.
     """
-    if not isinstance(config, TrainingConfig):
-        raise InputTypeError(
-            f"estimate_memory_usage({type(config).__name__})",
-            got=f"a {type(config).__name__}",
-            expected="a TrainingConfig, or a model with a sample batch",
-            fix="pass get_preset_config('medium') or TrainingConfig(...), or (model, sample_batch, loss_fn=loss_fn).",
-        )
+    fix = "pass get_preset_config('medium') or TrainingConfig(...), or (model, sample_batch, loss_fn=loss_fn)."
+    check = Checker(f"estimate_memory_usage({type(config).__name__})")
+    check.instance(config, TrainingConfig, "a TrainingConfig, or a model with a sample batch", fix)
     batch = TapeStorage(0, wants_grad=False)  # the batch is counted as other_bytes
     family = _Family(config)
     family.run(batch)

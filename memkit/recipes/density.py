@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, InputError
 from memkit._core.protocols import Closing, Uncopied
+from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss, LossFn
 from memkit._recovery.snapshot import StateWatch
 from memkit._torch import pytree
@@ -127,24 +128,23 @@ class DensityInvariantTrainer(Uncopied, Closing):
         memory: MemoryManager | None = None,
     ) -> None:
         self._scenarios = _by_density(list(scenarios))
-        if mode not in get_args(ConsistencyMode):
-            _refuse("mode", mode, ", ".join(map(repr, get_args(ConsistencyMode))))
-        if not callable(consistency) and consistency not in _CONSISTENCIES:
-            _refuse("consistency", consistency, ", ".join(map(repr, _CONSISTENCIES)) + " or a function")
-        if not weight >= 0:
-            _refuse("weight", weight, "0 or more")
-        self._mode: ConsistencyMode = mode
+        check = Checker("DensityInvariantTrainer(...)")
+        self._mode: ConsistencyMode = check.choice("mode", mode, get_args(ConsistencyMode))
+        if not callable(consistency):
+            check.choice("consistency", consistency, tuple(_CONSISTENCIES), fix="pass one of these, or a function.")
+        check.number("weight", weight, 0)
         self._sampler, self._grid_size, self._weight = sampler, grid_size, weight
         self._loss_fn = loss_fn
         self._compare = consistency if callable(consistency) else _CONSISTENCIES[consistency]
         self._cleanup = contextlib.ExitStack()  # closes only what is created here
         if isinstance(trainer_or_model, MemoryEfficientTrainingWrapper):
             if optimizer is not None:
-                _refuse("optimizer", type(optimizer).__name__, "none beside a wrapper, which has its own")
+                name = type(optimizer).__name__
+                raise check.refuse("optimizer", name, "no optimizer beside a wrapper, which has its own")
             self._trainer = trainer_or_model
         else:
             if optimizer is None:
-                _refuse("optimizer", None, "the optimizer of a plain module")
+                raise check.refuse("optimizer", None, "the optimizer of a plain module")
             self._trainer = self._cleanup.enter_context(MemoryEfficientTrainingWrapper(trainer_or_model, optimizer))
         self._model = self._trainer.model
         self._device = device_of(self._model)
@@ -301,14 +301,9 @@ class DensityInvariantTrainer(Uncopied, Closing):
 def _by_density(scenarios: list[Scenario]) -> list[Scenario]:
     ordered = [each for each in get_args(Scenario) if each in scenarios]
     if len(ordered) != len(scenarios) or len(ordered) < 2:
-        _refuse("scenarios", scenarios, f"two or three of {', '.join(map(repr, get_args(Scenario)))}")
+        rule = f"two or three of {', '.join(map(repr, get_args(Scenario)))}"
+        raise Checker("DensityInvariantTrainer(...)").refuse("scenarios", scenarios, rule)
     return ordered
-
-
-def _refuse(name: str, value: object, expected: str) -> NoReturn:
-    raise ConfigError(
-        f"DensityInvariantTrainer({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}."
-    )
 
 
 def _take(output: Any, rows: Tensor) -> Any:

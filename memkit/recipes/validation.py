@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError
+from memkit._core.settings import Checker
 from memkit._gradients.loss import read_loss
 from memkit._machine import random_state
 from memkit.recipes.order import repeat_epoch
 from memkit.recipes.reducers import Mean, Reducer, WeightedMean
-from memkit.train.checks import read_count, refuse
+from memkit.train.checks import read_count
 from memkit.train.evaluation import Evaluation
 from memkit.train.loader import to_device
 from memkit.train.split import count_rows
@@ -70,12 +71,11 @@ class ValidationMonitor:
     ) -> None:
         if mode is None and not _LOWER_IS_BETTER.isdisjoint(re.split(r"[^a-z0-9]+", metric.lower())):
             mode = "min"
-        if mode not in {"min", "max"}:
-            refuse("mode", mode, f"'min' or 'max': which values of {metric!r} are better", call=_CALL)
-        if patience is not None and patience < 1:
-            refuse("patience", patience, "1 or more validations, or None", call=_CALL)
-        if not min_delta >= 0:
-            refuse("min_delta", min_delta, "0 or more", call=_CALL)
+        check = Checker(_CALL)
+        check.choice("mode", mode, ("min", "max"), fix=f"say which values of {metric!r} are better.")
+        if patience is not None:
+            check.whole("patience", patience, 1, fix="pass patience=None to watch without stopping.")
+        check.number("min_delta", min_delta, 0)
         self.patience, self.mode, self.metric, self.min_delta = patience, mode, metric, min_delta
         self.best: float | None = None
         self.plateau = 0

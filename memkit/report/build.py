@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
 from memkit.report.advice import Recommendation, recommend
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
@@ -92,13 +93,8 @@ def build_comparison(before: EventLog, after: EventLog, *, language: str = "en")
 
 def _figures(name: str, log: object, total_bytes: int | None) -> ReportFigures:
     call = f"{name}=..."
-    if not isinstance(log, EventLog):
-        raise InputTypeError(
-            call,
-            got=f"a {type(log).__name__}",
-            expected="what memkit.report.read_memory_events returns",
-            fix="read the file first: pass memkit.report.read_memory_events(path).",
-        )
+    fix = "read the file first: pass memkit.report.read_memory_events(path)."
+    log = Checker(call).instance(log, EventLog, "an EventLog, as memkit.report.read_memory_events returns", fix)
     if not log.events:
         raise InputError(
             call, got="a log without events", expected="one event or more", fix="check that the run wrote to this file."

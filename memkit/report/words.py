@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 from memkit._core.units import GIB
 from memkit.report.nodes import Cell, Share, Size, clean
 
@@ -32,14 +32,8 @@ class Words:
     """
 
     def __init__(self, language: str) -> None:
-        if language not in get_args(Language):
-            raise ConfigError(
-                f"language={language!r}",
-                got=repr(language),
-                expected=f"one of {', '.join(get_args(Language))}",
-                fix="pass 'en' for English or 'zh' for Chinese.",
-            )
-        self.language = language
+        fix = "pass 'en' for English or 'zh' for Chinese."
+        self.language = Checker(f"Words({language!r})").choice("language", language, get_args(Language), fix=fix)
 
     def __call__(self, key: str, **values: object) -> str:
         """Return a text with its placeholders filled in."""

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import StateError
 from memkit._core.protocols import Closing, GradScaler, Uncopied
-from memkit.train.checks import check_loss, check_reduction, check_steps, read_count
+from memkit._core.settings import Checker
+from memkit.train.checks import ACCUMULATOR, check_loss, check_reduction, read_count
 from memkit.train.divisors import WeightCheck
 from memkit.train.gradient_sum import GradientSum
 
@@ -84,7 +85,7 @@ class GradientAccumulator(Uncopied, Closing):
         guard_steps: bool = False,
         check_weights: bool = True,
     ) -> None:
-        check_steps(steps)
+        Checker(ACCUMULATOR).whole("steps", steps, 1)
         self._steps, self._objective = steps, objective
         self._weights = WeightCheck() if check_weights and objective == "mean" else None
         self._sum = GradientSum(
@@ -106,7 +107,7 @@ class GradientAccumulator(Uncopied, Closing):
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        check_steps(steps)
+        Checker(ACCUMULATOR).whole("steps", steps, 1)
         if self.num_microbatches:
             raise StateError(
                 f"accumulator.steps = {steps}",

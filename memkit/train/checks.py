@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memkit._core.errors import ConfigError, FileFormatError, InputError, InputTypeError, MemkitWarning, StateError
+from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
 from memkit.train.backward_steps import steps_in_backward
 from memkit.train.gradients import as_list
@@ -117,47 +117,27 @@ def check_reduction(reduction: str, *, has_count: bool, needs_count: bool) -> No
     )
 
 
-def check_steps(steps: object, name: str = "steps", *, call: str = "GradientAccumulator") -> None:
-    """Check the number of micro-batches per step."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        refuse(name, steps, "a whole number of micro-batches, 1 or more", call=call)
+ACCUMULATOR = "GradientAccumulator"
 
 
-def check_choice(name: str, value: object, choices: tuple[object, ...], *, call: str = "GradientAccumulator") -> None:
-    """Check that a setting is one of its choices."""
-    if value not in choices:
-        refuse(name, value, f"one of {', '.join(map(repr, choices))}", call=call)
-
-
-def check_callable(name: str, value: object, *, call: str) -> None:
-    """Check that a user's function is callable before anything runs."""
-    if not callable(value):
-        raise InputTypeError(
-            f"{call}({name}=...)",
-            got=f"a {type(value).__name__}",
-            expected="a function",
-            fix=f"pass the function itself: not what it returned, and not {name}().",
-        )
-
-
-def check_norm(max_grad_norm: object, *, call: str = "GradientAccumulator") -> None:
-    """Check the gradient-clipping norm."""
-    is_number = not isinstance(max_grad_norm, bool) and isinstance(max_grad_norm, numbers.Real)
-    if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):  # type: ignore[arg-type] # it is one
-        refuse("max_grad_norm", max_grad_norm, "a positive norm, or None for no clipping", call=call)
+def check_norm(max_grad_norm: object, *, call: str = ACCUMULATOR) -> None:
+    """Check the gradient-clipping norm; an infinite one only measures."""
+    if max_grad_norm is not None and max_grad_norm != math.inf:
+        Checker(call).number("max_grad_norm", max_grad_norm, above=0, fix="pass None for no clipping.")
 
 
 def list_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Return the optimizers as a list; each must be a torch optimizer that needs no closure."""
-    optimizers = as_list(optimizer)
+    check, optimizers = Checker(ACCUMULATOR), as_list(optimizer)
     if not optimizers:
-        refuse("optimizer", optimizers, "at least one optimizer")
+        raise check.refuse("optimizer", optimizers, "at least one optimizer")
     for each in optimizers:
         if not isinstance(each, Optimizer):
-            refuse("optimizer", each, "a torch optimizer or a list of them")
+            raise check.refuse("optimizer", each, "a torch optimizer or a list of them")
         closure = inspect.signature(each.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            refuse("optimizer", type(each).__name__, "an optimizer that steps without evaluating the loss again")
+            name = type(each).__name__
+            raise check.refuse("optimizer", name, "an optimizer that steps without evaluating the loss again")
         _check_prepared(each)
     check_steps_later(optimizers)
     return optimizers
@@ -183,7 +163,8 @@ def check_steps_later(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that step in backward: their gradients cannot accumulate, and steps cannot be undone."""
     for each in optimizers:
         if steps_in_backward(each):
-            refuse("optimizer", type(each).__name__, "an optimizer outside of step_in_backward: gradients must add up")
+            rule = "an optimizer outside of step_in_backward: gradients must add up"
+            raise Checker(ACCUMULATOR).refuse("optimizer", type(each).__name__, rule)
 
 
 def check_owner(model: nn.Module, optimizers: Sequence[Optimizer], *, call: str) -> None:
@@ -215,11 +196,6 @@ def check_open(is_closed: bool, *, call: str) -> None:  # noqa: FBT001 - what is
             expected="steps before close()",
             fix="call close() after the last step, or build a new one to go on training.",
         )
-
-
-def refuse(name: str, value: object, expected: str, *, call: str = "GradientAccumulator") -> NoReturn:
-    """Refuse a setting."""
-    raise ConfigError(f"{call}({name}={value!r})", got=repr(value), expected=expected, fix=f"change {name}.")
 
 
 def check_state(state: Mapping[str, Any], *, version: int, num_parameters: int) -> None:

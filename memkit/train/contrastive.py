@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memkit._core.errors import ConfigError, InputError, InputTypeError, warn_user
+from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
 from memkit._recovery.replay import Replay
 from memkit._recovery.snapshot import StateWatch
@@ -219,20 +220,10 @@ def run_again_in_backward(encoder: nn.Module, chunk: Any, watch: StateWatch) -> 
 
 
 def _check(encoder: object, chunk_size: object) -> None:
-    if not isinstance(encoder, nn.Module):
-        raise InputTypeError(
-            "cached_backward(encoder, ...)",
-            got=f"a {type(encoder).__name__}",
-            expected="a module, whose buffers can be kept from changing twice",
-            fix="put the towers into one module whose forward returns their embeddings.",
-        )
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ConfigError(
-            f"cached_backward(chunk_size={chunk_size!r})",
-            got=repr(chunk_size),
-            expected="a whole number of rows, 1 or more",
-            fix="pass the number of rows whose activations fit.",
-        )
+    check = Checker("cached_backward(encoder, ...)")
+    fix = "put the towers into one module whose forward returns their embeddings."
+    check.instance(encoder, nn.Module, "a module, whose buffers can be kept from changing twice", fix)
+    check.whole("chunk_size", chunk_size, 1, fix="pass the number of rows whose activations fit.")
 
 
 def _check_embeddings(leaves: list[Any], num_rows: int) -> None:

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import StateError
 from memkit._core.protocols import GradScaler
+from memkit._core.settings import Checker
 from memkit._recovery.attempt import insist
 from memkit._recovery.signals import are_plain, deferred_signals
 from memkit._torch.tensors import accumulate_hooks, gradient_dtype, require_gradient_dtypes
 from memkit.train.checks import (
-    check_choice,
+    ACCUMULATOR,
     check_norm,
     check_open,
     check_state,
@@ -27,7 +28,6 @@ from memkit.train.checks import (
     check_total,
     check_weightless,
     list_optimizers,
-    refuse,
     refuse_lost_gradients,
     refuse_missing_gradients,
     warn_of_foreign_gradients,
@@ -99,14 +99,16 @@ class GradientSum:
         self.optimizers = list_optimizers(optimizer)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._parameters = list_parameters(self.optimizers)
-        check_choice("objective", objective, ("mean", "sum"))
-        check_choice("gradients_of", gradients_of, ("optimizer", "all"))
-        check_choice("accumulate_dtype", sum_dtype, (None, torch.float32))
+        check = Checker(ACCUMULATOR)
+        check.choice("objective", objective, ("mean", "sum"))
+        check.choice("gradients_of", gradients_of, ("optimizer", "all"))
+        check.choice("accumulate_dtype", sum_dtype, (None, torch.float32))
         check_norm(max_grad_norm)
         if sum_dtype is not None and any(p.dtype in {torch.bfloat16, torch.float16} for p in self._parameters):
             require_gradient_dtypes("accumulate_dtype=torch.float32, or precision='bf16-true', which takes it")
         if self._scaler and sum_dtype is None and any(p.dtype == torch.float16 for p in self._parameters):
-            refuse("scaler", "a scaler over float16 parameters", "float32 parameters or accumulate_dtype=torch.float32")
+            rule = "float32 parameters or accumulate_dtype=torch.float32"
+            raise check.refuse("scaler", "a scaler over float16 parameters", rule)
         self._max_grad_norm, self._objective, self._sum_dtype = max_grad_norm, objective, sum_dtype
         self._guard = StepGuard(self.optimizers) if guard_steps else None
         self.ranks: Ranks | None = find_ranks(model, self._parameters)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from memkit._core.errors import ConfigError
+from memkit._core.settings import Checker
 from memkit._core.units import format_bytes
 from memkit._machine import devices, host, random_state
 from memkit._torch import pytree
@@ -206,13 +206,7 @@ def make_dataloader(
         >>> len(loader), loader.num_workers, loader.pin_memory
         (3, 0, False)
     """
-    if type(batch_size) is not int or batch_size < 1:
-        raise ConfigError(
-            f"make_dataloader(batch_size={batch_size!r})",
-            got=repr(batch_size),
-            expected="samples in a batch, 1 or more",
-            fix="pass a whole number.",
-        )
+    batch_size = Checker("make_dataloader").whole("batch_size", batch_size, 1)
     plan = plan_loader(dataset, batch_size, Machine.here(devices.resolve_device(device)))
     chosen: dict[str, Any] = {"num_workers": plan.num_workers, "pin_memory": plan.pin_memory}
     if torch_kwargs.get("num_workers", plan.num_workers):

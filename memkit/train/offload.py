@@ -14,7 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from memkit._core.errors import ConfigError, StateError, warn_user
+from memkit._core.errors import StateError, warn_user
+from memkit._core.settings import Checker
 from memkit._core.units import parse_bytes
 from memkit._recorder.recorder import running_node
 from memkit._torch import compiler
@@ -77,10 +78,7 @@ class offload_activations(contextlib.AbstractContextManager["offload_activations
         model: nn.Module | None = None,
         folder: str | Path | None = None,
     ) -> None:
-        if to not in {"disk", "host"}:
-            raise ConfigError(
-                f"offload_activations(to={to!r})", got=repr(to), expected="'disk' or 'host'", fix="change to."
-            )
+        to = Checker("offload_activations").choice("to", to, ("disk", "host"), fix="pass to='host'.")
         self._budget = parse_bytes(budget, name="budget")
         self._min_bytes = parse_bytes(min_bytes, name="min_bytes")
         self._to, self._folder, self._model = to, None if folder is None else Path(folder), model

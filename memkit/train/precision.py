@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from memkit._core.errors import ConfigError, MemkitWarning
+from memkit._core.errors import MemkitWarning
+from memkit._core.settings import Checker
 from memkit._machine import devices
 from memkit.train.gradients import set_gradient_dtype
 from memkit.train.split import map_leaves
@@ -37,13 +38,8 @@ class Precision:
     """
 
     def __init__(self, model: nn.Module, name: PrecisionName | None, device: torch.device) -> None:
-        if name not in (None, *_NAMES):
-            raise ConfigError(
-                f"precision={name!r}",
-                got=repr(name),
-                expected=f"None or one of {', '.join(map(repr, _NAMES))}",
-                fix="use 'bf16-mixed' on recent cards, 'fp16-mixed' on older ones.",
-            )
+        fix = "use 'bf16-mixed' on recent cards, 'fp16-mixed' on older ones."
+        Checker(f"precision={name!r}").choice("precision", name, (None, *_NAMES), fix=fix)
         if name == "auto":
             name = "bf16-mixed" if devices.prefers_bfloat16(device) else None
         if name == "fp16-mixed" and device.type == "cpu":

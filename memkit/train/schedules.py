@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from memkit._core.settings import Checker
-from memkit.train.checks import refuse
 
 _CALL = "make_schedule"
 Decay = Literal["constant", "linear", "cosine", "polynomial"]
@@ -93,18 +92,16 @@ def make_schedule(
         >>> [round(rate, 3) for rate in rates]
         [0.5, 1.0, 0.667, 0.333, 0.0]
     """
-    if decay not in get_args(Decay):
-        refuse("decay", decay, ", ".join(map(repr, get_args(Decay))), call=_CALL)
-    Checker(_CALL).whole("num_steps", num_steps, 1)
-    Checker(_CALL).whole("warmup_steps", warmup_steps)
-    if not 0 <= warmup_steps < num_steps:
-        refuse("warmup_steps", warmup_steps, f"0 or more, and fewer than num_steps={num_steps}", call=_CALL)
-    if not 0 <= final <= 1:
-        refuse("final", final, "a share of the base rate, from 0 to 1", call=_CALL)
+    check = Checker("make_schedule")
+    check.choice("decay", decay, get_args(Decay))
+    check.whole("num_steps", num_steps, 1)
+    if check.whole("warmup_steps", warmup_steps) >= num_steps:
+        raise check.refuse("warmup_steps", warmup_steps, f"fewer than num_steps={num_steps}")
+    check.number("final", final, 0, 1)
     if decay == "constant" and final:
-        refuse("final", final, "no final share with decay='constant', which stays at the base rate", call=_CALL)
+        raise check.refuse("final", final, "no final share with decay='constant', which stays at the base rate")
     if power is not None and (decay != "polynomial" or not power > 0):
-        refuse("power", power, "an exponent above 0 with decay='polynomial', and none with another", call=_CALL)
+        raise check.refuse("power", power, "an exponent above 0 with decay='polynomial', and none with another")
     return LambdaLR(
         optimizer, LearningRateFactor(decay, num_steps, warmup_steps, final, 2.0 if power is None else power)
     )

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss
-from memkit.train.checks import check_callable, check_choice, check_norm, check_steps, refuse
+from memkit.train.checks import check_norm
 
 CALL = "MemoryEfficientTrainingWrapper"
 
@@ -65,18 +66,19 @@ def check_settings(
     max_grad_norm: float | None,
 ) -> None:
     """Check the settings of `MemoryEfficientTrainingWrapper`."""
-    check_steps(accumulation_steps, "accumulation_steps", call=CALL)
-    check_choice("on_oom", on_oom, ("exact", "inexact", "raise"), call=CALL)
+    check = Checker(CALL)
+    check.whole("accumulation_steps", accumulation_steps, 1)
+    check.choice("on_oom", on_oom, ("exact", "inexact", "raise"))
     check_norm(max_grad_norm, call=CALL)
     if isinstance(offload, str) or not set(offload) <= {"activations", "optimizer"}:
-        refuse("offload", offload, "a collection of 'activations' and 'optimizer', or nothing", call=CALL)
+        raise check.refuse("offload", offload, "a collection of 'activations' and 'optimizer', or an empty one")
     if isinstance(scheduler, ReduceLROnPlateau):
         wanted = "a schedule that steps without a metric; step this one after validation"
-        refuse("scheduler", "ReduceLROnPlateau", wanted, call=CALL)
+        raise check.refuse("scheduler", "ReduceLROnPlateau", wanted)
     if isinstance(memory, bool) or not (
         memory is None or isinstance(memory, int | str | float) or callable(getattr(memory, "available_bytes", None))
     ):
         wanted = "a MemoryManager, or a budget: bytes, text such as '22GiB', or a fraction in (0, 1]"
-        refuse("memory", memory, wanted, call=CALL)
+        raise check.refuse("memory", memory, wanted)
     if split_fn is not None:
-        check_callable("split_fn", split_fn, call=CALL)
+        check.function("split_fn", split_fn)

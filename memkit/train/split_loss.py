@@ -12,13 +12,14 @@ from torch import nn
 
 from memkit._core.errors import InputError
 from memkit._core.protocols import Uncopied
+from memkit._core.settings import Checker
 from memkit._gradients.captured import named_tensors
 from memkit._gradients.loss import Loss, LossFn, detached, read_loss
 from memkit._gradients.streamed import accumulator_dtype, with_gradients, without_hooks
 from memkit._recovery.attempt import insist
 from memkit._recovery.batch import Attempt
 from memkit._torch.ranks import after_forward, before_forward
-from memkit.train.checks import check_callable, check_choice, check_loss, check_steps, read_count, refuse
+from memkit.train.checks import check_loss, read_count
 from memkit.train.divisors import divisors
 from memkit.train.drive import BatchDriver, Computation
 from memkit.train.models import device_of, may_recover_alone
@@ -96,11 +97,12 @@ class SplitLoss(Uncopied):
         split_fn: SplitFn | None = None,
         probe: Probe = True,
     ) -> None:
-        check_steps(num_microbatches, "num_microbatches", call=CALL)
-        check_choice("reduction", reduction, ("mean", "sum"), call=CALL)
-        check_choice("on_oom", on_oom, ("exact", "inexact", "raise"), call=CALL)
+        check = Checker(CALL)
+        check.whole("num_microbatches", num_microbatches, 1)
+        check.choice("reduction", reduction, ("mean", "sum"))
+        check.choice("on_oom", on_oom, ("exact", "inexact", "raise"))
         if split_fn is not None:
-            check_callable("split_fn", split_fn, call=CALL)
+            check.function("split_fn", split_fn)
         unwrapped = [unwrap_replica(each) for each in list_modules(model)]
         self._replicas = [replica for _, replica in unwrapped if replica is not None]
         self._own = unwrapped[0][0] if isinstance(model, nn.Module) else nn.ModuleList([own for own, _ in unwrapped])
@@ -159,10 +161,11 @@ class SplitLoss(Uncopied):
             InputTypeError: ``loss_fn`` is not callable, or does not return a tensor.
             StateError: In backward, with ``create_graph=True``: the graphs of the parts are gone.
         """
-        check_callable("loss_fn", loss_fn, call=f"{CALL}(model)")
+        check = Checker(f"{CALL}(model)")
+        check.function("loss_fn", loss_fn)
         self._is_scaled, self._scale = scale is not None, 1.0 if scale is None else scale
         if not isinstance(self._scale, torch.Tensor) and not self._scale > 0:
-            refuse("scale", scale, "the loss scaler's factor, above 0", call=f"{CALL}(model)")
+            raise check.refuse("scale", scale, "the loss scaler's factor, above 0")
         if not torch.is_grad_enabled():
             whole, count = self._evaluate(batch, loss_fn)
             self.outputs = (detached(whole.outputs),)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from memkit._core.errors import FileFormatError, InputError, MemkitError, MemkitWarning, StateError
 from memkit._core.protocols import Average, Closing, MemoryWatch, Scheduler, Uncopied
+from memkit._core.settings import Checker
 from memkit._gradients.loss import Loss, LossFn, read_loss
 from memkit._machine import devices
 from memkit._recovery.batch import Alone, Attempt, BatchRun
@@ -23,7 +24,6 @@ from memkit._torch.autocast import without_gradients
 from memkit._torch.compiler import count_graphs
 from memkit.train.checkpointing import Checkpointing, Choice
 from memkit.train.checks import (
-    check_callable,
     check_loss,
     check_open,
     check_owner,
@@ -238,7 +238,7 @@ class MemoryEfficientTrainingWrapper(Uncopied, Closing):
             StateError: `close` was called.
         """
         check_open(self._is_closed, call="trainer.train_step")
-        check_callable("loss_fn", loss_fn, call="trainer.train_step")
+        Checker("trainer.train_step").function("loss_fn", loss_fn)
         num_graphs = count_graphs()
         is_grad_enabled = torch.is_grad_enabled()
         try:

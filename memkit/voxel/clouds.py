@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from memkit._core.errors import ConfigError, InputError
+from memkit._core.settings import Checker
 from memkit.voxel.nearest import NearestBackend, NearestPoints, nearest_points
 
 Cloud: TypeAlias = Tensor | Sequence[Tensor]
@@ -142,14 +143,7 @@ def hausdorff_distance(
         >>> mk.voxel.hausdorff_distance(a, b).item(), mk.voxel.hausdorff_distance(a, b, quantile=0.5).item()
         (5.0, 2.5)
     """
-    share: object = quantile
-    if not isinstance(share, float | int) or not 0 <= share <= 1:
-        raise ConfigError(
-            f"hausdorff_distance(..., quantile={quantile!r})",
-            got=repr(quantile),
-            expected="a share in [0, 1]",
-            fix="write 0.95 for the 95th percentile.",
-        )
+    Checker("hausdorff_distance").number("quantile", quantile, 0, 1, fix="pass quantile=0.95, the 95th percentile.")
 
     def distance(pairs: NearestPoints) -> Tensor:
         if (empty := _if_empty(pairs, empty_distance)) is not None:

@@ -255,8 +255,8 @@ def test_a_plain_call_of_the_same_norm_keeps_its_backward():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "blend"}, "expected 'exact', 'constant' or 'gaussian'"),
-        ({"overlap": 1.0}, r"a share in \[0, 1\)"),
+        ({"mode": "blend"}, "expected one of 'exact', 'constant', 'gaussian'"),
+        ({"overlap": 1.0}, r"from 0 below 1"),
         ({"dims": (-3,)}, r"different spatial dimensions out of \(-2, -1\)"),
         ({"dims": (-1, 3)}, "different spatial dimensions"),
         ({"halo": (1, 2, 3)}, "one for each of the 2 dimensions"),

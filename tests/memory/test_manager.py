@@ -218,7 +218,9 @@ def test_a_step_inside_a_phase_belongs_to_it():
 
 @pytest.mark.parametrize("line_every", [0, -1])
 def test_a_line_every_no_step(line_every):
-    with pytest.raises(mk.errors.ConfigError, match=r"MemoryManager\(...\): got line_every=.*a whole number from 1"):
+    with pytest.raises(
+        mk.errors.ConfigError, match=r"MemoryManager\(...\): got line_every=.*a whole number, 1 or more"
+    ):
         mk.MemoryManager("cpu", line_every=line_every)
 
 

@@ -168,15 +168,15 @@ def test_samplers_travel_and_draw_ahead(backend):
 @pytest.mark.parametrize(
     ("backend", "device", "message"),
     [
-        ("cupy", "cpu", "got backend='cupy'; expected 'auto', 'numpy', 'numba', 'torch', 'triton'"),
-        ("numpy", "cuda", "got backend='numpy'; expected 'auto', 'torch', 'triton'"),
-        ("numba", "mps", "got backend='numba'; expected 'auto', 'torch', 'triton'"),
+        ("cupy", "cpu", "got backend='cupy'; expected one of 'auto', 'numpy', 'numba', 'torch', 'triton'"),
+        ("numpy", "cuda", "got backend='numpy'; expected one of 'auto', 'torch', 'triton'"),
+        ("numba", "mps", "got backend='numba'; expected one of 'auto', 'torch', 'triton'"),
     ],
 )
 def test_back_ends_that_do_not_fit_are_named(backend, device, message):
     with pytest.raises(ConfigError, match=message):
         GridAwareSampler(backend=backend, device=device)
-    with pytest.raises(ConfigError, match="got backend='torch'; expected 'numpy', 'numba'"):
+    with pytest.raises(ConfigError, match="got backend='torch'; expected one of 'numpy', 'numba'"):
         GridIndex.from_cells([1], backend="torch")
 
 

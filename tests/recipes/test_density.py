@@ -346,8 +346,8 @@ def test_cached_refuses_batch_norm():
         ({"scenarios": ("dense", "dense")}, "two or three of"),
         ({"scenarios": ("dense", "quarter")}, "quarter"),
         ({"mode": "together"}, "'stopgrad'"),
-        ({"consistency": "l3"}, "'mse', 'kl' or a function"),
-        ({"weight": float("nan")}, "0 or more"),
+        ({"consistency": "l3"}, "'mse', 'kl'.*or a function"),
+        ({"weight": float("nan")}, "from 0"),
         ({"optimizer": None}, "the optimizer of a plain module"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_wrapper_brings_its_own_optimizer_and_stays_open():
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = MemoryEfficientTrainingWrapper(model, optimizer)
-    with pytest.raises(ConfigError, match="none beside a wrapper"):
+    with pytest.raises(ConfigError, match="no optimizer beside a wrapper"):
         DensityInvariantTrainer(wrapper, GridAwareSampler(), F.cross_entropy, optimizer=optimizer)
     assert one_step(model, scene(), trainer=wrapper).stepped
     assert one_step(model, scene(), trainer=wrapper).stepped

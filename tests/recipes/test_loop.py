@@ -342,7 +342,7 @@ def test_10_000_steps_leave_no_tensor_and_no_mebibyte():
 def test_settings_are_checked(tmp_path):
     with pytest.raises(ValueError, match="pass val_loader"):
         make(monitor=ValidationMonitor())
-    with pytest.raises(mk.errors.ConfigError, match=r"report_every=0.*from 1"):
+    with pytest.raises(mk.errors.ConfigError, match=r"report_every=0.* 1 or more"):
         make(report_every=0)
     state, monitor = TrainingStateManager(tmp_path, mode="min"), ValidationMonitor(mode="max")
     with pytest.raises(

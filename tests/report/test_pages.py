@@ -58,7 +58,7 @@ def test_chinese_has_the_same_figures(tmp_path):
     assert "显存报告" in chinese
     assert "未记录" in chinese
     assert "recorded" not in chinese
-    with pytest.raises(ConfigError, match="expected one of en, zh"):
+    with pytest.raises(ConfigError, match="expected one of 'en', 'zh'"):
         write_report(first_log(), tmp_path / "r.md", language="de")
 
 

@@ -204,7 +204,7 @@ def test_memory_is_one_chunks_in_both_passes():
 
 @pytest.mark.parametrize("chunk_size", [0, -3, 2.0, True])
 def test_a_wrong_chunk_size(chunk_size):
-    with pytest.raises(ConfigError, match=r"cached_backward\(chunk_size=.*expected a whole number of rows, 1 or more"):
+    with pytest.raises(ConfigError, match=r"cached_backward.* got chunk_size=.*expected a whole number, 1 or more"):
         cached_backward(Tower(), make_views(torch.float32), info_nce, chunk_size=chunk_size)
 
 

@@ -143,7 +143,7 @@ class TestProgressiveTrainer:
 
     @pytest.mark.parametrize("numbers", [(8.5, 2), (8, 2.5), (True, 2), (8, 2, 0.5), ("8", 2)])
     def test_stages_have_whole_numbers(self, numbers):
-        with pytest.raises(mk.errors.ConfigError, match="a whole number from 1"):
+        with pytest.raises(mk.errors.ConfigError, match="a whole number, 1 or more"):
             mk.recipes.Stage(*numbers)
 
 

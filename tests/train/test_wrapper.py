@@ -279,7 +279,7 @@ class TestPrecision:
 
 class TestSettings:
     def test_a_message_names_the_call_that_was_made(self):
-        with pytest.raises(mk.errors.ConfigError, match=r"MemoryEfficientTrainingWrapper\(max_grad_norm=-1\)"):
+        with pytest.raises(mk.errors.ConfigError, match=r"MemoryEfficientTrainingWrapper: got max_grad_norm=-1;"):
             make(max_grad_norm=-1)
 
 

@@ -157,7 +157,7 @@ def test_a_threshold_that_is_no_distance_is_refused(threshold):
     with pytest.raises(ConfigError, match="above zero"):
         f_score(torch.rand(3, 3), torch.rand(3, 3), threshold=threshold)
     for quantile in (95, None):
-        with pytest.raises(ConfigError, match="a share in"):
+        with pytest.raises(ConfigError, match="from 0 to 1"):
             hausdorff_distance(torch.rand(3, 3), torch.rand(3, 3), quantile=quantile)
 
 

@@ -135,9 +135,7 @@ class CachingAllocator:
         Raises:
             InputError: ``fraction`` is not between 0 and 1.
         """
-        if not 0 <= fraction <= 1:
-            got, rule = f"fraction={fraction}", "a fraction from 0 to 1"
-            raise InputError("set_memory_fraction(fraction)", got=got, expected=rule, fix="pass for example 0.5.")
+        Checker("set_memory_fraction(fraction)", InputError).number("fraction", fraction, 0, 1)
         self._limit_bytes = int(fraction * self.driver.capacity_bytes) if fraction < 1 else None
 
     def allocate(self, num_bytes: SupportsIndex | str, stream: int = 0) -> Block:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from operator import index
 from typing import Literal
 
-from memkit._core.errors import ConfigError, InputError, InputTypeError
+from memkit._core.errors import InputError, InputTypeError
+from memkit._core.settings import Checker
 from memkit.predict.scaling.deterministic import DeterministicLaw
 from memkit.predict.scaling.law import Law
 from memkit.predict.scaling.noisy import noisy_law
@@ -43,8 +44,7 @@ def fit_points(
         ('deterministic', 26000000, 6000)
     """
     call = f"fit_points(sizes, peaks, tier={tier!r})"
-    if tier not in ("deterministic", "noisy"):
-        raise ConfigError(call, got=repr(tier), expected="'deterministic' or 'noisy'", fix="leave tier out.")
+    Checker(call).choice("tier", tier, ("deterministic", "noisy"), fix="leave tier out.")
     try:
         sizes, peaks = ([index(each) for each in numbers] for numbers in (sizes, peaks))  # NumPy's would overflow
     except TypeError as error:
