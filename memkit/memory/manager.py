@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memkit._advice.suggest import Facts, Tip, suggest
 from memkit._core.errors import ConfigError, MemkitWarning
 from memkit._core.protocols import Closing, Uncopied
 from memkit._core.records import MemorySnapshot
@@ -23,7 +24,7 @@ from memkit._core.settings import Checker
 from memkit._core.units import parse_budget
 from memkit._machine import devices
 from memkit._recovery.attempt import telling_errors
-from memkit.memory.advice import Tip, advise_about_sharing, find_tips
+from memkit.memory.advice import find_tips
 from memkit.memory.journal import EventJournal, header_of
 from memkit.memory.leaks import Leaks, LeakWatch
 from memkit.memory.ledger import Ledger, Phase
@@ -335,8 +336,8 @@ class MemoryManager(Uncopied, Closing):
 
     def _warn_of_sharing(self) -> None:
         others = self._claim.others() if self._claim else ()
-        for advice in advise_about_sharing(others):
-            warnings.warn(f"MemoryManager({str(self.device)!r}): {advice}", MemkitWarning, stacklevel=3)
+        for tip in suggest(Facts(others=others)):
+            warnings.warn(f"MemoryManager({str(self.device)!r}): {tip}", MemkitWarning, stacklevel=3)
 
 
 def _finish(ledger: Ledger, journal: EventJournal) -> None:

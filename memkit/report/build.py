@@ -7,10 +7,11 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memkit._advice.suggest import Tip
 from memkit._core.errors import InputError, InputTypeError
 from memkit._core.settings import Checker
 from memkit._events.reader import EventLog
-from memkit.report.advice import Recommendation, recommend
+from memkit.report.advice import recommend
 from memkit.report.cards import CatalogueRow, Fit, card_nodes, find_fits
 from memkit.report.comparing import compare_figures, compare_section
 from memkit.report.conclusions import advice_section, conclusions, efficiency, highlights, overview, verdict
@@ -117,7 +118,7 @@ def _own_section(maker: SectionMaker, log: EventLog, language: str) -> Section |
 def _plain(
     figures: ReportFigures,
     rating: Rating,
-    advice: Sequence[Recommendation],
+    advice: Sequence[Tip],
     fits: Sequence[Fit],
     before: ReportFigures | None,
 ) -> dict[str, Any]:

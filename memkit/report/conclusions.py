@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Iterator, Sequence
 
+from memkit._advice.catalog import HORIZONS
+from memkit._advice.suggest import Tip
 from memkit._core.printable import printable
 from memkit._events.reader import EventLog
-from memkit.report.advice import HORIZONS, Recommendation
 from memkit.report.cards import Fit, smallest_card
 from memkit.report.figures import LogPeak, ReportFigures
 from memkit.report.nodes import Bullets, Cell, Node, Paragraph, Section, Share, Size, Table, clean
@@ -146,13 +147,16 @@ def efficiency(rating: Rating, words: Words) -> Section:
     return Section(words("efficiency_title"), (Paragraph(text), table, Paragraph(words("rating_method"))))
 
 
-def advice_section(advice: Sequence[Recommendation], words: Words) -> Section:
+def advice_section(advice: Sequence[Tip], words: Words) -> Section:
     """Build the section with short-, middle- and long-term advice."""
     nodes: list[Node] = []
-    columns = (words("col_advice"), words("col_evidence"), words("col_saves"))
+    columns = (words("col_advice"), words("col_evidence"), words("col_results"), words("col_saves"))
+    results = {True: words("results_same"), False: words("results_change"), None: ""}
     for horizon in HORIZONS:
         rows = tuple(
-            (each.action, each.evidence, _saving(each.saves_bytes, words)) for each in advice if each.horizon == horizon
+            (each.action, each.evidence, results[each.exact], _saving(each.saves_bytes, words))
+            for each in advice
+            if each.horizon == horizon
         )
         caption = words(f"horizon_{horizon}")
         nodes.append(Table(columns, rows, caption) if rows else Paragraph(words("horizon_empty", horizon=caption)))
@@ -165,10 +169,10 @@ def _saving(num_bytes: int | None, words: Words) -> Cell:
 
 
 def conclusions(
-    figures: ReportFigures, rating: Rating, advice: Sequence[Recommendation], fits: Sequence[Fit], words: Words
+    figures: ReportFigures, rating: Rating, advice: Sequence[Tip], fits: Sequence[Fit], words: Words
 ) -> Section:
     """Build the section with findings, priorities and deployment."""
-    priorities = sorted(advice, key=lambda each: -(each.saves_bytes or 0))[:_NUM_PRIORITIES]
+    priorities = advice[:_NUM_PRIORITIES]
     card = smallest_card(fits)
     if figures.held_bytes is None:
         deployment = words("cards_none")

@@ -36,7 +36,8 @@ def test_fragmentation_says_how_much_and_what_to_set():
     assert str(advice) == (
         "fragmentation: at most 12.00 GiB were in tensors at once, and 20.00 GiB were reserved; 3.00 GiB lie free now "
         "in blocks that are in use in part. Start the process with PYTORCH_ALLOC_CONF=expandable_segments:True in its "
-        "environment: after the first use of the device it has no effect."
+        "environment, or let batches have fewer different shapes. After the first use of the device the setting has no "
+        "effect."
     )
 
 

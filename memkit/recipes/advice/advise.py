@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memkit._advice.suggest import Standing, rank
 from memkit._core.errors import ConfigError, MemkitError
 from memkit._core.units import format_bytes
 from memkit._gradients.loss import LossFn
@@ -23,7 +24,7 @@ from memkit._simulation.simulation import Gpu, Host, MakeOptimizer, Place, check
 from memkit.predict.estimate import warn_of_doubts
 from memkit.predict.gpus import GPU, CapacityLike, capacity_bytes, find_gpu
 from memkit.recipes.advice.record import TOLERANCE, Advice, AdviceTable
-from memkit.recipes.advice.remedies import Case, Remedy, both, find_remedies, nothing, takes_foreach
+from memkit.recipes.advice.remedies import AppliedRemedy, Case, both, find_remedies, nothing, takes_foreach
 from memkit.recipes.advice.step import AdvicePrecision, Observation, RealHost, StepChange, Training, observe_step
 
 _WORTH_TELLING = 0.01  # of the peak
@@ -114,7 +115,7 @@ def advise(
         peak_bytes=trial.plain.peak_bytes,
         peak_where=trial.peak_where,
         measured_peak_bytes=trial.real_plain.peak_bytes if trial.real_plain else None,
-        items=tuple(told[remedy] for remedy in sorted(told, key=lambda remedy: trial.rank(remedy, told[remedy]))),
+        items=tuple(told[remedy] for remedy in sorted(told, key=lambda remedy: trial.standing(remedy, told[remedy]))),
     )
 
 
@@ -146,13 +147,13 @@ class _Trial:
         """Where the plain step has its peak."""
         return "" if self.plain.estimate is None else self.plain.estimate.peak_where
 
-    def judge(self, remedy: Remedy) -> Advice | None:
+    def judge(self, remedy: AppliedRemedy) -> Advice | None:
         """Predict and measure the effect of a remedy; None if it saves too little to report."""
         advice = Advice(
-            name=remedy.name,
-            change=remedy.code(self._training.precision),
-            effect=remedy.effect,
-            exact=remedy.exact,
+            name=remedy.entry.name,
+            change=remedy.entry.full_code(self._training.precision),
+            effect=remedy.entry.effect,
+            exact=remedy.entry.exact is True,
             status="verified",
         )
         if remedy.obstacle:
@@ -184,10 +185,10 @@ class _Trial:
         status = "not run" if isinstance(outcome, OutOfMemory) else "failed"
         return replace(advice, status=f"{status}: {_reason(outcome.error)}")
 
-    def best_pair(self, told: Mapping[Remedy, Advice]) -> dict[Remedy, Advice]:
+    def best_pair(self, told: Mapping[AppliedRemedy, Advice]) -> dict[AppliedRemedy, Advice]:
         """Judge the best pair of remedies together, if it saves more than any single one."""
         good = [remedy for remedy, advice in told.items() if advice.is_verified and advice.exact]
-        good.sort(key=lambda remedy: self.rank(remedy, told[remedy]))
+        good.sort(key=lambda remedy: self.standing(remedy, told[remedy]))
         alone = [told[remedy].predicted_peak_bytes or 0 for remedy in good]
         best, least = None, _WORTH_A_PAIR * min(alone, default=0)
         for one, other in itertools.combinations(good[:_PAIRED], 2):
@@ -199,11 +200,15 @@ class _Trial:
         advice = None if best is None else self.judge(best)
         return {} if best is None or advice is None else {best: advice}
 
-    def rank(self, remedy: Remedy, advice: Advice) -> tuple[bool, bool, bool, float]:
-        """Sort key: verified first, then exact ones, those without transfers, and by saving per operation."""
-        saved_bytes = advice.predicted_saved_bytes if self.on_card else advice.allocator_saved_bytes
-        worth = (saved_bytes or 0) / (advice.predicted_flops_ratio or 1)
-        return not advice.is_verified, not advice.exact, remedy.moves, -worth
+    def standing(self, remedy: AppliedRemedy, advice: Advice) -> Standing:
+        """Return the sort key of a trial: on a card by the predicted saving, on the CPU by the allocator's."""
+        return rank(
+            exact=advice.exact,
+            saved_bytes=advice.predicted_saved_bytes if self.on_card else advice.allocator_saved_bytes,
+            is_verified=advice.is_verified,
+            moves=remedy.entry.moves,
+            flops_ratio=advice.predicted_flops_ratio,
+        )
 
     def _observe_here(self, training: Training, change: StepChange, make_place: Callable[[], Place]) -> Observation:
         return observe_step(training, both(self._as_on_target, change), make_place)
@@ -221,7 +226,7 @@ class _Trial:
             else f"needs {format_bytes(needed)} here, and {format_bytes(available)} may be used"
         )
 
-    def _compared(self, advice: Advice, remedy: Remedy, expected: Observation, measured: Observation) -> Advice:
+    def _compared(self, advice: Advice, remedy: AppliedRemedy, expected: Observation, measured: Observation) -> Advice:
         plain, estimate = self.real_plain, expected.estimate
         advice = replace(advice, measured_peak_bytes=measured.peak_bytes)
         if plain is not None:
@@ -231,10 +236,10 @@ class _Trial:
                 measured_flops_ratio=_ratio(measured, plain),
                 allocator_saved_bytes=(plain.allocator_peak_bytes or 0) - (measured.allocator_peak_bytes or 0),
             )
-            if remedy.redraws and plain.draws:
+            if remedy.entry.redraws and plain.draws:
                 advice = replace(advice, effect=f"{advice.effect}; random numbers are drawn in another order")
-            elif remedy.compares is not None:
-                ours, theirs = (getattr(each, remedy.compares) for each in (measured, plain))
+            elif remedy.entry.compares is not None:
+                ours, theirs = (getattr(each, remedy.entry.compares) for each in (measured, plain))
                 advice = replace(advice, difference=_difference(ours, theirs))
         dtypes = {each.dtype for each in self._training.model.parameters()}
         tolerance = max(torch.finfo(each).eps for each in dtypes if each.is_floating_point or each.is_complex) ** 0.5
@@ -246,7 +251,7 @@ class _Trial:
         if advice.allocator_saved_bytes is not None and advice.allocator_saved_bytes <= 0:
             return replace(advice, status="failed: with what kernels take inside, nothing is saved on this CPU")
         if advice.exact and advice.difference is not None and not advice.difference <= tolerance:
-            return replace(advice, status=f"failed: {remedy.compares} differ by {advice.difference:.1e}")
+            return replace(advice, status=f"failed: {remedy.entry.compares} differ by {advice.difference:.1e}")
         return advice
 
 

@@ -1,25 +1,26 @@
-"""Remedies for a step's peak: each knows when it applies, what to write, and how to apply it."""
+"""The catalog's remedies for a step's peak: when each one applies to a step, and how."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from memkit._advice.catalog import Remedy, remedy
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.processor import ChunkedProcessor
 from memkit.chunk.tiled import tiled_apply
-from memkit.recipes.advice.step import AdvicePrecision, AdvisedStep, Observation, StepChange, Training
+from memkit.recipes.advice.step import AdvisedStep, Observation, StepChange, Training
 from memkit.recipes.advice.submodules import (
     chunkable,
     find_mlps,
@@ -52,59 +53,30 @@ def both(one: StepChange, other: StepChange) -> StepChange:
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # compared by identity: some hold batches
-class Remedy:
-    """One change of a step.
+class AppliedRemedy:
+    """A remedy of the catalog, filled in for a step, and how to apply it there.
 
     Attributes:
-        name: Short name of the change.
-        effect: Effect on the numbers, in words.
-        settings: Settings of the wrapper.
+        entry: Its entry in the catalog; the settings are the wrapper's.
         apply: Further changes to a step, whose tensors are stand-ins.
-        change: Code to write for those.
-        exact: Whether gradients and step stay the same except for rounding.
-        compares: The values to compare with the plain step's; None if there is nothing to compare.
-        redraws: Whether it draws random numbers in a different order.
-        moves: Whether it costs transfers, which no operation count shows.
         batch: A batch that replaces the training's; None for the same one.
         obstacle: Reason why it is ruled out; it is then reported without figures.
     """
 
-    name: str
-    effect: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    entry: Remedy
     apply: StepChange = nothing
-    change: str = ""
-    exact: bool = True
-    compares: Literal["gradients", "updates"] | None = "gradients"
-    redraws: bool = False
-    moves: bool = False
+    _: KW_ONLY
     batch: Any = None
     obstacle: str = ""
 
-    def code(self, precision: AdvicePrecision) -> str:
-        """Return all the code to write; ``precision`` is that of the plain step."""
-        given = {**({"precision": precision} if self.settings and precision else {}), **self.settings}
-        settings = "".join(f", {name}={value!r}" for name, value in given.items())
-        wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{settings})" if settings else ""
-        return "\n".join(filter(None, (wrapper, self.change)))
-
     def change_step(self, step: AdvisedStep, stack: ExitStack) -> None:
         """Apply everything to a step."""
-        step.settings |= self.settings
+        step.settings |= self.entry.settings
         self.apply(step, stack)
 
-    def with_other(self, other: Remedy) -> Remedy:
+    def with_other(self, other: AppliedRemedy) -> AppliedRemedy:
         """Combine two remedies, applied one after the other."""
-        return Remedy(
-            f"{self.name} + {other.name}",
-            "; ".join(dict.fromkeys((self.effect, other.effect))),
-            settings={**self.settings, **other.settings},
-            apply=both(self.apply, other.apply),
-            change="\n".join(filter(None, (self.change, other.change))),
-            compares="gradients" if "gradients" in (self.compares, other.compares) else "updates",
-            redraws=self.redraws or other.redraws,
-            moves=self.moves or other.moves,
-        )
+        return AppliedRemedy(self.entry.with_other(other.entry), both(self.apply, other.apply))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,44 +111,33 @@ class Case:
         return "" if self.num_rows else "the wrapper cannot tell the rows of this batch, and needs a split_fn"
 
 
-def find_remedies(case: Case) -> list[Remedy]:
+def find_remedies(case: Case) -> list[AppliedRemedy]:
     """List the remedies that apply to a step."""
-    return [remedy for find in _FINDERS for remedy in find(case)]
+    return [found for find in _FINDERS for found in find(case)]
 
 
 # ------------------------------------------------------------------------------------------------ the batch
 
 
-def _microbatches(case: Case) -> Iterator[Remedy]:
+def _microbatches(case: Case) -> Iterator[AppliedRemedy]:
     mixing = scan_modules(case.training.model)
     obstacle = f"{mixing[0]} normalizes over the rows, and would see those of a part only" if mixing else ""
     for num_parts in (2, 4):
         if (case.num_rows or 0) < num_parts:
             return
-        yield Remedy(
-            f"{num_parts} micro-batches",
-            "same gradient, summed in another order",
-            settings={"accumulation_steps": num_parts},
-            redraws=True,
-            obstacle=obstacle,
-        )
+        filled = remedy("micro_batches").filled(settings={"accumulation_steps": num_parts}, parts=num_parts)
+        yield AppliedRemedy(filled, obstacle=obstacle)
 
 
-def _fewer_edges(case: Case) -> Iterator[Remedy]:
+def _fewer_edges(case: Case) -> Iterator[AppliedRemedy]:
     if case.fewer_edges is not None:
-        yield Remedy(
-            "fewer edges",
-            "an estimate of the same gradient from some of the edges",
-            change="batch = fewer_edges(batch)",
-            exact=False,
-            batch=case.fewer_edges(case.training.batch),
-        )
+        yield AppliedRemedy(remedy("fewer_edges"), batch=case.fewer_edges(case.training.batch))
 
 
 # ------------------------------------------------------------------------------------------- the activations
 
 
-def _checkpoints(case: Case) -> Iterator[Remedy]:
+def _checkpoints(case: Case) -> Iterator[AppliedRemedy]:
     """Checkpoint the fewest blocks that hold half of the blocks' bytes at the peak, or all that hold any."""
     try:
         blocks = choose_blocks(case.training.model, "auto")
@@ -195,36 +156,23 @@ def _checkpoints(case: Case) -> Iterator[Remedy]:
         yield _checkpoint(case, f"{len(order)} of {len(blocks)} blocks, selective", selective)
 
 
-def _checkpoint(case: Case, name: str, choice: Choice) -> Remedy:
-    return Remedy(
-        f"checkpoint {name}", "same gradient, bit for bit", settings={"checkpoint": choice}, obstacle=case.obstacle
-    )
+def _checkpoint(case: Case, blocks: str, choice: Choice) -> AppliedRemedy:
+    filled = remedy("checkpoint").filled(settings={"checkpoint": choice}, blocks=blocks)
+    return AppliedRemedy(filled, obstacle=case.obstacle)
 
 
-def _offload(case: Case) -> Iterator[Remedy]:
-    where = "host memory" if case.on_card else "the disk"
-    yield Remedy(
-        "offload activations",
-        f"same gradient, bit for bit; all that waits for backward is written to {where} and read again",
-        settings={"offload": ("activations",)},
-        obstacle=case.obstacle,
-        moves=True,
-    )
+def _offload(case: Case) -> Iterator[AppliedRemedy]:
+    place = "host memory" if case.on_card else "the disk"
+    yield AppliedRemedy(remedy("offload_activations").filled(place=place), obstacle=case.obstacle)
 
 
-def _bfloat16(case: Case) -> Iterator[Remedy]:
+def _bfloat16(case: Case) -> Iterator[AppliedRemedy]:
     is_float32 = any(each.dtype == torch.float32 for each in case.training.model.parameters())
     if case.training.precision is None and is_float32:
-        yield Remedy(
-            "bf16",
-            "products in bfloat16, which has 8 significant bits",
-            settings={"precision": "bf16-mixed"},
-            obstacle=case.obstacle,
-            exact=False,
-        )
+        yield AppliedRemedy(remedy("bfloat16"), obstacle=case.obstacle)
 
 
-def _chunks(case: Case) -> Iterator[Remedy]:
+def _chunks(case: Case) -> Iterator[AppliedRemedy]:
     found = chunkable(case.training.model, case.seen)
     if found is None:
         return
@@ -235,16 +183,10 @@ def _chunks(case: Case) -> Iterator[Remedy]:
         check = step.has_data
         replace_submodule(step, name, lambda module: ChunkedProcessor(module, chunk_size=size, check=check))
 
-    yield Remedy(
-        f"chunks of {name}",
-        "same gradient, summed in another order",
-        apply=apply,
-        change=f"mk.ChunkedProcessor({_path(name)}, chunk_size={size})(x) in place of {_path(name)}(x)",
-        redraws=True,
-    )
+    yield AppliedRemedy(remedy("chunks").filled(name=name, module=_path(name), rows=size), apply)
 
 
-def _tiles(case: Case) -> Iterator[Remedy]:
+def _tiles(case: Case) -> Iterator[AppliedRemedy]:
     found = tileable(case.training.model, case.seen)
     if found is None:
         return
@@ -253,13 +195,8 @@ def _tiles(case: Case) -> Iterator[Remedy]:
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         replace_submodule(step, name, lambda module: lambda x: tiled_apply(module, x, size, dims=(dim,)))
 
-    yield Remedy(
-        f"tiles of {name or 'the model'}",
-        "same gradient, summed in another order",
-        apply=apply,
-        change=f"mk.tiled_apply({_path(name)}, x, {size}, dims=({dim},))",
-        redraws=True,
-    )
+    filled = remedy("tiles").filled(name=name or "the model", module=_path(name), size=size, dim=dim)
+    yield AppliedRemedy(filled, apply)
 
 
 def _path(name: str) -> str:
@@ -271,23 +208,17 @@ def _path(name: str) -> str:
 # --------------------------------------------------------------------------------------------- the optimizer
 
 
-def _optimizer_forms(case: Case) -> Iterator[Remedy]:
+def _optimizer_forms(case: Case) -> Iterator[AppliedRemedy]:
     kind, settings = case.seen.optimizer
     takes_all_at_once = settings.get("foreach") or (case.on_card and settings.get("foreach", ...) is None)
     if takes_all_at_once and not settings.get("fused"):
-        yield _form(kind, "foreach off", "same step, but for rounding", foreach=False)
+        yield _form(kind, "foreach off", foreach=False)
     if settings.get("fused", ...) in (None, False):
-        yield _form(kind, "fused", "same step, but for rounding", foreach=None, fused=True)
-    yield Remedy(
-        "step in backward",
-        "same step, bit for bit; no clipping by the total norm, no accumulation",
-        apply=_steps_in_backward,
-        change="with mk.train.step_in_backward(optimizer): loss.backward(); optimizer.step()",
-        compares="updates",
-    )
+        yield _form(kind, "fused", foreach=None, fused=True)
+    yield AppliedRemedy(remedy("step_in_backward"), _steps_in_backward)
 
 
-def _form(kind: type[Optimizer], name: str, effect: str, **settings: bool | None) -> Remedy:
+def _form(kind: type[Optimizer], form: str, **settings: bool | None) -> AppliedRemedy:
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         make = step.make_optimizer
 
@@ -300,12 +231,12 @@ def _form(kind: type[Optimizer], name: str, effect: str, **settings: bool | None
         step.make_optimizer = make_so
 
     words = ", ".join(f"{key}={value}" for key, value in settings.items() if value is not None)
-    return Remedy(name, effect, apply=apply, change=f"torch.optim.{kind.__name__}(..., {words})", compares="updates")
+    return AppliedRemedy(remedy("optimizer_form").filled(form=form, kind=kind.__name__, setting=words), apply)
 
 
 def takes_foreach(step: AdvisedStep, stack: ExitStack) -> None:
     """Let the optimizer on the CPU process all parameters at once, as it does on a card."""
-    _form(Optimizer, "", "", foreach=True).apply(step, stack)
+    _form(Optimizer, "", foreach=True).apply(step, stack)
 
 
 def _steps_in_backward(step: AdvisedStep, stack: ExitStack) -> None:
@@ -319,7 +250,7 @@ def _steps_in_backward(step: AdvisedStep, stack: ExitStack) -> None:
     step.make_optimizer = make_so
 
 
-def _eight_bits(case: Case) -> Iterator[Remedy]:
+def _eight_bits(case: Case) -> Iterator[AppliedRemedy]:
     kind, settings = case.seen.optimizer
     if kind not in (Adam, AdamW) or isinstance(case.training.optimizer, Optimizer):
         return
@@ -329,21 +260,14 @@ def _eight_bits(case: Case) -> Iterator[Remedy]:
     def apply(step: AdvisedStep, stack: ExitStack) -> None:  # noqa: ARG001
         step.make_optimizer = partial(getattr(importlib.import_module("torchao.optim"), name), **kept)
 
-    yield Remedy(
-        "8-bit optimizer state",
-        "averages of gradients with 8 bits: another step",
-        apply=apply,
-        change=f"torchao.optim.{name}(...)",
-        exact=False,
-        compares="updates",
-        obstacle="" if importlib.util.find_spec("torchao") else "needs torchao, which is not installed",
-    )
+    obstacle = "" if importlib.util.find_spec("torchao") else "needs torchao, which is not installed"
+    yield AppliedRemedy(remedy("eight_bit_state").filled(kind=name), apply, obstacle=obstacle)
 
 
 # ------------------------------------------------------------------------------------------------- the model
 
 
-def _smaller_mlps(case: Case) -> Iterator[Remedy]:
+def _smaller_mlps(case: Case) -> Iterator[AppliedRemedy]:
     if not case.changes_model or isinstance(case.training.optimizer, Optimizer):
         return
     names = list(find_mlps(case.training.model))
@@ -353,17 +277,10 @@ def _smaller_mlps(case: Case) -> Iterator[Remedy]:
             halve_widths(cast("nn.Sequential", step.model.get_submodule(name)))
 
     if names:
-        yield Remedy(
-            "half as wide MLPs",
-            "another model, to be trained anew",
-            apply=apply,
-            change=f"half the hidden width in {', '.join(names)}",
-            exact=False,
-            compares=None,
-        )
+        yield AppliedRemedy(remedy("narrower_mlps").filled(modules=", ".join(names)), apply)
 
 
-_FINDERS: tuple[Callable[[Case], Iterator[Remedy]], ...] = (
+_FINDERS: tuple[Callable[[Case], Iterator[AppliedRemedy]], ...] = (
     _microbatches,
     _checkpoints,
     _offload,

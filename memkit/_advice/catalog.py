@@ -1,0 +1,97 @@
+"""The catalog: each remedy and each symptom once, with all that memkit says about it (`catalog.json` beside this file).
+
+Who knows facts names remedies (`memkit._advice.suggest`); who can apply one to a step tries it (`memkit.advise`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+Horizon = Literal["short", "middle", "long"]
+HORIZONS: tuple[Horizon, ...] = ("short", "middle", "long")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remedy:
+    """Something that may lower a run's memory, or tell where it goes. Its texts have placeholders.
+
+    Attributes:
+        key: Its name in data.
+        name: Short name of a trial of it.
+        effect: Effect on the numbers, in words.
+        exact: Whether gradients and step stay the same except for rounding; None if it does not touch the results.
+        compares: The values that show this; None if another model makes others.
+        redraws: Whether it draws random numbers in a different order.
+        moves: Whether it costs transfers in every step, which no operation count shows.
+        settings: Settings of the training wrapper that apply it.
+        code: Other code that applies it.
+        horizon: ``"short"``: today, by a setting or one line. ``"middle"``: a change of the program. ``"long"``: a
+            change of the model or the hardware.
+        action: What to do, by language; ``{code}`` stands for `full_code`. Empty for a remedy that is only tried.
+        limit: When it does not help, by language.
+    """
+
+    key: str
+    name: str = ""
+    effect: str = ""
+    exact: bool | None = True
+    compares: Literal["gradients", "updates"] | None = "gradients"
+    redraws: bool = False
+    moves: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    code: str = ""
+    horizon: Horizon = "middle"
+    action: Mapping[str, str] = field(default_factory=dict)
+    limit: Mapping[str, str] = field(default_factory=dict)
+
+    def filled(self, *, settings: Mapping[str, Any] | None = None, **values: object) -> Remedy:
+        """Return the remedy for one program: with the settings, if given, and the placeholders filled in."""
+        texts = {each: getattr(self, each).format(**values) for each in ("name", "effect", "code")}
+        return replace(self, settings=self.settings if settings is None else settings, **texts)
+
+    def with_other(self, other: Remedy) -> Remedy:
+        """Combine two remedies, applied one after the other."""
+        return replace(
+            self,
+            key=f"{self.key} + {other.key}",
+            name=f"{self.name} + {other.name}",
+            effect="; ".join(dict.fromkeys((self.effect, other.effect))),
+            exact=self.exact and other.exact,
+            compares=self.compares if self.compares == other.compares else "gradients",
+            redraws=self.redraws or other.redraws,
+            moves=self.moves or other.moves,
+            settings={**self.settings, **other.settings},
+            code="\n".join(filter(None, (self.code, other.code))),
+        )
+
+    def full_code(self, precision: str | None = None) -> str:
+        """Return all the code to write; ``precision`` is one that the wrapper must not change."""
+        settings = {"precision": precision, **self.settings} if precision else self.settings
+        given = "".join(f", {name}={value!r}" for name, value in settings.items())
+        wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{given})" if self.settings else ""
+        return "\n".join(filter(None, (wrapper, self.code)))
+
+
+def remedy(key: str) -> Remedy:
+    """Return a remedy of the catalog."""
+    record = _catalog()["remedies"][key]
+    settings = {name: tuple(v) if isinstance(v, list) else v for name, v in record.get("settings", {}).items()}
+    return Remedy(**{**record, "key": key, "settings": settings})
+
+
+def symptom(key: str) -> dict[str, str]:
+    """Return a symptom of the catalog: its topic, and the evidence for it by language."""
+    found: dict[str, str] = _catalog()["symptoms"][key]
+    return found
+
+
+@functools.cache
+def _catalog() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("catalog.json").read_text("utf-8")
+    catalog: dict[str, dict[str, Any]] = json.loads(text)
+    return catalog
