@@ -69,11 +69,15 @@ class Remedy:
             code="\n".join(filter(None, (self.code, other.code))),
         )
 
+    @property
+    def arguments(self) -> str:
+        """The settings as arguments of the wrapper."""
+        return ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
+
     def full_code(self, precision: str | None = None) -> str:
         """Return all the code to write; ``precision`` is one that the wrapper must not change."""
-        settings = {"precision": precision, **self.settings} if precision else self.settings
-        given = "".join(f", {name}={value!r}" for name, value in settings.items())
-        wrapper = f"mk.MemoryEfficientTrainingWrapper(model, optimizer{given})" if self.settings else ""
+        given = ", ".join(["model", "optimizer", *([f"{precision=}"] if precision else []), self.arguments])
+        wrapper = f"mk.MemoryEfficientTrainingWrapper({given})" if self.settings else ""
         return "\n".join(filter(None, (wrapper, self.code)))
 
 

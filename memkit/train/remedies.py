@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
+from memkit._advice.catalog import remedy
 from memkit._core.errors import ConfigError, warn_user
 from memkit._recovery.attempt import Failed, Kinds, OutOfMemory
 from memkit._torch.modules import is_compiled
@@ -44,6 +45,8 @@ class Remedies:
         self._told: set[str] = set()
         self._is_last = self._is_proven = False
         self._message = "", ""
+        # Looked up now: where the host's memory runs out, there may be none to read the catalog.
+        self._known = {"recompute": remedy("checkpoint"), "offload": remedy("offload_activations")}
 
     @property
     def failures(self) -> Kinds:
@@ -126,18 +129,14 @@ class Remedies:
             return ""
         names = list(self._checkpointing.blocks)
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-        return (
-            f"from now on {shown} run again in backward, with the same gradients, bit for bit. "
-            "checkpoint='auto' does so from the start."
-        )
+        known = self._known["recompute"]
+        return f"from now on {shown} run again in backward: {known.effect}. {known.arguments} does so from the start."
 
     def _move_out(self) -> str:
         self._offload = make_offload({"activations"}, self._model, [], contextlib.ExitStack())
-        where = "on the disk" if device_of(self._model).type == "cpu" else "in host memory"
-        return (
-            f"from now on what forward saves waits for backward {where}, with the same gradients, bit for bit. "
-            "offload={'activations'} does so from the start."
-        )
+        place = "the disk" if device_of(self._model).type == "cpu" else "host memory"
+        known = self._known["offload"].filled(place=place)
+        return f"from now on activations are offloaded: {known.effect}. {known.arguments} does so from the start."
 
     def _close_checkpointing(self) -> None:
         if self._checkpointing is not None:

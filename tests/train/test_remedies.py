@@ -318,8 +318,8 @@ def test_a_unet_with_batch_normalization_inside_real_limits():
         assert row["losses"] == pytest.approx(row["plain_losses"], rel=1e-5)
         assert row["is_same"]  # and all of the model, bit for bit
     assert recomputed["recomputed"] == ["down1", "down2", "middle", "up2", "up1"]
-    assert ["on the disk" in each for each in recomputed["told"]] == [False]
-    assert ["on the disk" in each for each in moved["told"]] == [False, True]
+    assert ["to the disk" in each for each in recomputed["told"]] == [False]
+    assert ["to the disk" in each for each in moved["told"]] == [False, True]
     assert "splitting the batch changes its gradient" in refused["refusal"]
     assert "can't allocate memory" in refused["cause"]
     inexact = refused["inexact"]
