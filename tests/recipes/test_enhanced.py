@@ -19,6 +19,7 @@ from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from tests.recipes.loop_parts import digits, loader_of, loss_fn, make, weights
+from tests.toys import SmallRoom
 
 
 class Stream:
@@ -333,21 +334,14 @@ def test_what_the_process_may_use_is_a_share_or_a_size(given, share):
     assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
 
 
-class Small(nn.Linear):
-    def forward(self, rows):
-        if len(rows) > 10:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
-        return super().forward(rows)
-
-
 def test_a_validation_that_does_not_fit_is_cut():
     base = TrainLoop(2)
-    base.model = Small(64, 64)
+    base.model = SmallRoom(64, 64)
     base.run_step = lambda batch, cond: None
     values = lambda model, batch: {"loss": model(batch[0]).square().mean(1)}  # noqa: E731
     loop = create_enhanced_train_loop(base, VALIDATION, val_interval=1, val_fn=values)
     loop.run_loop()
-    expected = nn.Linear.forward(base.model, digits(100)[0]).square().mean().item()
+    expected = base.model.whole(digits(100)[0]).square().mean().item()
     assert loop.figures["loss"] == pytest.approx(expected, rel=1e-6)
 
 

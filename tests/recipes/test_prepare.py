@@ -14,19 +14,7 @@ from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+from tests.toys import Residual, mean_square
 
 
 def loss_fn(model, batch):
@@ -123,17 +111,16 @@ def test_a_card_and_a_model_without_data():
         model = nn.Sequential(*(Residual(2048) for _ in range(2)))
         batch = torch.empty(2**18, 2048)
 
-    def square(model, x):
-        return model(x).square().mean()
-
-    plan = plan_training(model, batch, square, "adamw", budget="RTX 3090")
+    plan = plan_training(model, batch, mean_square, "adamw", budget="RTX 3090")
     assert plan.estimate.fits("RTX 3090")
     assert plan.estimate.total_bytes <= plan.required_bytes <= plan.budget_bytes
     assert plan.accumulation_steps > 1
     assert not plan.candidates[0].fits  # the whole batch
     assert "has no data" in plan.notes[0]
     rows = plan.micro_batch_size
-    same = plan_training(model, batch, square, budget=plan.required_bytes, target="RTX 3090", micro_batch_size=rows)
+    same = plan_training(
+        model, batch, mean_square, budget=plan.required_bytes, target="RTX 3090", micro_batch_size=rows
+    )
     assert same.estimate == plan.estimate
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
-from tests.helpers import relative_error
+from tests.helpers import flat_gradient, relative_error
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -70,20 +70,16 @@ def token_sum_loss(model, x, y, weight):
 MEAN_LOSSES = [row_loss, token_loss, class_weighted_loss, device_count_loss]
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def full_batch_gradient(loss_fn):
     model, *batch = make_problem()
     loss_fn(model, *batch)[0].backward()
-    return gradient(model)
+    return flat_gradient(model)
 
 
 def stepped_gradient(accumulator, model, microbatches):
     """Run one group and return the gradient that the optimizer was given."""
     seen = []
-    handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))
     for arguments, keywords in microbatches:
         accumulator.backward(*arguments, **keywords)
         accumulator.step()
@@ -147,7 +143,7 @@ def test_the_mean_of_means_is_wrong(loss_fn):
     parts = list(zip(x[keep].split(7), y[keep].split(7), strict=True))
     for part_x, part_y in parts:
         (loss_fn(model, part_x, part_y, weight)[0] / len(parts)).backward()
-    naive = gradient(model)
+    naive = flat_gradient(model)
     assert relative_error(naive, full_batch_gradient(loss_fn)) > 0.01
 
 
@@ -199,7 +195,7 @@ def test_tail_group_has_the_right_size(num_batches, steps):
     data = torch.randn(num_batches * 4, 3, dtype=torch.float64)
     seen = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))
     accumulator = mk.GradientAccumulator(optimizer, steps=steps)
     for x in data.split(4):
         accumulator.backward(model(x).pow(2).mean(), count=len(x))
@@ -210,7 +206,7 @@ def test_tail_group_has_the_right_size(num_batches, steps):
     for got, group in zip(seen, groups, strict=True):
         model.zero_grad()
         model(group).pow(2).mean().backward()
-        assert abs((got.norm() / gradient(model).norm()).item() - 1) <= 1e-12
+        assert abs((got.norm() / flat_gradient(model).norm()).item() - 1) <= 1e-12
 
 
 def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
@@ -223,7 +219,7 @@ def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
     got = stepped_gradient(
         accumulator, model, (((model(part).pow(2).mean(), 8), {}) for part in x[:32].float().split(8))
     )
-    torch.testing.assert_close(got, gradient(plain), rtol=0, atol=0)
+    torch.testing.assert_close(got, flat_gradient(plain), rtol=0, atol=0)
 
 
 def test_default_count_weighs_micro_batches_equally():
@@ -268,7 +264,7 @@ def test_float32_accumulation_of_bfloat16_gradients():
         assert got.dtype == torch.bfloat16
         accumulator.close()
         assert all(p.grad_dtype == torch.bfloat16 for p in model.parameters())
-        return relative_error(got.double(), gradient(reference))
+        return relative_error(got.double(), flat_gradient(reference))
 
     assert run(torch.float32) < 3e-3 < 8e-3 < run(None)
 
@@ -375,8 +371,8 @@ class TestSideBySide:
             acc_d = mk.GradientAccumulator(torch.optim.SGD(disc.parameters(), lr=0.1), steps=3)
             acc_g = mk.GradientAccumulator(torch.optim.SGD(gen.parameters(), lr=0.1), steps=3)
             seen = {}
-            acc_d._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=gradient(disc)))
-            acc_g._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=gradient(gen)))
+            acc_d._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=flat_gradient(disc)))
+            acc_g._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=flat_gradient(gen)))
 
             def d_part(i):
                 fake = gen(noise[2 * i : 2 * i + 2]).detach()
@@ -468,12 +464,12 @@ class TestInterruptedBackward:
         accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
         first, second = x.split([3, 2])
         accumulator.backward(model(first).pow(2).mean(), count=3)
-        before = gradient(model).clone()
+        before = flat_gradient(model).clone()
         with pytest.raises(torch.OutOfMemoryError):
             accumulator.backward(
                 model[1](_FailsInBackward.apply(model[0](second))).pow(2).mean(), count=2, all_or_nothing=all_or_nothing
             )
-        changed = not torch.equal(gradient(model), before)
+        changed = not torch.equal(flat_gradient(model), before)
         if accumulator.is_torn:
             with pytest.raises(mk.errors.StateError, match=r"half of a backward.*discard\(\)"):
                 accumulator.backward(model(second).pow(2).mean(), count=2)
