@@ -14,7 +14,7 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import _Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.helpers import warm_peak_bytes
+from tests.helpers import assert_same, warm_peak_bytes
 
 MIB = 2**20
 
@@ -151,7 +151,7 @@ def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
         before = torch.get_rng_state()
         out.square().sum().backward()
         assert torch.equal(torch.get_rng_state(), before)
-        assert_close([out, *gradients(module, x)], expected, rtol=1e-12, atol=1e-12)
+        assert_same([out, *gradients(module, x)], expected, 1e-12)
 
 
 def test_numpy_noise_is_drawn_again():
@@ -186,7 +186,7 @@ def test_autocast_of_the_forward_is_the_one_of_the_backward():
     assert set(dtypes) == {torch.bfloat16}
     found = gradients(module, x)
     expected_out.float().square().sum().backward()
-    assert_close(found, gradients(module, x), rtol=0, atol=0)
+    assert_same(found, gradients(module, x))
 
 
 def test_backward_inside_a_block_that_casts():

@@ -11,6 +11,7 @@ from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
 from tests.chunk.nets import HiddenStride, UNet, exact_nets, refused_nets
+from tests.helpers import assert_same
 
 CASES = {
     "stack": Reach(3, 3, 1, 1),
@@ -96,7 +97,7 @@ def test_no_trace():
     modes, random = [each.training for each in net.modules()], torch.get_rng_state()
     versions = [each._version for each in (*net.parameters(), *net.buffers())]
     find_reach(net, x, (-2, -1))
-    torch.testing.assert_close(dict(net.state_dict()), dict(before), rtol=0, atol=0)
+    assert_same(dict(net.state_dict()), dict(before))
     assert [each.training for each in net.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
     assert [each._version for each in (*net.parameters(), *net.buffers())] == versions

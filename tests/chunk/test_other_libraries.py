@@ -8,6 +8,7 @@ from torch import nn
 
 import memkit as mk
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +20,10 @@ def graph():
 
 
 def same(ours, theirs, inputs, tolerance=1e-11):
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert_same(ours, theirs, tolerance)
     upstream = torch.randn_like(theirs)
     found, wanted = (torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (ours, theirs))
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert_same(found, wanted, tolerance)
 
 
 @pytest.mark.parametrize("aggr", ["max", "mean", "sum"])

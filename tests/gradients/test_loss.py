@@ -10,6 +10,7 @@ from torch import nn
 import memkit as mk
 from memkit._gradients.loss import read_loss
 from memkit.recipes.validation import rows_of_loss
+from tests.helpers import flat_gradient
 
 SCALAR = torch.tensor(2.0)
 SGD = torch.optim.SGD
@@ -234,7 +235,7 @@ def split_gradient_of(loss_fn, batch, steps):
     model = make_model()
     loss = mk.SplitLoss(model, num_microbatches=steps, probe=False)(batch, loss_fn)
     loss.backward()
-    return torch.cat([each.grad.flatten() for each in model.parameters()]), loss.detach()
+    return flat_gradient(model), loss.detach()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])  # 10 rows: of even and ragged parts; of 10, four weigh nothing
@@ -245,7 +246,7 @@ class TestGradient:
         model = make_model()
         whole = mean_loss(model, make_batch())
         whole.backward()
-        expected = torch.cat([each.grad.flatten() for each in model.parameters()]), whole.detach()
+        expected = flat_gradient(model), whole.detach()
         torch.testing.assert_close(way(loss_fn, make_batch(), steps), expected, rtol=1e-12, atol=1e-14)
 
     @pytest.mark.filterwarnings("ignore::memkit.MemkitWarning")

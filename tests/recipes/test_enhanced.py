@@ -110,7 +110,7 @@ def everything(loop):
     return torch.cat([weights(loop.model), averages]), loop.step, loop.opt.param_groups[0]["lr"]
 
 
-def assert_same(loop, expected):
+def assert_same_loops(loop, expected):
     (found, *counts), (wanted, *wanted_counts) = everything(loop), everything(expected)
     assert torch.equal(found, wanted)
     assert counts == wanted_counts
@@ -128,7 +128,7 @@ def test_it_trains_as_without_and_leaves_no_trace(kind):
     original = loop._validate_now
     loop._validate_now = lambda: seen.append(base.step) or original()
     assert loop.run_loop() == "epochs"
-    assert_same(base, plain)
+    assert_same_loops(base, plain)
     assert "run_step" not in vars(base)
     assert base.saved == [20]
     assert seen == ([5, 10, 15, 20] if kind.counts_inside else [4, 9, 14, 19])
@@ -198,7 +198,7 @@ def test_a_killed_loop_goes_on_bit_by_bit(kind, when, tmp_path):
         again = create_enhanced_train_loop(base, VALIDATION, val_interval=4, state=state)
         assert again.run_loop() == "epochs"
     assert again.num_steps == 20
-    assert_same(base, plain)
+    assert_same_loops(base, plain)
 
 
 def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):

@@ -14,6 +14,7 @@ from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 from tests.toys import Residual, mean_square
 
 
@@ -99,7 +100,7 @@ def test_planning_leaves_no_trace_and_takes_what_was_fastest():
     measured = [each for each in plan.candidates if each.measured_seconds is not None]
     fastest = min(measured, key=lambda each: each.measured_seconds)
     assert (fastest.accumulation_steps, fastest.seconds) == (plan.accumulation_steps, plan.predicted_seconds)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert_same(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state
     assert all(each.grad is None for each in model.parameters())

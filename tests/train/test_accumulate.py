@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
-from tests.helpers import flat_gradient, relative_error
+from tests.helpers import assert_same, flat_gradient, gradients, relative_error
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -171,7 +171,7 @@ def test_zero_count_contributes_exactly_nothing_even_if_its_mean_is_nan(count, p
             parts.insert(position, (empty, count))
         return stepped_gradient(accumulator, model, ((part, {}) for part in parts))
 
-    torch.testing.assert_close(run(with_empty=True), run(with_empty=False), rtol=0, atol=0)
+    assert_same(run(with_empty=True), run(with_empty=False))
 
 
 def test_a_group_that_weighs_nothing_does_not_step():
@@ -184,7 +184,7 @@ def test_a_group_that_weighs_nothing_does_not_step():
         assert accumulator.step() is False
     assert accumulator.num_steps == 0
     assert accumulator.num_microbatches == 0
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert_same(dict(model.state_dict()), dict(before))
 
 
 @pytest.mark.parametrize(("num_batches", "steps"), [(13, 4), (5, 3), (1, 4)])
@@ -219,7 +219,7 @@ def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
     got = stepped_gradient(
         accumulator, model, (((model(part).pow(2).mean(), 8), {}) for part in x[:32].float().split(8))
     )
-    torch.testing.assert_close(got, flat_gradient(plain), rtol=0, atol=0)
+    assert_same(got, flat_gradient(plain))
 
 
 def test_default_count_weighs_micro_batches_equally():
@@ -318,7 +318,7 @@ class TestScaler:
         assert accumulator.step() is False
         assert accumulator.num_steps == 0
         assert scaler.get_scale() == 512.0
-        torch.testing.assert_close(model.weight, before, rtol=0, atol=0)
+        assert_same(model.weight, before)
         for _ in range(2):
             accumulator.backward(model(torch.ones(1, 4)).sum())
             stepped = accumulator.step()
@@ -519,7 +519,7 @@ class TestInterruptedBackward:
                     accumulator.step()
             return dict(model.state_dict())
 
-        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+        assert_same(run(True), run(False))
 
     def test_hooks_that_wait_for_gradients_are_called_either_way(self):
         model = nn.Linear(2, 1)
@@ -543,9 +543,9 @@ class TestInterruptedBackward:
             )
             for part in torch.randn(7, 1, 4).to(dtype).split(3):
                 accumulator.backward(model(part).pow(2).mean(), count=len(part), all_or_nothing=all_or_nothing)
-            return [p.grad for p in model.parameters()]
+            return gradients(model)
 
-        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+        assert_same(run(True), run(False))
 
 
 class TestState:
@@ -573,7 +573,7 @@ class TestState:
 
     @pytest.mark.parametrize("stop_after", range(8))
     def test_resume_anywhere_in_a_group_is_bit_identical(self, stop_after):
-        torch.testing.assert_close(self.run(stop_after), self.run(), rtol=0, atol=0)
+        assert_same(self.run(stop_after), self.run())
 
     def test_state_survives_a_weights_only_load(self, tmp_path):
         model = nn.Linear(3, 2)
@@ -620,7 +620,7 @@ class TestState:
             assert accumulator.step()
             return model.weight
 
-        torch.testing.assert_close(run(stop_after), run(None), rtol=0, atol=0)
+        assert_same(run(stop_after), run(None))
 
     @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
     def test_resume_in_bfloat16_with_a_parameter_that_comes_late(self, stop_after):
@@ -639,9 +639,8 @@ class TestState:
                     accumulator.load_state_dict(saved)
                 y = model[0](x) if i < 3 else model[1](model[0](x))
                 accumulator.backward(y.float().pow(2).mean(), count=8)
-            gradients = [each.grad for each in model.parameters()]
-            assert {each.dtype for each in gradients} == {torch.float32}
-            return gradients
+            assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+            return gradients(model)
 
         for resumed, whole in zip(run(stop_after), run(None), strict=True):
             assert torch.equal(resumed, whole)

@@ -11,6 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 from tests.train.faults import FailingOperator, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
@@ -60,7 +61,7 @@ def test_state_in_unusual_places(num_failures):
     if num_failures == 2:
         with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
             guard.run(lambda: step(optimizer))
-        torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+        assert_same(model.weight.detach(), before)
     else:
         assert guard.run(lambda: step(optimizer))
     expected = 1 if num_failures == 2 else 2
@@ -89,7 +90,7 @@ def test_the_second_try_starts_from_the_gradients_of_the_first(is_sparse):
         assert StepGuard([optimizer := kind(model.parameters(), lr=0.1)]).run(lambda: step(optimizer))
         return model.weight.detach()
 
-    torch.testing.assert_close(stepped(1), stepped(0), rtol=0, atol=0)
+    assert_same(stepped(1), stepped(0))
 
 
 def test_without_a_folder_the_step_runs_unguarded(monkeypatch, tmp_path):
@@ -351,4 +352,4 @@ def test_hooks_run_once_wherever_a_step_is_cut_off():
         assert calls == ["before", "after"] * 2
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         weights.append(weight.detach())
-    torch.testing.assert_close(weights, weights[:1] * len(weights), rtol=0, atol=0)
+    assert_same(weights, weights[:1] * len(weights))

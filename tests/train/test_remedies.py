@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from tests.helpers import assert_same
 
 ROOT = Path(__file__).parents[2]
 X = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -119,7 +120,7 @@ def test_what_would_change_the_result_is_refused_with_the_cause():
         step(Fails(most=4), model)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert "1.norm" in str(caught.value)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)  # statistics too
+    assert_same(dict(model.state_dict()), before)  # statistics too
 
 
 def test_a_block_with_batch_normalization_runs_again_instead():
@@ -265,7 +266,7 @@ def test_a_frozen_teacher_that_a_forward_moves_is_put_back():
     model = nn.Sequential(nn.Linear(8, 8), teacher).double()
     weight = teacher.weight.clone()
     step(FailsOnce(), model, batch=X[:, 0])
-    torch.testing.assert_close(teacher.weight, weight * 0.5, rtol=0, atol=0)
+    assert_same(teacher.weight, weight * 0.5)
 
 
 def test_hooks_see_the_gradient_of_a_whole_batch_as_they_do_without_memkit():
@@ -280,7 +281,7 @@ def test_hooks_see_the_gradient_of_a_whole_batch_as_they_do_without_memkit():
     twin = copy.deepcopy(model)
     step(loss_fn, model)
     loss_fn(twin, X.double()).mean.backward()
-    torch.testing.assert_close(*seen, rtol=0, atol=0)
+    assert_same(*seen)
 
 
 def test_what_the_user_has_chosen_stays(plain):

@@ -19,6 +19,7 @@ from memkit.train.split_check import Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 
 ROWS = 12
 
@@ -633,7 +634,7 @@ def test_state_that_a_forward_changes_and_that_reaches_the_gradient(kind, state)
     verdict = check_split(model, torch.randn(ROWS, 6), lambda model, x: (model(x) - 0.3).pow(2).mean())
     assert (verdict.exact, verdict.loss) == (False, "state")
     assert state in verdict.advice
-    torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
+    assert_same(model.state_dict(), before[0])
     assert vars(getattr(model, "moments", model)) == before[1]
 
 
@@ -747,7 +748,7 @@ def test_nothing_of_the_users_changes():
     verdict = check_split(model, batch, loss_fn)
     assert (verdict.exact, verdict.modules) == (False, ("1",))
     state, gradients, training, kept_batch, random_state, parameters = before
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert_same(model.state_dict(), state)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gradients, strict=True))
     assert [module.training for module in model.modules()] == training
     assert torch.equal(batch, kept_batch)

@@ -23,6 +23,7 @@ from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
+from tests.helpers import assert_same, gradients
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 
@@ -89,11 +90,7 @@ def outcome(model, x, *, steps=2):
         loss = loss_fn(model, x)
         loss.backward()
         losses.append(loss.detach())
-    return losses, [p.grad for p in model.parameters()], list(model.buffers()), torch.rand(1)
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return losses, gradients(model), list(model.buffers()), torch.rand(1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,7 +211,7 @@ def test_a_kept_graph_and_a_second_derivative(treatment):
             loss.backward(retain_graph=True)
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             slope.square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -237,7 +234,7 @@ def test_a_result_that_changes_after_its_block_is_computed_again():
             first, second = model["block"](x)
             first.add_(1)
             (first.square().sum() + second.sum()).backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -287,7 +284,7 @@ def test_the_ways_out_for_a_block_that_changes_its_input():
         whole = nn.ModuleDict({"whole": model})
         with Checkpointing(whole, {f"whole.{key}".rstrip("."): value for key, value in choice.items()}):
             loss_fn(whole["whole"], x).backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
 
@@ -322,7 +319,7 @@ def assert_same_gradients(treatment, dtype, compiles):
         with Checkpointing(model, choice), torch.autocast("cpu", dtype, enabled=dtype is not None):
             run = torch.compile(model, backend="aot_eager") if compiles else model
             loss_fn(run, x).backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -375,7 +372,7 @@ def test_the_graph_outlives_the_treatment(treatment):
             torch.manual_seed(1)
             loss = loss_fn(model, x)
         loss.backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -439,7 +436,7 @@ def ddp_worker(rank, folder):
         model, x, _ = build("mlp")
         with Checkpointing(model, choice):
             outcome(DistributedDataParallel(model), x[128 * rank : 128 * rank + 128])
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
     dist.barrier()
     leave()
@@ -475,5 +472,5 @@ def test_generators_that_a_block_holds_are_replayed(treatment):
             for _ in range(2):
                 model(torch.ones(3, 4)).sum().backward()
         states = [each.noise.get_state() for each in model[:2]] + [model[0].others[1].getstate()]
-        found.append(([each.grad for each in model.parameters()], states))
+        found.append((gradients(model), states))
     torch.testing.assert_close(*found, rtol=0, atol=0)

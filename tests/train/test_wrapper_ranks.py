@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.helpers import assert_same
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 from tests.versions import has
@@ -90,7 +91,7 @@ def ddp_folder(tmp_path_factory):
 
 def check_against_one_process(folder, optimizer_of, max_grad_norm):
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
-    torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
+    assert_same(dict(first), dict(second))
     torch.testing.assert_close(dict(first), one_process(optimizer_of, max_grad_norm), rtol=1e-10, atol=1e-13)
 
 
@@ -231,5 +232,5 @@ def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes
         assert record["phase"] == phases[0]
     assert [path.name for path in (ddp_folder / "recovered").iterdir()] == ["out-of-memory.rank1.json"]
     first, second = (torch.load(ddp_folder / f"after{rank}.pt", weights_only=True) for rank in range(2))
-    torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
+    assert_same(dict(first), dict(second))
     assert not torch.equal(first["0.weight"], make()[0].state_dict()["0.weight"])
