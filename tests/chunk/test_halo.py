@@ -12,6 +12,7 @@ from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
 from tests.chunk.nets import HiddenStride, UNet, exact_nets, refused_nets
 from tests.helpers import assert_same
+from tests.toys import out_of_memory
 
 CASES = {
     "stack": Reach(3, 3, 1, 1),
@@ -82,7 +83,7 @@ def test_out_of_memory_is_said_as_such(num_calls):
     def fail(*_):
         calls.append(1)
         if len(calls) == num_calls:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out_of_memory()
 
     net.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
 from tests.helpers import assert_same, gradients
+from tests.toys import mlp
 from tests.train.test_ranks import join, leave
 
 
@@ -18,7 +19,7 @@ class Operator(nn.Module):
     def __init__(self, *, in_pieces):
         super().__init__()
         torch.manual_seed(0)
-        self.kernel = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 4))
+        self.kernel = mlp(3, 16, 4)
         self.head = nn.Linear(4, 2)
         self.in_pieces = in_pieces
 

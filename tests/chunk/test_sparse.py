@@ -15,6 +15,7 @@ from tests.allocations import count_flops, trace_allocations
 from tests.chunk.nets import UNet
 from tests.chunk.scenes import brain_mask, cortex
 from tests.helpers import assert_same
+from tests.toys import out_of_memory
 
 conv = nn.Conv3d
 
@@ -305,7 +306,7 @@ class Starved(Choosy):
 
     def forward(self, x):
         if self.refused is not None and x.shape[-1] == self.refused:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out_of_memory()
         return self.layer(x)
 
 

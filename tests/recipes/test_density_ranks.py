@@ -21,6 +21,7 @@ from tests.recipes.test_density import (
     relative_error,
     scene,
 )
+from tests.toys import mlp
 from tests.train.test_ranks import join, leave, load, spawn
 
 MODES = ("joint", "cached", "stopgrad")
@@ -71,7 +72,7 @@ class PerPoint(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 2))
+        self.net = mlp(3, 16, 2)
 
     def forward(self, batch):
         return self.net(batch.features)

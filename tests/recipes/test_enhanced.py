@@ -18,8 +18,8 @@ from memkit.recipes.foreign import Counters
 from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
-from tests.recipes.loop_parts import digits, loader_of, loss_fn, make, weights
-from tests.toys import SmallRoom
+from tests.recipes.loop_parts import digits, loader_of, make, weights
+from tests.toys import SmallRoom, classify
 
 
 class Stream:
@@ -287,7 +287,7 @@ def step_function(stop_at=None):
         if next(seen) == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         optimizer.zero_grad()
-        loss_fn(model, batch).backward()
+        classify(model, batch).backward()
         optimizer.step()
 
     return step, model, optimizer

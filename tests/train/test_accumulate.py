@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from tests.helpers import assert_same, flat_gradient, gradients, relative_error
+from tests.toys import out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -452,7 +453,7 @@ class _FailsInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        out_of_memory()
 
 
 class TestInterruptedBackward:

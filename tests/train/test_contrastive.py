@@ -14,6 +14,7 @@ import memkit as mk
 from memkit.errors import ConfigError, InputError, InputTypeError
 from memkit.train.contrastive import cached_backward
 from tests.helpers import flat_gradient, relative_error
+from tests.toys import mlp
 
 ROWS = 24
 
@@ -23,7 +24,7 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.image = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 8))
+        self.image = mlp(6, 32, 8)
         self.text = nn.Sequential(nn.Embedding(20, 16), nn.Flatten(), nn.Linear(48, 8))
         self.log_scale = nn.Parameter(torch.tensor(1.0))
 

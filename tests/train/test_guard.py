@@ -12,6 +12,7 @@ import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
 from tests.helpers import assert_same
+from tests.toys import out_of_memory
 from tests.train.faults import FailingOperator, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
@@ -28,7 +29,7 @@ class Foreign(torch.optim.SGD):
         super().step()
         if Foreign.failures:
             Foreign.failures -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
 
 
 class ForeignAdam(torch.optim.AdamW):
@@ -274,10 +275,7 @@ class TestStepHooks:
         calls, before = [], model.weight.detach().clone()
         optimizer.register_step_post_hook(lambda *_: calls.append("average"))
 
-        def log(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        handle = optimizer.register_step_post_hook(log)
+        handle = optimizer.register_step_post_hook(out_of_memory)
         with pytest.raises(mk.MemkitOutOfMemoryError, match=r"in a step hook.*parameters are stepped"):
             self.step(trainer)
         assert calls == ["average"]
@@ -291,10 +289,7 @@ class TestStepHooks:
         model, optimizer, trainer = self.make()
         before = model.weight.detach().clone()
 
-        def fail(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        optimizer.register_step_pre_hook(fail)
+        optimizer.register_step_pre_hook(out_of_memory)
         with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
             self.step(trainer)
         assert trainer.num_steps == 0

@@ -248,9 +248,9 @@ def test_a_scalers_scale_saves_gradients_from_vanishing_on_the_way():
     mk.SplitLoss(model, num_microbatches=3, probe=False)(rows(), square_error).backward()  # nothing of float16
 
 
-def run_half(split, square_error, context):
+def run_half(split, loss_fn, context):
     with context():
-        split(rows(torch.float32), square_error)
+        split(rows(torch.float32), loss_fn)
 
 
 @pytest.mark.parametrize("where", ["around", "inside"])

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import memkit as mk
 from memkit._machine import random_state
 from tests.helpers import assert_same, is_same
+from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
 ROWS, STEPS, ACCUMULATION = 13, 3, 2
@@ -136,11 +137,8 @@ def test_a_step_that_can_never_fit_ends_with_a_typed_error():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
-    def never(model, micro):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     with pytest.raises(mk.MemkitOutOfMemoryError, match=r"micro-batch of 1 rows: OutOfMemoryError.*checkpoint='auto'"):
-        trainer.train_step(batches[0], never)
+        trainer.train_step(batches[0], out_of_memory)
     assert_same(dict(model.state_dict()), before)
     assert trainer.train_step(batches[0], loss_fn).stepped  # and the loop may go on
 
@@ -152,7 +150,7 @@ def test_the_size_that_fits_is_remembered_and_grows_back():
 
     def limited(model, micro):
         if len(micro[0]) > capacity:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
         return loss_fn(model, micro)
 
     first = trainer.train_step(batches[0], limited)
@@ -179,7 +177,7 @@ def kept(trainer, model, batch, capacity):
     for attempt in trainer.microbatches(batch):
         with attempt as (x, y):
             if len(x) > capacity:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                out_of_memory()
             trainer.backward(F.mse_loss(model(x), y))
         if attempt.counts:
             num_rows += len(x)
