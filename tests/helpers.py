@@ -1,12 +1,53 @@
-"""Measures that the tests of several packages share."""
+"""Measures and assertions that the tests of several packages share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
+import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.allocations import trace_allocations
+
+
+def assert_refused(
+    call: Callable[[], object], error: type[BaseException] | tuple[type[BaseException], ...], *words: str
+) -> BaseException:
+    """Check that a call raises the error and that its message has each of the words, which are regular expressions.
+
+    A row of a table of refusals holds these arguments: `parametrize("refusal", [(lambda: f(0), ConfigError, "1 or
+    more")])` for a test that calls `assert_refused(*refusal)`. The error is returned.
+    """
+    with pytest.raises(error) as caught:
+        call()
+    for each in words:
+        assert caught.match(each)
+    return caught.value
+
+
+def assert_same(got: object, want: object, tolerance: float = 0.0) -> None:
+    """Tensors in any containers that are equal, or differ by no more than the relative and absolute tolerance."""
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def is_same(got: object, want: object) -> bool:
+    """Whether tensors in any containers are equal."""
+    try:
+        assert_same(got, want)
+    except AssertionError:
+        return False
+    return True
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    """A copy of each parameter's gradient, None where it has none."""
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+
+
+def flat_gradient(module: nn.Module) -> Tensor:
+    """The gradients of a module as one vector, without the parameters that have none."""
+    return torch.cat([each.flatten() for each in gradients(module) if each is not None])
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -14,7 +55,10 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return ((got - want).norm() / want.norm()).item()
 
 
-def warm_peak_bytes(step: Callable[[], object]) -> int:
-    """Peak bytes of a step's second run: the first one makes what stays."""
-    step()
-    return trace_allocations(step).peak
+def warm_peak_bytes(step: Callable[[], object], *leaves: Tensor) -> int:
+    """Peak bytes of a step's second run: the first one makes what stays. Leaves lose their gradients before each."""
+    for _ in range(2):
+        for leaf in leaves:
+            leaf.grad = None
+        peak = trace_allocations(step).peak
+    return peak

@@ -14,13 +14,10 @@ from memkit._core.errors import ConfigError, InputError, StateError
 from memkit.chunk.engine import ChunkedCall
 from memkit.chunk.map import _Rows, chunked_map
 from memkit.chunk.segments import chunked_segment_reduce
-from tests.helpers import warm_peak_bytes
+from tests.helpers import assert_same, warm_peak_bytes
+from tests.toys import mlp
 
 MIB = 2**20
-
-
-def mlp(width=16, inputs=3, outputs=4, **kwargs):
-    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs)).to(**kwargs)
 
 
 def gradients(module, *tensors):
@@ -39,7 +36,7 @@ def run(fn, x, num_kept=0, chunk_size=16, **kwargs):
 
 
 def test_each_parameter_gets_its_gradient_added_once():
-    module = mlp()
+    module = mlp(3, 16, 4)
     added, hooked = [], []
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: added.append(p))
@@ -53,7 +50,7 @@ def test_each_parameter_gets_its_gradient_added_once():
 
 def test_hook_of_a_parameter_sees_the_whole_gradient_once():
     """Within the backward too: torch.autograd.grad runs a leaf's hooks, here for every chunk."""
-    module, x = mlp(dtype=torch.float64), torch.randn(100, 3, dtype=torch.float64)
+    module, x = mlp(3, 16, 4).double(), torch.randn(100, 3, dtype=torch.float64)
     module[0].weight.register_hook(lambda g: 2 * g)
     module(x).sum().backward()
     expected = gradients(module)
@@ -78,7 +75,7 @@ def test_unused_parameter_and_row_get_none():
 
 
 def test_frozen_parameters_and_inputs():
-    module = mlp()
+    module = mlp(3, 16, 4)
     module[0].requires_grad_(False)
     x = torch.randn(10, 3)
     chunked_map(module, x, chunk_size=4).sum().backward()
@@ -89,7 +86,7 @@ def test_frozen_parameters_and_inputs():
 @pytest.mark.parametrize("with_grad_input", [True, False])
 def test_captured_parameters_are_refused_by_name(with_grad_input):
     """Without that the gradient is None and nobody says so; without a grad input the result would not even need one."""
-    module, x = mlp(), torch.randn(10, 3, requires_grad=with_grad_input)
+    module, x = mlp(3, 16, 4), torch.randn(10, 3, requires_grad=with_grad_input)
 
     def fn(x):
         return module(x)
@@ -151,7 +148,7 @@ def test_dropout_is_drawn_again_and_the_callers_state_is_left_alone():
         before = torch.get_rng_state()
         out.square().sum().backward()
         assert torch.equal(torch.get_rng_state(), before)
-        assert_close([out, *gradients(module, x)], expected, rtol=1e-12, atol=1e-12)
+        assert_same([out, *gradients(module, x)], expected, 1e-12)
 
 
 def test_numpy_noise_is_drawn_again():
@@ -174,7 +171,7 @@ def test_without_random_state_gradients_of_dropout_are_wrong():
 
 
 def test_autocast_of_the_forward_is_the_one_of_the_backward():
-    module, dtypes = mlp(), []
+    module, dtypes = mlp(3, 16, 4), []
     module[1].register_forward_hook(lambda *args: dtypes.append(args[2].dtype))
     x = torch.randn(40, 3, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -186,11 +183,11 @@ def test_autocast_of_the_forward_is_the_one_of_the_backward():
     assert set(dtypes) == {torch.bfloat16}
     found = gradients(module, x)
     expected_out.float().square().sum().backward()
-    assert_close(found, gradients(module, x), rtol=0, atol=0)
+    assert_same(found, gradients(module, x))
 
 
 def test_backward_inside_a_block_that_casts():
-    module, x = mlp(), torch.randn(40, 3)
+    module, x = mlp(3, 16, 4), torch.randn(40, 3)
     out = chunked_map(module, x, chunk_size=8)
     with torch.autocast("cpu", torch.bfloat16):
         out.sum().backward()
@@ -252,14 +249,14 @@ def test_kept_pieces_are_not_run_again():
 
 
 def test_create_graph_is_refused_with_the_way_out():
-    module, x = mlp(dtype=torch.float64), torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
+    module, x = mlp(3, 16, 4).double(), torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
     out = chunked_map(module, x, chunk_size=4)
     with pytest.raises(StateError, match="strategy='checkpoint'"):
         torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 def test_second_derivatives_through_checkpoints():
-    module = mlp(dtype=torch.float64)
+    module = mlp(3, 16, 4).double()
     rows = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
 
     def energy(rows):
@@ -287,7 +284,7 @@ def test_in_place_changes_are_refused():
 
 
 def test_call_inside_a_call():
-    module, x = mlp(dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64, requires_grad=True)
+    module, x = mlp(3, 16, 4).double(), torch.randn(50, 3, dtype=torch.float64, requires_grad=True)
     module(x).square().sum().backward()
     expected = gradients(module, x)
     inner = functools.partial(chunked_map, module, chunk_size=4)
@@ -298,7 +295,7 @@ def test_call_inside_a_call():
 def test_backward_frees_the_inputs():
     x = torch.randn(50, 3, requires_grad=True)
     rows = x * 2
-    out = run(mlp(), rows, num_kept=2)
+    out = run(mlp(3, 16, 4), rows, num_kept=2)
     alive = weakref.ref(rows)
     del rows
     assert alive() is not None
@@ -313,7 +310,7 @@ def test_backward_frees_the_inputs():
 @pytest.mark.parametrize("way", ["rows", "slices", "loop"])
 def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
     """The controls: a loop keeps every graph; slices in the graph make zeros as large as the whole."""
-    module, chunk_size = mlp(width=128, inputs=8, outputs=1), 512
+    module, chunk_size = mlp(8, 128, 1), 512
     above = []
     for num_rows in (4096, 16384):
         x = torch.randn(num_rows, 8, requires_grad=True)
@@ -335,7 +332,7 @@ def test_peak_without_the_outputs_does_not_grow_with_the_rows(way):
 
 
 def test_kept_graphs_cost_what_they_keep():
-    module, x = mlp(width=128, inputs=8, outputs=1), torch.randn(8192, 8)
+    module, x = mlp(8, 128, 1), torch.randn(8192, 8)
     peaks = [warm_peak_bytes(lambda k=k: run(module, x, k, chunk_size=512).sum().backward()) for k in (0, 1, 5)]
     graph = 512 * (2 * 128 + 1) * 4  # what GELU and the last layer save, and the result
     assert peaks[1] == peaks[0]  # the last chunk's graph is there in any case, to be kept or made again

@@ -11,6 +11,8 @@ from memkit.chunk.halo import find_reach
 from memkit.chunk.tiles import Reach
 from tests.allocations import trace_allocations
 from tests.chunk.nets import HiddenStride, UNet, exact_nets, refused_nets
+from tests.helpers import assert_same
+from tests.toys import out_of_memory
 
 CASES = {
     "stack": Reach(3, 3, 1, 1),
@@ -81,7 +83,7 @@ def test_out_of_memory_is_said_as_such(num_calls):
     def fail(*_):
         calls.append(1)
         if len(calls) == num_calls:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out_of_memory()
 
     net.register_forward_pre_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
@@ -96,7 +98,7 @@ def test_no_trace():
     modes, random = [each.training for each in net.modules()], torch.get_rng_state()
     versions = [each._version for each in (*net.parameters(), *net.buffers())]
     find_reach(net, x, (-2, -1))
-    torch.testing.assert_close(dict(net.state_dict()), dict(before), rtol=0, atol=0)
+    assert_same(dict(net.state_dict()), dict(before))
     assert [each.training for each in net.modules()] == modes
     assert torch.equal(torch.get_rng_state(), random)
     assert [each._version for each in (*net.parameters(), *net.buffers())] == versions

@@ -11,11 +11,12 @@ from torch import nn
 import memkit as mk
 from memkit.chunk.loss import chunked_loss
 from tests.allocations import trace_allocations
+from tests.toys import mlp
 
 
 @pytest.fixture
 def model():
-    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5)).double()
+    return mlp(6, 16, 5).double()
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ def test_training_by_it_is_training(rows):
 
     def train(loss_of):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 5)).double()
+        model = mlp(6, 16, 5).double()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for _ in range(10):
             optimizer.zero_grad()

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.map import chunked_map
 from memkit.chunk.tiled import tiled_apply
+from tests.toys import mlp
 
 F64 = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -68,7 +69,7 @@ def test_only_some_outputs_are_used():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes(dtype):
-    module = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)).to(dtype)
+    module = mlp(3, 8, 2).to(dtype)
     x = torch.randn(50, 3, dtype=dtype, requires_grad=True)
     expected = module(x)
     (expected_x,) = torch.autograd.grad(expected.sum(), x)

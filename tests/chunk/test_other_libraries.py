@@ -4,10 +4,11 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from sklearn.neighbors import NearestNeighbors
-from torch import nn
 
 import memkit as mk
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
+from tests.toys import mlp
 
 
 @pytest.fixture(scope="module")
@@ -19,10 +20,10 @@ def graph():
 
 
 def same(ours, theirs, inputs, tolerance=1e-11):
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert_same(ours, theirs, tolerance)
     upstream = torch.randn_like(theirs)
     found, wanted = (torch.autograd.grad(out, inputs, upstream, retain_graph=True) for out in (ours, theirs))
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    assert_same(found, wanted, tolerance)
 
 
 @pytest.mark.parametrize("aggr", ["max", "mean", "sum"])
@@ -30,7 +31,7 @@ def test_pygs_edge_convolution(aggr, graph):
     layers = pytest.importorskip("torch_geometric.nn")
     x, edges = graph
     x = x.clone().requires_grad_()
-    conv = layers.EdgeConv(nn.Sequential(nn.Linear(128, 64), nn.GELU(), nn.Linear(64, 32)), aggr=aggr).double()
+    conv = layers.EdgeConv(mlp(128, 64, 32), aggr=aggr).double()
     src, dst = edges
 
     def in_pieces():

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import memkit as mk
 from memkit._core.units import parse_bytes
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 
 MIB = 1 << 20
 NUM_ROWS, NUM_NODES = 20_000, 1000
@@ -25,10 +26,6 @@ def edges():
     rows = torch.randn(NUM_ROWS, 6, generator=generator)
     dst, src = torch.randint(NUM_NODES, (2, NUM_ROWS), generator=generator)
     return rows, dst, src.int()
-
-
-def same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 def forms(proc, mlp, edges, x):
@@ -57,10 +54,10 @@ def test_every_form_equals_the_function_in_float64(mlp, edges):
     proc = mk.ChunkedProcessor(mlp, memory_budget="4MiB")
     for out, plain in forms(proc, mlp, (rows.double(), dst, src), x):
         expected = plain()
-        same(out, expected)
+        assert_same(out, expected, 1e-11)
         upstream = torch.randn_like(expected)
         found, wanted = (torch.autograd.grad(each, inputs, upstream, allow_unused=True) for each in (out, expected))
-        same(found, wanted)
+        assert_same(found, wanted, 1e-11)
         assert proc.last_plan is not None
         assert proc.last_plan.num_chunks > 2
 
@@ -184,9 +181,9 @@ def test_dropout_is_replayed_around_kept_graphs(edges):
     out = proc(rows)
     torch.manual_seed(1)
     expected = torch.cat([module(part) for part in rows.split(plan.chunk_size)])
-    same(out, expected)
+    assert_same(out, expected, 1e-11)
     found, wanted = (torch.autograd.grad(each.square().sum(), [rows, *module.parameters()]) for each in (out, expected))
-    same(found, wanted)
+    assert_same(found, wanted, 1e-11)
 
 
 def test_modes_are_other_kinds(edges):

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.helpers import assert_same, gradients
+from tests.toys import mlp
 from tests.train.test_ranks import join, leave
 
 
@@ -17,7 +19,7 @@ class Operator(nn.Module):
     def __init__(self, *, in_pieces):
         super().__init__()
         torch.manual_seed(0)
-        self.kernel = nn.Sequential(nn.Linear(3, 16), nn.GELU(), nn.Linear(16, 4))
+        self.kernel = mlp(3, 16, 4)
         self.head = nn.Linear(4, 2)
         self.in_pieces = in_pieces
 
@@ -82,7 +84,7 @@ def found(tmp_path_factory):
 def test_ranks_with_other_numbers_of_chunks_equal_one_process(kind, found):
     model = Operator(in_pieces=False).double()
     sum(model(*data(rank)) / 2 for rank in range(2)).backward()
-    torch.testing.assert_close(found[kind], [p.grad for p in model.parameters()], rtol=1e-12, atol=1e-12)
+    assert_same(found[kind], gradients(model), 1e-12)
 
 
 def test_a_function_whose_parameters_are_gathered_at_each_call_is_refused(found):

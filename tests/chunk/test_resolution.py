@@ -10,6 +10,7 @@ from memkit._core.errors import ConfigError, FileFormatError, InputError, InputT
 from memkit._core.sparse_voxels import SparseVoxels
 from memkit.chunk.resolution import DynamicResolutionProcessor
 from tests.chunk.scenes import brain_mask, vertices
+from tests.helpers import assert_same
 
 
 def by_unique(cells, levels, batch=None):
@@ -136,7 +137,7 @@ def test_pooling_is_by_cells(level):
     shape = (2, 3, *(-(-side // size) for side in (9, 12, 7)))
     for name, cells in expected.items():
         found = chosen(level, downsample=name).apply(volume)
-        torch.testing.assert_close(found, torch.stack(cells, 2).view(shape), rtol=1e-12, atol=1e-12)
+        assert_same(found, torch.stack(cells, 2).view(shape), 1e-12)
 
 
 def test_a_mean_over_what_is_there_keeps_a_thin_surface():
@@ -165,9 +166,7 @@ def test_there_and_back_for_a_net_with_a_stride(mode):
     assert pooled.shape == (1, 2, 16, 16, 8)
     back = processor.restore(pooled, mode=mode)
     assert back.shape == volume.shape
-    torch.testing.assert_close(
-        back, F.interpolate(pooled, scale_factor=2, mode=mode)[:, :, :18, :30, :16], rtol=0, atol=0
-    )
+    assert_same(back, F.interpolate(pooled, scale_factor=2, mode=mode)[:, :, :18, :30, :16])
     (gradient,) = torch.autograd.grad(back.sum(), volume)
     with pytest.raises(InputError, match=r"expected the sides that apply gave, \(16, 16, 8\)"):
         processor.restore(pooled[..., ::2])
@@ -182,14 +181,14 @@ def test_a_result_comes_back_by_the_level_that_it_was_made_at():
     processor.choose(torch.ones(8, 8, 8).nonzero())
     pooled = processor.apply(volume)
     assert processor.choose(torch.ones(16, 16, 16).nonzero()).level == 1
-    torch.testing.assert_close(processor.restore(pooled), volume, rtol=0, atol=0)
+    assert_same(processor.restore(pooled), volume)
 
 
 def test_masks_have_a_channel_or_none_and_a_use():
     volume, mask = torch.rand(2, 3, 8, 8, 8), torch.rand(2, 8, 8, 8) < 0.5
     processor = chosen(1, downsample="masked_mean")
     found = processor.apply(volume, mask=mask)
-    torch.testing.assert_close(found, processor.apply(volume, mask=mask[:, None]), rtol=0, atol=0)
+    assert_same(found, processor.apply(volume, mask=mask[:, None]))
     alike = mask[:1].expand(2, 8, 8, 8)
     for one in (mask[:1], mask[:1, None]):  # for all rows
         torch.testing.assert_close(processor.apply(volume, mask=one), processor.apply(volume, mask=alike))

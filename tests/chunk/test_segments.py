@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from memkit._core.errors import ConfigError, InputError
 from memkit.chunk.segments import chunked_segment_reduce
 from tests.helpers import warm_peak_bytes
+from tests.toys import mlp
 
 F64 = {"rtol": 1e-11, "atol": 1e-12}
 REDUCES = ["sum", "mean", "max", "min", "softmax"]
@@ -225,7 +226,7 @@ def test_messages_with_more_dimensions_or_fewer():
 @pytest.mark.parametrize("reduce", [*REDUCES, "plain"])
 def test_peak_without_the_outputs_does_not_grow_with_the_edges(reduce):
     """Forward and backward. The control: a loop over chunks without running them again."""
-    module = nn.Sequential(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 16))
+    module = mlp(6, 64, 16)
     x = torch.randn(500, 16, requires_grad=True)
     above = []
     for num_edges in (8192, 32768):

@@ -14,6 +14,8 @@ from memkit.chunk.submanifold import submanifold_conv3d
 from tests.allocations import count_flops, trace_allocations
 from tests.chunk.nets import UNet
 from tests.chunk.scenes import brain_mask, cortex
+from tests.helpers import assert_same
+from tests.toys import out_of_memory
 
 conv = nn.Conv3d
 
@@ -130,9 +132,9 @@ def test_sparse_voxels_give_sparse_voxels(mode):
     y = processor(voxels)
     whole = net(voxels.to_dense()).movedim(1, -1)[voxels.coords.unbind(1)]
     upstream, inputs = torch.randn_like(whole), [voxels.features, *net.parameters()]
-    torch.testing.assert_close(y.features, whole, rtol=1e-12, atol=1e-12)
+    assert_same(y.features, whole, 1e-12)
     for a, b in zip(*(torch.autograd.grad(z, inputs, upstream) for z in (y.features, whole)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        assert_same(a, b, 1e-11)
     assert y.sites is voxels.sites
 
 
@@ -151,7 +153,7 @@ def test_nothing_at_all(mode):
     processor = SparsityAwareProcessor(net, mode=mode)
     assert processor(SparseVoxels.from_dense(volume)).features.shape == (0, 2)
     expected = torch.zeros_like(volume) if mode == "submanifold" else net(volume)
-    torch.testing.assert_close(processor(volume), expected, rtol=1e-12, atol=1e-12)
+    assert_same(processor(volume), expected, 1e-12)
     assert processor.last_plan.occupancy == 0
     pointwise = SparsityAwareProcessor(pointwise_net().double())
     assert pointwise(SparseVoxels.from_dense(volume)).features.shape == (0, 3)
@@ -206,7 +208,7 @@ def test_submanifold_is_the_network_of_occupied_voxels():
         voxels.features
         + submanifold_conv3d(hidden.with_features(rows), net.second.weight, net.second.bias, dilation=2).features
     )
-    torch.testing.assert_close(y, voxels.with_features(rows).to_dense(), rtol=1e-12, atol=1e-12)
+    assert_same(y, voxels.with_features(rows).to_dense(), 1e-12)
     assert net.norm.num_batches_tracked == 1  # the check beforehand leaves it alone
     y.square().sum().backward()
     assert all(each.grad is not None for each in net.parameters())
@@ -262,7 +264,7 @@ def test_what_parts_cannot_give_runs_whole_or_is_refused(net, reason):
     assert processor.last_plan.mode == "dense"
     assert reason.replace("\\", "") in processor.last_plan.why
     torch.set_rng_state(state)
-    torch.testing.assert_close(y, net(volume), rtol=0, atol=0)
+    assert_same(y, net(volume))
     with pytest.raises(InputError, match=reason):
         SparsityAwareProcessor(net, mode="blocks")(volume)
 
@@ -294,7 +296,7 @@ def test_a_net_that_takes_no_small_volume_runs_whole(net, reason):
     volume = torch.zeros(2, 2, 32, 32, 32, dtype=torch.float64)
     volume[:, :, :3, :3, :3] = 1
     processor = SparsityAwareProcessor(net)
-    torch.testing.assert_close(processor(volume), net(volume), rtol=0, atol=0)
+    assert_same(processor(volume), net(volume))
     assert processor.last_plan.mode == "dense"
     assert re.search(reason, processor.last_plan.why)
 
@@ -304,7 +306,7 @@ class Starved(Choosy):
 
     def forward(self, x):
         if self.refused is not None and x.shape[-1] == self.refused:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            out_of_memory()
         return self.layer(x)
 
 

@@ -10,38 +10,27 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same, warm_peak_bytes
+from tests.toys import mlp
 
 MIB = 1 << 20
-
-
-def mlp(inputs=6, width=64, outputs=16):
-    return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, outputs))
-
-
-def peak(step, *leaves):
-    """Bytes of a second step; gradients are made anew."""
-    for _ in range(2):
-        for leaf in leaves:
-            leaf.grad = None
-        found = trace_allocations(step).peak
-    return found
 
 
 # ---- memory
 
 
 def test_a_checkpoint_around_everything_saves_nothing():
-    module, x = mlp(width=128), torch.randn(16_384, 6)
+    module, x = mlp(6, 128, 16), torch.randn(16_384, 6)
     params = list(module.parameters())
-    plain = peak(lambda: module(x).sum().backward(), *params)
-    whole = peak(lambda: checkpoint(module, x, use_reentrant=False).sum().backward(), *params)
-    ours = peak(lambda: mk.chunked_map(module, x, chunk_size=1024).sum().backward(), *params)
+    plain = warm_peak_bytes(lambda: module(x).sum().backward(), *params)
+    whole = warm_peak_bytes(lambda: checkpoint(module, x, use_reentrant=False).sum().backward(), *params)
+    ours = warm_peak_bytes(lambda: mk.chunked_map(module, x, chunk_size=1024).sum().backward(), *params)
     assert whole > 0.9 * plain
     assert ours < 0.25 * plain
 
 
 def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpointed():
-    module, num_edges = mlp(width=32, outputs=32), 32_768
+    module, num_edges = mlp(6, 32, 32), 32_768
     rows, index = torch.randn(num_edges, 6), torch.randint(500, (num_edges,))
     params = list(module.parameters())
 
@@ -56,8 +45,8 @@ def test_index_add_saves_the_messages_of_all_edges_though_each_chunk_is_checkpoi
         mk.chunked_segment_reduce(fn, rows, index=index, num_segments=500, chunk_size=512).sum().backward()
 
     messages = num_edges * 32 * 4
-    assert peak(naive, *params) > messages
-    assert peak(ours, *params) < messages / 4
+    assert warm_peak_bytes(naive, *params) > messages
+    assert warm_peak_bytes(ours, *params) < messages / 4
 
 
 def test_a_gather_in_the_graph_makes_a_gradient_of_all_nodes_for_each_chunk():
@@ -74,8 +63,8 @@ def test_a_gather_in_the_graph_makes_a_gradient_of_all_nodes_for_each_chunk():
         out.sum().backward()
 
     result = x.nbytes
-    assert peak(naive, x) - result > 2 * x.nbytes
-    assert peak(ours, x) - result < 1.2 * x.nbytes
+    assert warm_peak_bytes(naive, x) - result > 2 * x.nbytes
+    assert warm_peak_bytes(ours, x) - result < 1.2 * x.nbytes
 
 
 def budget_used(proc, x, params):
@@ -88,7 +77,7 @@ def budget_used(proc, x, params):
 
     sizes = []
     step()
-    return peak(step, x, *params) - sizes[-1]
+    return warm_peak_bytes(step, x, *params) - sizes[-1]
 
 
 class Recurrent(nn.Module):
@@ -222,7 +211,7 @@ def test_a_buffer_that_changes_with_each_call():
     module.load_state_dict(before)
     with pytest.raises(mk.errors.InputError, match=r"changes its buffer `parametrizations\.weight\.0\._u`.*eval mode"):
         mk.chunked_map(module, x, chunk_size=8)
-    assert_close(module.state_dict(), before, rtol=0, atol=0)
+    assert_same(module.state_dict(), before)
     module.eval()
     out = [step() for step in (lambda: mk.chunked_map(module, x, chunk_size=8), lambda: module(x))]
     assert_close(out[0], out[1])
@@ -241,7 +230,7 @@ def test_a_weight_that_was_cached_before_is_refused():
 @pytest.mark.parametrize("form", ["map", "loss"])
 def test_trials_do_not_count_in_a_checkpoint_around_the_call(form):
     """The forward tries sizes, the second one knows them: torch counts what both save, and refuses a difference."""
-    module, x = mlp().double(), torch.randn(4000, 6, dtype=torch.float64, requires_grad=True)
+    module, x = mlp(6, 64, 16).double(), torch.randn(4000, 6, dtype=torch.float64, requires_grad=True)
     proc = mk.ChunkedProcessor(module, memory_budget=2 * MIB)
 
     def run(rows):
@@ -254,7 +243,7 @@ def test_trials_do_not_count_in_a_checkpoint_around_the_call(form):
 
 
 def test_inference_tensors_through_a_frozen_function():
-    module = mlp().requires_grad_(False)
+    module = mlp(6, 64, 16).requires_grad_(False)
     with torch.inference_mode():
         x = torch.randn(32, 6)
     assert_close(mk.chunked_map(module, x, chunk_size=8), module(x))
@@ -265,7 +254,7 @@ def test_a_compiled_module_has_no_length():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.net = mlp()
+            self.net = mlp(6, 64, 16)
 
         def forward(self, x):
             return self.net(x)

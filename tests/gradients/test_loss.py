@@ -10,6 +10,8 @@ from torch import nn
 import memkit as mk
 from memkit._gradients.loss import read_loss
 from memkit.recipes.validation import rows_of_loss
+from tests.helpers import flat_gradient
+from tests.toys import classify, mean_square, out_of_memory
 
 SCALAR = torch.tensor(2.0)
 SGD = torch.optim.SGD
@@ -28,10 +30,6 @@ def make_model():
     return nn.Linear(4, 3).double()
 
 
-def mean_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
-
-
 def num_valid(batch):
     return (batch[1] != -100).sum()
 
@@ -42,11 +40,11 @@ def of_sum(model, batch):
 
 def of_mean(model, batch):
     """NaN where no target is valid."""
-    return mk.Loss(mean=mean_loss(model, batch), count=num_valid(batch))
+    return mk.Loss(mean=classify(model, batch), count=num_valid(batch))
 
 
 def of_mean_and_number(model, batch):
-    return mk.Loss(mean=mean_loss(model, batch), count=int(num_valid(batch)))
+    return mk.Loss(mean=classify(model, batch), count=int(num_valid(batch)))
 
 
 WEIGHED = [of_sum, of_mean, of_mean_and_number]
@@ -108,7 +106,7 @@ class TestForms:
     def test_a_count_that_is_no_weight_is_refused_in_the_step(self, count):
         model = make_model()
         trainer = mk.MemoryEfficientTrainingWrapper(model, SGD(model.parameters(), lr=0.1))
-        loss_fn = lambda model, batch: mk.Loss(mean=mean_loss(model, batch), count=count)  # noqa: E731
+        loss_fn = lambda model, batch: mk.Loss(mean=classify(model, batch), count=count)  # noqa: E731
         for step in (trainer.train_step, mk.SplitLoss(model)):
             with pytest.raises(mk.errors.InputError, match="a finite weight of zero or more"):
                 step(make_batch(), loss_fn)
@@ -234,7 +232,7 @@ def split_gradient_of(loss_fn, batch, steps):
     model = make_model()
     loss = mk.SplitLoss(model, num_microbatches=steps, probe=False)(batch, loss_fn)
     loss.backward()
-    return torch.cat([each.grad.flatten() for each in model.parameters()]), loss.detach()
+    return flat_gradient(model), loss.detach()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10])  # 10 rows: of even and ragged parts; of 10, four weigh nothing
@@ -243,15 +241,15 @@ class TestGradient:
     @pytest.mark.parametrize("loss_fn", WEIGHED)
     def test_mean_and_sum_have_the_gradient_of_the_whole_batch(self, loss_fn, way, steps):
         model = make_model()
-        whole = mean_loss(model, make_batch())
+        whole = classify(model, make_batch())
         whole.backward()
-        expected = torch.cat([each.grad.flatten() for each in model.parameters()]), whole.detach()
+        expected = flat_gradient(model), whole.detach()
         torch.testing.assert_close(way(loss_fn, make_batch(), steps), expected, rtol=1e-12, atol=1e-14)
 
     @pytest.mark.filterwarnings("ignore::memkit.MemkitWarning")
     def test_a_plain_mean_has_another(self, way, steps):
         """Negative control: without its count, a mean over valid tokens weighs rows."""
-        (plain, _), (counted, _) = (way(each, make_batch(), steps) for each in (mean_loss, of_mean))
+        (plain, _), (counted, _) = (way(each, make_batch(), steps) for each in (classify, of_mean))
         differs = not torch.allclose(plain, counted, rtol=1e-6)
         assert differs == (steps > 1)
 
@@ -260,7 +258,7 @@ class TestOutputs:
     def step_of(self, capacity, **settings):
         def loss_fn(model, batch):
             if len(batch[0]) > capacity:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                out_of_memory()
             logits = model(batch[0])
             outputs = {"rows": batch[0][:, 0], "more": (logits, "text", None)}
             return mk.Loss(mean=F.cross_entropy(logits, batch[1]), count=num_valid(batch), outputs=outputs)
@@ -303,7 +301,7 @@ class TestOutputs:
         with torch.no_grad():
             split(make_batch(), self.step_of(10))
         self.check(split.outputs, (10,))
-        split(make_batch(), lambda model, batch: model(batch[0]).square().mean())
+        split(make_batch(), lambda model, batch: mean_square(model, batch[0]))
         assert split.outputs == (None,) * len(split.sizes)
 
     def test_of_plain_losses_none(self):

@@ -8,11 +8,12 @@ from torch.utils.checkpoint import checkpoint
 import memkit as mk
 from memkit._gradients.streamed import sum_of_chunks, with_gradients
 from tests.allocations import mark, trace_allocations
+from tests.toys import mlp
 
 
 @pytest.fixture
 def model():
-    return nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)).double()
+    return mlp(3, 8, 2).double()
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_inside_a_checkpoint(model, x, use_reentrant):
 
 
 def test_memory_does_not_grow_with_the_rows():
-    model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = mlp(4, 64, 64, 1)
 
     def peak(num_rows):
         x = torch.randn(num_rows, 4)

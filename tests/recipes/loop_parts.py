@@ -5,7 +5,6 @@ import os
 import signal
 
 import torch
-import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from memkit.recipes.loop import MemoryEfficientTrainLoop
 from memkit.train.schedules import make_schedule
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
+from tests.toys import classify
 
 
 @functools.cache
@@ -20,10 +20,6 @@ def digits(num_rows=200):
     """Real input: scikit-learn's handwritten digits, (N, 64) float32 and (N,) classes."""
     images, classes = load_digits(return_X_y=True)
     return torch.from_numpy(images[:num_rows]).float() / 16, torch.from_numpy(classes[:num_rows])
-
-
-def loss_fn(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def loader_of(num_rows=200, batch_size=16, **settings):
@@ -38,7 +34,7 @@ def make(train_loader=None, precision=None, **settings):
     trainer = MemoryEfficientTrainingWrapper(
         model, optimizer, precision=precision, accumulation_steps=2, scheduler=schedule
     )
-    loop = MemoryEfficientTrainLoop(trainer, train_loader or loader_of(), loss_fn, progress=False, **settings)
+    loop = MemoryEfficientTrainLoop(trainer, train_loader or loader_of(), classify, progress=False, **settings)
     return loop, model
 
 

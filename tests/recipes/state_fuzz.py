@@ -22,6 +22,7 @@ from torch import nn
 from memkit._core.errors import FileFormatError, InputError, MemkitWarning
 from memkit.recipes.state.files import list_states, read_file
 from memkit.recipes.state.manager import TrainingStateManager
+from tests.helpers import gradients
 from tests.recipes.stateforge import forge, gadgets, put, sign
 
 NASTY = (
@@ -84,8 +85,7 @@ def describe(objects: dict[str, Any]) -> str:
         return value.full_tensor() if hasattr(value, "full_tensor") else value
 
     states = [each.state_dict() for each in objects.values()]
-    gradients = [each.grad for each in objects["model"].parameters()]
-    leaves = torch.utils._pytree.tree_leaves([states, gradients])
+    leaves = torch.utils._pytree.tree_leaves([states, gradients(objects["model"])])
     return repr([each.tolist() if isinstance(each, torch.Tensor) else each for each in map(whole, leaves)])
 
 

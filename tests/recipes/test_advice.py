@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import itertools
 import json
 import math
 
@@ -20,28 +19,11 @@ from memkit.recipes.advice.advise import _difference, advise
 from memkit.recipes.advice.remedies import nothing
 from memkit.recipes.advice.step import Training, observe_step
 from memkit.recipes.advice.submodules import held_by_modules
-
-
-def classify(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
+from tests.toys import Residual, classify, mlp
 
 
 def by_name(table):
     return {each.name: each for each in table}
-
-
-def mlp(*widths):
-    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.GELU())]
-    return nn.Sequential(*layers[:-1])
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.inner = nn.LayerNorm(width), mlp(width, 2 * width, width)
-
-    def forward(self, x):
-        return x + self.inner(self.norm(x))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +34,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def model():
-    return nn.Sequential(nn.Linear(64, 32), Block(32), Block(32), nn.Linear(32, 10))
+    return nn.Sequential(nn.Linear(64, 32), Residual(32, 64), Residual(32, 64), nn.Linear(32, 10))
 
 
 @pytest.fixture(scope="module")

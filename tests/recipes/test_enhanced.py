@@ -18,7 +18,8 @@ from memkit.recipes.foreign import Counters
 from memkit.recipes.order import ResumableBatchSampler, ResumableLoader
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
-from tests.recipes.loop_parts import digits, loader_of, loss_fn, make, weights
+from tests.recipes.loop_parts import digits, loader_of, make, weights
+from tests.toys import SmallRoom, classify
 
 
 class Stream:
@@ -109,7 +110,7 @@ def everything(loop):
     return torch.cat([weights(loop.model), averages]), loop.step, loop.opt.param_groups[0]["lr"]
 
 
-def assert_same(loop, expected):
+def assert_same_loops(loop, expected):
     (found, *counts), (wanted, *wanted_counts) = everything(loop), everything(expected)
     assert torch.equal(found, wanted)
     assert counts == wanted_counts
@@ -127,7 +128,7 @@ def test_it_trains_as_without_and_leaves_no_trace(kind):
     original = loop._validate_now
     loop._validate_now = lambda: seen.append(base.step) or original()
     assert loop.run_loop() == "epochs"
-    assert_same(base, plain)
+    assert_same_loops(base, plain)
     assert "run_step" not in vars(base)
     assert base.saved == [20]
     assert seen == ([5, 10, 15, 20] if kind.counts_inside else [4, 9, 14, 19])
@@ -197,7 +198,7 @@ def test_a_killed_loop_goes_on_bit_by_bit(kind, when, tmp_path):
         again = create_enhanced_train_loop(base, VALIDATION, val_interval=4, state=state)
         assert again.run_loop() == "epochs"
     assert again.num_steps == 20
-    assert_same(base, plain)
+    assert_same_loops(base, plain)
 
 
 def test_a_state_of_a_loop_with_other_averages_is_refused(tmp_path):
@@ -286,7 +287,7 @@ def step_function(stop_at=None):
         if next(seen) == stop_at:
             os.kill(os.getpid(), signal.SIGTERM)
         optimizer.zero_grad()
-        loss_fn(model, batch).backward()
+        classify(model, batch).backward()
         optimizer.step()
 
     return step, model, optimizer
@@ -333,21 +334,14 @@ def test_what_the_process_may_use_is_a_share_or_a_size(given, share):
     assert memory.budget_bytes == (2**30 if share is None else mk.MemoryManager("cpu", share).budget_bytes)
 
 
-class Small(nn.Linear):
-    def forward(self, rows):
-        if len(rows) > 10:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
-        return super().forward(rows)
-
-
 def test_a_validation_that_does_not_fit_is_cut():
     base = TrainLoop(2)
-    base.model = Small(64, 64)
+    base.model = SmallRoom(64, 64)
     base.run_step = lambda batch, cond: None
     values = lambda model, batch: {"loss": model(batch[0]).square().mean(1)}  # noqa: E731
     loop = create_enhanced_train_loop(base, VALIDATION, val_interval=1, val_fn=values)
     loop.run_loop()
-    expected = nn.Linear.forward(base.model, digits(100)[0]).square().mean().item()
+    expected = base.model.whole(digits(100)[0]).square().mean().item()
     assert loop.figures["loss"] == pytest.approx(expected, rel=1e-6)
 
 

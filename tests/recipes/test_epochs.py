@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 import memkit as mk
 from memkit.recipes.order import tell_epoch
+from tests.helpers import assert_same
 
 VOLUMES = [torch.arange(64.0).reshape(1, 4, 4, 4) + number for number in range(4)]
 FLIPS = {"flip_prob": 0.5, "rotate_prob": 0.5, "noise_std": 0.1}
@@ -81,7 +82,7 @@ class TestProgressiveTrainer:
     @pytest.mark.parametrize("wrap", [lambda dataset: dataset, lambda dataset: Subset(dataset, range(4))])
     def test_each_epoch_of_each_stage_has_its_own_augmentations(self, wrap):
         seen = progressive(DataLoader(wrap(voxels()), batch_size=4))
-        torch.testing.assert_close(seen, [epoch_of(number) for number in range(3)], rtol=0, atol=0)
+        assert_same(seen, [epoch_of(number) for number in range(3)])
         assert not torch.equal(seen[0], seen[1])
 
     @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ class TestProgressiveTrainer:
         trainer = mk.ProgressiveTrainer(lambda batch, _: seen.append(batch), stages, resize=lambda batch, _: batch)
         trainer.load_state_dict({"version": 1, "done": [0, 1]})
         trainer.run(DataLoader(voxels(), batch_size=4))
-        torch.testing.assert_close(seen, [epoch_of(1), epoch_of(2)], rtol=0, atol=0)
+        assert_same(seen, [epoch_of(1), epoch_of(2)])
 
     def test_the_estimate_of_batch_statistics_takes_nothing_from_the_epoch(self):
         model = nn.Sequential(nn.Conv3d(1, 2, 1), nn.BatchNorm3d(2))
@@ -123,7 +124,7 @@ class TestProgressiveTrainer:
             lambda batch, _: seen.append(batch), stages, resize=lambda batch, _: batch, model=model
         )
         trainer.run(DataLoader(voxels(), batch_size=4))
-        torch.testing.assert_close(seen, [epoch_of(0), epoch_of(1)], rtol=0, atol=0)
+        assert_same(seen, [epoch_of(0), epoch_of(1)])
 
 
 class TestWhatIsTold:
@@ -231,7 +232,7 @@ class TestWhoTellsNothing:
         loader = DataLoader(dataset, batch_size=2, **workers)
         for epoch in (0, 1, 1, 1):
             dataset.set_epoch(epoch)
-            torch.testing.assert_close(torch.cat(list(loader)), epoch_of(epoch), rtol=0, atol=0)
+            assert_same(torch.cat(list(loader)), epoch_of(epoch))
         del loader
 
     def test_it_warns_once_an_epoch(self):
@@ -263,7 +264,7 @@ class TestWhoTellsNothing:
         loader = DataLoader(dataset, batch_size=4, **WORKERS[2])
         for epoch in range(2):
             dataset.set_epoch(epoch)
-            torch.testing.assert_close(next(iter(loader)), epoch_of(epoch), rtol=0, atol=0)
+            assert_same(next(iter(loader)), epoch_of(epoch))
         del loader
 
     @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.validation import ValidationMonitor
 from memkit.train.schedules import make_schedule
 from memkit.voxel.dataset import VoxelDataset
-from tests.recipes.loop_parts import StopAfter, digits, loader_of, loss_fn, make, train_in_child, weights
+from tests.recipes.loop_parts import StopAfter, digits, loader_of, make, train_in_child, weights
+from tests.toys import classify
 
 
 def scores_of(model, batch):
@@ -63,11 +64,11 @@ def test_every_group_and_the_incomplete_last_one_is_exact():
     trainer = mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.5), accumulation_steps=3
     )
-    MemoryEfficientTrainLoop(trainer, loader, loss_fn, progress=False).run()
+    MemoryEfficientTrainLoop(trainer, loader, classify, progress=False).run()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.5)
     for batch in loader:
         optimizer.zero_grad()
-        loss_fn(by_hand, batch).backward()
+        classify(by_hand, batch).backward()
         optimizer.step()
     assert trainer.num_steps == 4
     torch.testing.assert_close(weights(model), weights(by_hand), rtol=1e-13, atol=1e-14)
@@ -117,7 +118,7 @@ def test_sigterm_saves_and_the_next_run_goes_on_bit_by_bit(kind, tmp_path):
         def fn(model, batch):
             if loop.num_steps == steps:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return loss_fn(model, batch)
+            return classify(model, batch)
 
         return fn
 
@@ -152,7 +153,7 @@ def test_epochs_of_a_distributed_sampler_differ():
     """A loop that forgets set_epoch trains on the same order in every epoch."""
     loader, seen = orders("distributed"), []
     loop, _ = make(loader)
-    loop._loss_fn = lambda model, batch: (seen.append(batch[0].sum().item()), loss_fn(model, batch))[1]
+    loop._loss_fn = lambda model, batch: (seen.append(batch[0].sum().item()), classify(model, batch))[1]
     loop.run(num_epochs=2)
     assert sorted(seen[: len(seen) // 2]) != sorted(seen[len(seen) // 2 :])
 
@@ -162,7 +163,7 @@ def test_a_memory_manager_learns_of_the_steps():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mk.MemoryManager("cpu") as memory:
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=memory)
-        loop = MemoryEfficientTrainLoop(trainer, loader_of(48), loss_fn, progress=False)
+        loop = MemoryEfficientTrainLoop(trainer, loader_of(48), classify, progress=False)
         loop.run(num_epochs=2)
         assert memory.num_steps == loop.num_steps > 2
     trainer.memory = SimpleNamespace(step=3)  # a user's own idea of a memory
@@ -233,7 +234,7 @@ def test_the_schedule_waits_for_a_step_that_was_skipped():
     seen = itertools.count()
 
     def broken(model, batch):
-        return loss_fn(model, batch) * (float("inf") if next(seen) == 2 else 1.0)
+        return classify(model, batch) * (float("inf") if next(seen) == 2 else 1.0)
 
     result = MemoryEfficientTrainLoop(trainer, loader_of(), broken, progress=False).run()
     assert (result.num_steps, result.num_skipped, trainer.num_steps) == (13, 1, 12)
@@ -283,7 +284,7 @@ def test_a_thread_trains_without_touching_the_signals():
     before = signal.getsignal(signal.SIGTERM)
     loop, model = make()
     seen = []
-    loop._loss_fn = lambda model, batch: (seen.append(signal.getsignal(signal.SIGTERM)), loss_fn(model, batch))[1]
+    loop._loss_fn = lambda model, batch: (seen.append(signal.getsignal(signal.SIGTERM)), classify(model, batch))[1]
     thread = threading.Thread(target=loop.run)
     thread.start()
     thread.join()

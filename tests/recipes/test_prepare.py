@@ -14,19 +14,8 @@ from memkit.predict.gpus import find_gpu
 from memkit.recipes.planned import plan_training, prepare
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
-
-    def forward(self, x):
-        return x + self.narrow(F.gelu(self.wide(self.norm(x))))
+from tests.helpers import assert_same
+from tests.toys import Residual, mean_square
 
 
 def loss_fn(model, batch):
@@ -111,7 +100,7 @@ def test_planning_leaves_no_trace_and_takes_what_was_fastest():
     measured = [each for each in plan.candidates if each.measured_seconds is not None]
     fastest = min(measured, key=lambda each: each.measured_seconds)
     assert (fastest.accumulation_steps, fastest.seconds) == (plan.accumulation_steps, plan.predicted_seconds)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert_same(model.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state
     assert all(each.grad is None for each in model.parameters())
@@ -123,17 +112,16 @@ def test_a_card_and_a_model_without_data():
         model = nn.Sequential(*(Residual(2048) for _ in range(2)))
         batch = torch.empty(2**18, 2048)
 
-    def square(model, x):
-        return model(x).square().mean()
-
-    plan = plan_training(model, batch, square, "adamw", budget="RTX 3090")
+    plan = plan_training(model, batch, mean_square, "adamw", budget="RTX 3090")
     assert plan.estimate.fits("RTX 3090")
     assert plan.estimate.total_bytes <= plan.required_bytes <= plan.budget_bytes
     assert plan.accumulation_steps > 1
     assert not plan.candidates[0].fits  # the whole batch
     assert "has no data" in plan.notes[0]
     rows = plan.micro_batch_size
-    same = plan_training(model, batch, square, budget=plan.required_bytes, target="RTX 3090", micro_batch_size=rows)
+    same = plan_training(
+        model, batch, mean_square, budget=plan.required_bytes, target="RTX 3090", micro_batch_size=rows
+    )
     assert same.estimate == plan.estimate
 
 

@@ -11,6 +11,7 @@ from torch import nn
 import memkit as mk
 from memkit.recipes.progressive import ProgressiveTrainer, Stage, _regroup
 from tests.recipes.loop_parts import digits, loader_of
+from tests.toys import out_of_memory
 
 
 def resize(batch, side):
@@ -132,7 +133,7 @@ def test_it_trains_a_wrapper_that_finds_the_size_by_itself():
 
         def forward(self, images):
             if images.numel() > 2000:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+                out_of_memory()
             return self.head(self.layers(images))
 
     model = Model()

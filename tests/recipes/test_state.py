@@ -94,7 +94,7 @@ class Training:
         return copy.deepcopy({name: each.state_dict() for name, each in self.objects().items()})
 
 
-def assert_same(first, second):
+def assert_same_states(first, second):
     """Bit for bit, of any containers."""
     ones, others = pytree.tree_leaves_with_path(first), pytree.tree_leaves_with_path(second)
     assert len(ones) == len(others) > 0
@@ -131,7 +131,7 @@ def go_on_after(folder, stop, num_steps, make, **settings):
 @pytest.mark.parametrize("stop", [1, 6, 7, 11])  # in a group, between groups, at an epoch's end, in the second epoch
 def test_a_stopped_training_goes_on_bit_for_bit(tmp_path, stop, background):
     whole, resumed = go_on_after(tmp_path, stop, 20, Training, background=background)
-    assert_same(resumed.states(), whole.states())
+    assert_same_states(resumed.states(), whole.states())
     assert resumed.accumulator.num_steps == 6
     assert len(resumed.monitor.history) == 6
 
@@ -147,7 +147,7 @@ def test_optimizers(tmp_path, name):
             self.scheduler = lr_scheduler.ConstantLR(self.optimizer)
 
     whole, resumed = go_on_after(tmp_path, 7, 12, Plain)
-    assert_same(resumed.states(), whole.states())
+    assert_same_states(resumed.states(), whole.states())
 
 
 def test_values_wider_than_their_parameters_stay_wide(tmp_path):
@@ -170,7 +170,7 @@ def test_values_wider_than_their_parameters_stay_wide(tmp_path):
         return training
 
     whole, resumed = go_on_after(tmp_path, 7, 12, make)
-    assert_same(resumed.states(), whole.states())
+    assert_same_states(resumed.states(), whole.states())
     assert resumed.optimizer.state_dict()["state"][0]["master"].dtype == torch.float32
 
 
@@ -221,7 +221,7 @@ def test_a_plain_loop_in_the_middle_of_its_group(tmp_path):
     for each, stepper in ((model, optimizer), (resumed, its_optimizer)):
         each(x + 1).sum().backward()
         stepper.step()
-    assert_same(resumed.state_dict(), model.state_dict())
+    assert_same_states(resumed.state_dict(), model.state_dict())
     optimizer.zero_grad()
     manager.save(2, model=model, optimizer=optimizer)
     manager.restore(model=resumed, optimizer=its_optimizer)  # and a gradient that was not there goes
@@ -263,7 +263,7 @@ def test_the_wrapper_in_the_middle_of_a_batch(tmp_path):
     manager.restore(model=resumed, optimizer=its_optimizer, trainer=its_trainer)
     run(its_trainer, x[4:])
     assert its_trainer.step()
-    assert_same(resumed.state_dict(), model.state_dict())
+    assert_same_states(resumed.state_dict(), model.state_dict())
 
 
 def test_values_go_into_the_tensors_that_are_there(tmp_path):
@@ -301,7 +301,7 @@ def test_wrappers_of_a_model_are_not_in_its_state(tmp_path):
     manager.save(1, model=torch.compile(model, backend="eager"))
     plain = nn.Linear(2, 2)
     assert manager.restore(model=plain) == 1
-    assert_same(plain.state_dict(), model.state_dict())
+    assert_same_states(plain.state_dict(), model.state_dict())
     assert manager.restore(model=torch.compile(nn.Linear(2, 2), backend="eager")) == 1
 
 
@@ -332,7 +332,7 @@ def test_plain_values_come_back(tmp_path, value):
     manager.restore(holder=there)
     assert type(there.value) is type(value)
     if isinstance(value, torch.Tensor):
-        assert_same(there.value, value)
+        assert_same_states(there.value, value)
     assert repr(there.value) == repr(value)
 
 

@@ -16,7 +16,8 @@ from memkit._machine import random_state
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
-from tests.recipes.test_state import Holder, Monitor, assert_same
+from tests.helpers import gradients
+from tests.recipes.test_state import Holder, Monitor, assert_same_states
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +68,8 @@ def check_refused(manager, match, **objects):
         manager.restore(**objects)
     assert not hasattr(raised.value, "__notes__")
     assert "Way out: " in str(raised.value)
-    assert_same([[each.state_dict() for each in objects.values()], 0], before)
-    assert_same(random_state.capture().state_dict(), random)
+    assert_same_states([[each.state_dict() for each in objects.values()], 0], before)
+    assert_same_states(random_state.capture().state_dict(), random)
 
 
 # ---- optimizers
@@ -211,7 +212,7 @@ def test_gradients_of_other_shapes(tmp_path):
     model(torch.ones(4, 5)).sum().backward()
     manager = saved(tmp_path, optimizer=optimizer)
     assert manager.restore(optimizer=torch.optim.SGD(other.parameters())) == 7
-    assert_same([each.grad for each in other.parameters()], [each.grad for each in model.parameters()])
+    assert_same_states(gradients(other), gradients(model))
 
 
 # ---- models
@@ -244,7 +245,7 @@ def test_a_model_takes_what_it_can_hold_exactly(tmp_path, theirs):
             with pytest.warns(MemkitWarning, match=f"model holds in {own} what was saved in {theirs}"):
                 assert manager.restore(model=other) == 7
         for one, each in zip(model.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(each.to(torch.float64), one.to(torch.float64), rtol=0, atol=0)
+            assert_same_states(each.to(torch.float64), one.to(torch.float64))
 
 
 def integer_model():
@@ -316,7 +317,7 @@ def test_lazy_modules_take_their_shapes(tmp_path):
     model = nn.Sequential(nn.Linear(3, 2))
     lazy = nn.Sequential(nn.LazyLinear(2))
     assert saved(tmp_path, model=model).restore(model=lazy) == 7
-    assert_same(lazy.state_dict(), model.state_dict())
+    assert_same_states(lazy.state_dict(), model.state_dict())
 
 
 def test_an_average_of_another_model(tmp_path):

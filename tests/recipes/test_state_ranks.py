@@ -18,6 +18,7 @@ from memkit.recipes.order import ResumableBatchSampler
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.train.accumulate import GradientAccumulator
+from tests.helpers import assert_same, gradients
 from tests.recipes.stateforge import forge, gadgets
 from tests.train.test_ranks import join, leave
 
@@ -74,7 +75,7 @@ def stop_and_go_on(rank, folder, kind):
     assert manager.restore(**vars(resumed)) == STOP
     for number in range(STOP, STEPS):
         step(resumed, number)
-    torch.testing.assert_close(whole_values(resumed), expected, rtol=0, atol=0)
+    assert_same(whole_values(resumed), expected)
     assert manager.restore(**vars(resumed)) == STOP  # into tensors that are there
 
 
@@ -84,11 +85,11 @@ def go_on_without_an_accumulator(rank, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with model.no_sync():
         (model(torch.ones(3, 8)).sum() * (1 + rank)).backward()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    expected = gradients(model)
     manager.save(1, optimizer=optimizer, model=model)
     optimizer.zero_grad()
     assert manager.restore(optimizer=optimizer, model=model) == 1
-    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected, rtol=0, atol=0)
+    assert_same(gradients(model), expected)
     if rank == 1:  # a rank that ran out of data has no gradients, whatever rank 0 has
         optimizer.zero_grad()
     manager.save(2, optimizer=optimizer, model=model)
@@ -228,4 +229,4 @@ def test_shards_of_two_ranks_go_on_in_one(tmp_path):
     mp.spawn(save_after_training, args=(str(tmp_path),), nprocs=2)
     mp.spawn(one_rank, args=(str(tmp_path),), nprocs=1)
     one, two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two"))
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    assert_same(one, two)

@@ -21,6 +21,7 @@ from memkit._core.pickles import load_noted, load_plain, rebuild
 from memkit.recipes.state.files import list_states
 from memkit.recipes.state.manager import TrainingStateManager
 from memkit.recipes.state.reader import TensorFile
+from tests.helpers import assert_same
 from tests.recipes.stateforge import archive, by_torch, forge, gadgets, persistent, sign
 
 NAMES = list(gadgets(Path("canary")))
@@ -67,8 +68,8 @@ def restore_or_refuse(manager, objects=None):
             warnings.simplefilter("ignore", MemkitWarning)
             return manager.restore(**objects)
     except FileFormatError:
-        torch.testing.assert_close(list(objects["model"].parameters()), before, rtol=0, atol=0)
-        torch.testing.assert_close(torch.get_rng_state(), random, rtol=0, atol=0)
+        assert_same(list(objects["model"].parameters()), before)
+        assert_same(torch.get_rng_state(), random)
         return None
 
 

@@ -9,6 +9,7 @@ from torch import nn
 import memkit as mk
 from memkit.recipes.validation import ValidationMonitor, rows_of_loss, validate
 from tests.allocations import trace_allocations
+from tests.toys import SmallRoom, mean_square
 
 
 def test_best_patience_and_plateau():
@@ -100,20 +101,12 @@ def test_outputs_are_never_held_together():
     assert figures["streamed"] == pytest.approx(figures["held"])
 
 
-class Small(nn.Linear):
-    def forward(self, rows):
-        if len(rows) > 10:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
-        return super().forward(rows)
-
-
 def test_a_batch_that_does_not_fit_gives_the_same_figures():
     torch.manual_seed(1)
-    model = Small(8, 1)
+    model = SmallRoom(8, 1)
     loader = [torch.randn(rows, 8) for rows in (33, 7)]
-    loss_fn = lambda model, rows: model(rows).square().mean()  # noqa: E731
-    found = run(make(model), loader, rows_of_loss(loss_fn))
-    expected = nn.Linear.forward(model, torch.cat(loader)).square().mean().item()
+    found = run(make(model), loader, rows_of_loss(mean_square))
+    expected = model.whole(torch.cat(loader)).square().mean().item()
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 

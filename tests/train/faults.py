@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.toys import out_of_memory
+
 
 class FailingOperator(TorchDispatchMode):
     """Counts operators and raises an out-of-memory in place of those whose numbers are listed.
@@ -35,7 +37,7 @@ class FailingOperator(TorchDispatchMode):
         self._counts[0] += 1
         if self.num_operators in self.places:
             self._counts[1] += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+            out_of_memory()
         return func(*args, **(kwargs or {}))
 
 
@@ -55,7 +57,7 @@ class Short(FailingOperator):
         is_large = any(each.numel() > self._num_elements for each in tensors if isinstance(each, torch.Tensor))
         if takes_memory and self.num_operators >= self._place and is_large:
             self.num_refused += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+            out_of_memory()
         return result
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
-from tests.helpers import relative_error
+from tests.helpers import assert_same, flat_gradient, gradients, relative_error
+from tests.toys import out_of_memory
 
 ROWS, TOKENS, CLASSES = 48, 6, 7
 
@@ -70,20 +71,16 @@ def token_sum_loss(model, x, y, weight):
 MEAN_LOSSES = [row_loss, token_loss, class_weighted_loss, device_count_loss]
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def full_batch_gradient(loss_fn):
     model, *batch = make_problem()
     loss_fn(model, *batch)[0].backward()
-    return gradient(model)
+    return flat_gradient(model)
 
 
 def stepped_gradient(accumulator, model, microbatches):
     """Run one group and return the gradient that the optimizer was given."""
     seen = []
-    handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    handle = accumulator._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))
     for arguments, keywords in microbatches:
         accumulator.backward(*arguments, **keywords)
         accumulator.step()
@@ -147,7 +144,7 @@ def test_the_mean_of_means_is_wrong(loss_fn):
     parts = list(zip(x[keep].split(7), y[keep].split(7), strict=True))
     for part_x, part_y in parts:
         (loss_fn(model, part_x, part_y, weight)[0] / len(parts)).backward()
-    naive = gradient(model)
+    naive = flat_gradient(model)
     assert relative_error(naive, full_batch_gradient(loss_fn)) > 0.01
 
 
@@ -175,7 +172,7 @@ def test_zero_count_contributes_exactly_nothing_even_if_its_mean_is_nan(count, p
             parts.insert(position, (empty, count))
         return stepped_gradient(accumulator, model, ((part, {}) for part in parts))
 
-    torch.testing.assert_close(run(with_empty=True), run(with_empty=False), rtol=0, atol=0)
+    assert_same(run(with_empty=True), run(with_empty=False))
 
 
 def test_a_group_that_weighs_nothing_does_not_step():
@@ -188,7 +185,7 @@ def test_a_group_that_weighs_nothing_does_not_step():
         assert accumulator.step() is False
     assert accumulator.num_steps == 0
     assert accumulator.num_microbatches == 0
-    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+    assert_same(dict(model.state_dict()), dict(before))
 
 
 @pytest.mark.parametrize(("num_batches", "steps"), [(13, 4), (5, 3), (1, 4)])
@@ -199,7 +196,7 @@ def test_tail_group_has_the_right_size(num_batches, steps):
     data = torch.randn(num_batches * 4, 3, dtype=torch.float64)
     seen = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))
     accumulator = mk.GradientAccumulator(optimizer, steps=steps)
     for x in data.split(4):
         accumulator.backward(model(x).pow(2).mean(), count=len(x))
@@ -210,7 +207,7 @@ def test_tail_group_has_the_right_size(num_batches, steps):
     for got, group in zip(seen, groups, strict=True):
         model.zero_grad()
         model(group).pow(2).mean().backward()
-        assert abs((got.norm() / gradient(model).norm()).item() - 1) <= 1e-12
+        assert abs((got.norm() / flat_gradient(model).norm()).item() - 1) <= 1e-12
 
 
 def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
@@ -223,7 +220,7 @@ def test_equal_powers_of_two_are_bit_identical_to_the_plain_loop():
     got = stepped_gradient(
         accumulator, model, (((model(part).pow(2).mean(), 8), {}) for part in x[:32].float().split(8))
     )
-    torch.testing.assert_close(got, gradient(plain), rtol=0, atol=0)
+    assert_same(got, flat_gradient(plain))
 
 
 def test_default_count_weighs_micro_batches_equally():
@@ -268,7 +265,7 @@ def test_float32_accumulation_of_bfloat16_gradients():
         assert got.dtype == torch.bfloat16
         accumulator.close()
         assert all(p.grad_dtype == torch.bfloat16 for p in model.parameters())
-        return relative_error(got.double(), gradient(reference))
+        return relative_error(got.double(), flat_gradient(reference))
 
     assert run(torch.float32) < 3e-3 < 8e-3 < run(None)
 
@@ -322,7 +319,7 @@ class TestScaler:
         assert accumulator.step() is False
         assert accumulator.num_steps == 0
         assert scaler.get_scale() == 512.0
-        torch.testing.assert_close(model.weight, before, rtol=0, atol=0)
+        assert_same(model.weight, before)
         for _ in range(2):
             accumulator.backward(model(torch.ones(1, 4)).sum())
             stepped = accumulator.step()
@@ -375,8 +372,8 @@ class TestSideBySide:
             acc_d = mk.GradientAccumulator(torch.optim.SGD(disc.parameters(), lr=0.1), steps=3)
             acc_g = mk.GradientAccumulator(torch.optim.SGD(gen.parameters(), lr=0.1), steps=3)
             seen = {}
-            acc_d._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=gradient(disc)))
-            acc_g._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=gradient(gen)))
+            acc_d._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(d=flat_gradient(disc)))
+            acc_g._sum.optimizers[0].register_step_pre_hook(lambda *_: seen.update(g=flat_gradient(gen)))
 
             def d_part(i):
                 fake = gen(noise[2 * i : 2 * i + 2]).detach()
@@ -456,7 +453,7 @@ class _FailsInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+        out_of_memory()
 
 
 class TestInterruptedBackward:
@@ -468,12 +465,12 @@ class TestInterruptedBackward:
         accumulator = mk.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
         first, second = x.split([3, 2])
         accumulator.backward(model(first).pow(2).mean(), count=3)
-        before = gradient(model).clone()
+        before = flat_gradient(model).clone()
         with pytest.raises(torch.OutOfMemoryError):
             accumulator.backward(
                 model[1](_FailsInBackward.apply(model[0](second))).pow(2).mean(), count=2, all_or_nothing=all_or_nothing
             )
-        changed = not torch.equal(gradient(model), before)
+        changed = not torch.equal(flat_gradient(model), before)
         if accumulator.is_torn:
             with pytest.raises(mk.errors.StateError, match=r"half of a backward.*discard\(\)"):
                 accumulator.backward(model(second).pow(2).mean(), count=2)
@@ -523,7 +520,7 @@ class TestInterruptedBackward:
                     accumulator.step()
             return dict(model.state_dict())
 
-        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+        assert_same(run(True), run(False))
 
     def test_hooks_that_wait_for_gradients_are_called_either_way(self):
         model = nn.Linear(2, 1)
@@ -547,9 +544,9 @@ class TestInterruptedBackward:
             )
             for part in torch.randn(7, 1, 4).to(dtype).split(3):
                 accumulator.backward(model(part).pow(2).mean(), count=len(part), all_or_nothing=all_or_nothing)
-            return [p.grad for p in model.parameters()]
+            return gradients(model)
 
-        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+        assert_same(run(True), run(False))
 
 
 class TestState:
@@ -577,7 +574,7 @@ class TestState:
 
     @pytest.mark.parametrize("stop_after", range(8))
     def test_resume_anywhere_in_a_group_is_bit_identical(self, stop_after):
-        torch.testing.assert_close(self.run(stop_after), self.run(), rtol=0, atol=0)
+        assert_same(self.run(stop_after), self.run())
 
     def test_state_survives_a_weights_only_load(self, tmp_path):
         model = nn.Linear(3, 2)
@@ -624,7 +621,7 @@ class TestState:
             assert accumulator.step()
             return model.weight
 
-        torch.testing.assert_close(run(stop_after), run(None), rtol=0, atol=0)
+        assert_same(run(stop_after), run(None))
 
     @pytest.mark.parametrize("stop_after", [1, 2, 3, 4])
     def test_resume_in_bfloat16_with_a_parameter_that_comes_late(self, stop_after):
@@ -643,9 +640,8 @@ class TestState:
                     accumulator.load_state_dict(saved)
                 y = model[0](x) if i < 3 else model[1](model[0](x))
                 accumulator.backward(y.float().pow(2).mean(), count=8)
-            gradients = [each.grad for each in model.parameters()]
-            assert {each.dtype for each in gradients} == {torch.float32}
-            return gradients
+            assert {each.grad.dtype for each in model.parameters()} == {torch.float32}
+            return gradients(model)
 
         for resumed, whole in zip(run(stop_after), run(None), strict=True):
             assert torch.equal(resumed, whole)

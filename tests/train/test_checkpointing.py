@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memkit as mk
 from memkit.train.checkpointing import Checkpointing, choose_blocks
+from tests.helpers import assert_same, gradients
 
 
 class Block(nn.Module):
@@ -61,9 +62,8 @@ def run(model, *, steps=2):
         loss = model(torch.randn(6, 4)).pow(2).mean()
         loss.backward()
         outputs.append(loss.detach())
-    gradients = [parameter.grad for parameter in model.parameters()]
     draws = [torch.rand(1), torch.tensor(random.random()), torch.tensor(np.random.random())]
-    return outputs, gradients, dict(model.named_buffers()), draws
+    return outputs, gradients(model), dict(model.named_buffers()), draws
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_bit_equal_to_the_plain_model(choice):
     keys = list(model.state_dict())
     checkpointing = Checkpointing(model, choice)
     assert all(name.startswith("blocks.") and name.count(".") == 1 for name in checkpointing.blocks)
-    torch.testing.assert_close(run(model), run(plain), rtol=0, atol=0)
+    assert_same(run(model), run(plain))
     assert list(model.state_dict()) == keys
     assert type(model.blocks[0]) is Block
     checkpointing.close()
@@ -127,10 +127,8 @@ def test_a_kept_graph_is_recomputed_for_each_backward():
         loss = each(torch.randn(6, 4)).pow(2).mean()
         loss.backward(retain_graph=True)
         loss.backward()
-    torch.testing.assert_close(
-        [p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], rtol=0, atol=0
-    )
-    torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), rtol=0, atol=0)
+    assert_same(gradients(model), gradients(plain))
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -282,4 +280,4 @@ def test_compiled_model():
     x = torch.randn(4, 32)
     compiled(x).pow(2).sum().backward()
     plain(x).pow(2).sum().backward()
-    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(gradients(model), gradients(plain))

@@ -13,7 +13,8 @@ from torch.profiler import profile
 import memkit as mk
 from memkit.errors import ConfigError, InputError, InputTypeError
 from memkit.train.contrastive import cached_backward
-from tests.helpers import relative_error
+from tests.helpers import flat_gradient, relative_error
+from tests.toys import mlp
 
 ROWS = 24
 
@@ -23,7 +24,7 @@ class Towers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.image = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 8))
+        self.image = mlp(6, 32, 8)
         self.text = nn.Sequential(nn.Embedding(20, 16), nn.Flatten(), nn.Linear(48, 8))
         self.log_scale = nn.Parameter(torch.tensor(1.0))
 
@@ -52,19 +53,15 @@ def make_views(dtype=torch.float64):
     return torch.randn(ROWS, 6, dtype=dtype), torch.randn(ROWS, 6, dtype=dtype)
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
 @pytest.mark.parametrize("chunk_size", [1, 5, 8, 23, 24, 100])
 def test_every_chunk_size_gives_the_whole_batch_gradient(chunk_size):
     model, views = Tower().double(), make_views()
     want_loss = info_nce(model(views))
     want_loss.backward()
-    want = gradient(model)
+    want = flat_gradient(model)
     model.zero_grad()
     loss = cached_backward(model, views, info_nce, chunk_size=chunk_size)
-    assert relative_error(gradient(model), want) <= 1e-14
+    assert relative_error(flat_gradient(model), want) <= 1e-14
     assert not loss.requires_grad
     torch.testing.assert_close(loss, want_loss.detach(), rtol=1e-14, atol=0)
 
@@ -73,11 +70,11 @@ def test_a_split_loss_has_another_gradient():
     """Negative control: the same chunks, each with the loss over its own rows."""
     model, views = Tower().double(), make_views()
     info_nce(model(views)).backward()
-    want = gradient(model)
+    want = flat_gradient(model)
     model.zero_grad()
     for part in zip(*(view.split(8) for view in views), strict=True):
         (info_nce(model(part)) / 3).backward()
-    assert relative_error(gradient(model), want) > 0.1
+    assert relative_error(flat_gradient(model), want) > 0.1
 
 
 def test_two_towers_with_a_dict_batch_and_a_temperature():
@@ -88,10 +85,10 @@ def test_two_towers_with_a_dict_batch_and_a_temperature():
         return info_nce((embeddings["image"], embeddings["text"][0]), model.log_scale.exp())
 
     loss_on_embeddings(model(batch)).backward()
-    want = gradient(model)
+    want = flat_gradient(model)
     model.zero_grad()
     cached_backward(model, batch, loss_on_embeddings, chunk_size=7)
-    assert relative_error(gradient(model), want) <= 1e-14
+    assert relative_error(flat_gradient(model), want) <= 1e-14
 
 
 class RandomScale(nn.Module):
@@ -108,12 +105,12 @@ def test_random_draws_are_the_same_in_both_passes():
     random.seed(5)
     encoded = [model(chunk) for chunk in chunks]  # draws chunk after chunk, as cached_backward does
     info_nce([torch.cat(column) for column in zip(*encoded, strict=True)]).backward()
-    want, state = gradient(model), (torch.get_rng_state(), random.getstate())
+    want, state = flat_gradient(model), (torch.get_rng_state(), random.getstate())
     model.zero_grad()
     torch.manual_seed(5)
     random.seed(5)
     cached_backward(model, views, info_nce, chunk_size=8, check=False)  # one draw for all rows of a call
-    assert relative_error(gradient(model), want) <= 1e-14
+    assert relative_error(flat_gradient(model), want) <= 1e-14
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
 
@@ -125,7 +122,7 @@ def test_batch_statistics_are_those_of_the_chunks_and_change_once():
     info_nce([torch.cat(column) for column in zip(*encoded, strict=True)]).backward()
     with pytest.warns(mk.MemkitWarning, match=r"in training mode layers\.2 would see the statistics of each chunk"):
         cached_backward(model, views, info_nce, chunk_size=8)
-    assert relative_error(gradient(model), gradient(twin)) <= 1e-14
+    assert relative_error(flat_gradient(model), flat_gradient(twin)) <= 1e-14
     for got, want in zip(model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(got, want)
     assert model.layers[2].num_batches_tracked == 6  # three chunks with two views each
@@ -137,15 +134,15 @@ def test_under_autocast_both_passes_run_in_half_precision():
         encoded = [model(chunk) for chunk in zip(*(view.split(8) for view in views), strict=True)]
         loss = info_nce([torch.cat(column).float() for column in zip(*encoded, strict=True)])
     loss.backward()
-    want = gradient(model)
+    want = flat_gradient(model)
     model.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         got = cached_backward(model, views, lambda e: info_nce([each.float() for each in e]), chunk_size=8)
     assert torch.equal(got, loss.detach())
-    assert torch.equal(gradient(model), want)
+    assert torch.equal(flat_gradient(model), want)
     model.zero_grad()
     cached_backward(model, views, info_nce, chunk_size=8)
-    assert relative_error(gradient(model), want) > 1e-4  # in float32 it would have been another gradient
+    assert relative_error(flat_gradient(model), want) > 1e-4  # in float32 it would have been another gradient
 
 
 def test_an_accumulator_takes_the_loss():
@@ -153,11 +150,11 @@ def test_an_accumulator_takes_the_loss():
     model, views = Tower().double(), make_views()
     more = make_views()
     ((info_nce(model(views)) + 3 * info_nce(model(more))) / 4).backward()
-    want = gradient(model)
+    want = flat_gradient(model)
     model.zero_grad()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(model)))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flat_gradient(model)))
     with mk.GradientAccumulator(optimizer, steps=2) as accumulator:
         for batch, weight in ((views, 1), (more, 3)):
             cached_backward(
@@ -295,7 +292,7 @@ def whole_error(model, views, **settings):
     twin = copy.deepcopy(model)
     info_nce(twin(views)).backward()
     cached_backward(model, views, info_nce, chunk_size=8, **settings)
-    return relative_error(gradient(model), gradient(twin))
+    return relative_error(flat_gradient(model), flat_gradient(twin))
 
 
 class TestEncodersThatAreNoneOfEachRowAlone:
@@ -369,7 +366,7 @@ class TestEncodersThatAreNoneOfEachRowAlone:
             cached_backward(model, views, info_nce, chunk_size=8)
         torch.set_rng_state(state)
         cached_backward(twin, views, info_nce, chunk_size=8, check=False)
-        assert torch.equal(gradient(model), gradient(twin))
+        assert torch.equal(flat_gradient(model), flat_gradient(twin))
         for got, want in zip(model.buffers(), twin.buffers(), strict=True):
             assert torch.equal(got, want)
 

@@ -2,23 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
 
 import memkit as mk
-
-
-class Small(nn.Module):
-    """Has room for so many rows; the error is torch's own."""
-
-    def __init__(self, room):
-        super().__init__()
-        self.layer, self.room, self.seen = nn.Linear(3, 2).double(), room, []
-
-    def forward(self, rows):
-        self.seen.append(len(rows))
-        if len(rows) > self.room:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
-        return self.layer(rows)
+from tests.toys import SmallRoom, mean_square
 
 
 @pytest.fixture
@@ -27,19 +13,19 @@ def rows():
 
 
 def make(room, **settings):
-    model = Small(room)
+    model = SmallRoom(3, 2, room=room, dtype=torch.float64)
     return model, mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), **settings)
 
 
 def forward(model, part):
-    return {"scores": model(part), "is_high": model.layer(part)[:, 0] > 0}
+    return {"scores": model(part), "is_high": model.whole(part)[:, 0] > 0}
 
 
 def test_results_are_the_whole_batchs_and_only_what_failed_runs_again(rows):
     model, trainer = make(room=40)
     with trainer.evaluation() as evaluate:
         found = evaluate(rows, forward)
-        expected = model.layer(rows)
+        expected = model.whole(rows)
     torch.testing.assert_close(found, {"scores": expected, "is_high": expected[:, 0] > 0})
     assert not found["scores"].requires_grad
     assert model.seen == [100, 50, 25, 25, 50, 25, 25]
@@ -54,7 +40,7 @@ def test_the_size_that_fits_is_remembered_apart_from_trainings(rows):
     assert model.seen == [25, 25, 25, 25]
     model.seen.clear()
     model.room = 200
-    trainer.train_step(rows, lambda model, part: model(part).square().mean())
+    trainer.train_step(rows, mean_square)
     assert model.seen[-1] == 100  # in one piece
 
 
@@ -68,7 +54,7 @@ def test_what_cannot_be_put_together_is_refused_where_the_batch_was_cut(rows):
     model, trainer = make(room=100)
     with trainer.evaluation() as evaluate:
         mean = evaluate(rows, lambda model, part: model(part).mean())
-        torch.testing.assert_close(mean, model.layer(rows).mean())
+        torch.testing.assert_close(mean, model.whole(rows).mean())
         model.room = 40
         with pytest.raises(mk.errors.InputError, match=r"returns shape \(\) for 25 rows.*mean of the parts' means"):
             evaluate(rows, lambda model, part: model(part).mean())

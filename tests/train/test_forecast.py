@@ -12,6 +12,7 @@ from torch import nn
 import memkit as mk
 from memkit._recorder.recorder import Recorder
 from memkit.train.forecast import Forecast, _added, _upper_envelope
+from tests.toys import mean_square
 
 MIB = 2**20
 
@@ -49,13 +50,9 @@ def mlp():
 MODELS = {"mlp": mlp, "convolutions": convolutions, "encoder": encoder, "widening": Widening}
 
 
-def loss_fn(model, x):
-    return model(x).pow(2).mean()
-
-
 def record(model, x):
     with Recorder() as recorder:
-        torch.autograd.grad(loss_fn(model, x), list(model.parameters()), allow_unused=True)
+        torch.autograd.grad(mean_square(model, x), list(model.parameters()), allow_unused=True)
     return recorder.recording()
 
 
@@ -113,7 +110,7 @@ def test_a_budget_that_cannot_be_used_is_said_once():
     def picky(model, x):
         if len(x) < 8:
             raise ValueError("too few rows")
-        return loss_fn(model, x)
+        return mean_square(model, x)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="1GiB") as trainer:
@@ -146,7 +143,7 @@ def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(nam
         mk.MemoryEfficientTrainingWrapper(model, optimizer, memory=budget, on_oom=on_oom, probe=False) as trainer,
         Recorder() as recorder,
     ):
-        results = [trainer.train_step(x, loss_fn) for _ in range(3)]
+        results = [trainer.train_step(x, mean_square) for _ in range(3)]
     assert all(2 <= result.num_microbatches <= 5 and result.num_ooms == 0 for result in results)
     assert recorder.recording().peak_bytes() - x.nbytes <= budget
 
@@ -155,7 +152,7 @@ def test_a_budget_is_kept_and_training_is_that_of_the_same_parts_without_one(nam
     for result in results:
         accumulator.expect(num_rows)
         for part in x.split(result.sizes):
-            accumulator.backward(loss_fn(twin, part), count=len(part))
+            accumulator.backward(mean_square(twin, part), count=len(part))
         accumulator.flush()
     for ours, theirs in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)  # the two small runs left no trace: dropout, statistics, gradients
@@ -166,7 +163,7 @@ def test_a_model_in_bfloat16_is_charged_for_sums_in_bfloat16():
         model = mlp().bfloat16()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with mk.MemoryEfficientTrainingWrapper(model, optimizer, memory="7MiB", probe=False, **keywords) as trainer:
-            return trainer.train_step(torch.randn(400, 512).bfloat16(), loss_fn).num_microbatches
+            return trainer.train_step(torch.randn(400, 512).bfloat16(), mean_square).num_microbatches
 
     assert 1 < run() < 20  # 2 MiB each: parameters, a part's gradients and their sum
     with pytest.warns(mk.MemkitWarning, match="a single row"):
@@ -198,7 +195,7 @@ def test_a_batch_that_fits_is_left_whole_and_is_rehearsed_once():
 
     def counted(model, x):
         calls.append(len(x))
-        return loss_fn(model, x)
+        return mean_square(model, x)
 
     model = mlp()
     with mk.MemoryEfficientTrainingWrapper(
@@ -215,7 +212,7 @@ def test_a_manager_says_what_is_left_and_gets_phases():
     with mk.MemoryEfficientTrainingWrapper(
         model, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory
     ) as trainer:
-        trainer.train_step(torch.randn(16, 512), loss_fn)
+        trainer.train_step(torch.randn(16, 512), mean_square)
     assert [(path, totals.num_calls) for path, totals in memory.phases.items()] == [
         ("microbatches", 1),
         ("optimizer", 1),
@@ -228,7 +225,7 @@ def test_a_row_that_does_not_fit_is_said_and_tried():
         mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1), memory="1MiB") as trainer,
         pytest.warns(mk.MemkitWarning, match=r"a single row are foreseen to take .*, and 0 B are left"),
     ):
-        result = trainer.train_step(torch.randn(8, 512), loss_fn)
+        result = trainer.train_step(torch.randn(8, 512), mean_square)
     assert result.sizes == (1,) * 8
 
 

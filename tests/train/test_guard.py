@@ -11,6 +11,8 @@ from torch import nn
 import memkit as mk
 from memkit.train.guard import StepGuard
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
+from tests.toys import out_of_memory
 from tests.train.faults import FailingOperator, Short
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer.step.*memkit does not know how")
@@ -27,7 +29,7 @@ class Foreign(torch.optim.SGD):
         super().step()
         if Foreign.failures:
             Foreign.failures -= 1
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
 
 
 class ForeignAdam(torch.optim.AdamW):
@@ -60,7 +62,7 @@ def test_state_in_unusual_places(num_failures):
     if num_failures == 2:
         with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
             guard.run(lambda: step(optimizer))
-        torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+        assert_same(model.weight.detach(), before)
     else:
         assert guard.run(lambda: step(optimizer))
     expected = 1 if num_failures == 2 else 2
@@ -89,7 +91,7 @@ def test_the_second_try_starts_from_the_gradients_of_the_first(is_sparse):
         assert StepGuard([optimizer := kind(model.parameters(), lr=0.1)]).run(lambda: step(optimizer))
         return model.weight.detach()
 
-    torch.testing.assert_close(stepped(1), stepped(0), rtol=0, atol=0)
+    assert_same(stepped(1), stepped(0))
 
 
 def test_without_a_folder_the_step_runs_unguarded(monkeypatch, tmp_path):
@@ -273,10 +275,7 @@ class TestStepHooks:
         calls, before = [], model.weight.detach().clone()
         optimizer.register_step_post_hook(lambda *_: calls.append("average"))
 
-        def log(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        handle = optimizer.register_step_post_hook(log)
+        handle = optimizer.register_step_post_hook(out_of_memory)
         with pytest.raises(mk.MemkitOutOfMemoryError, match=r"in a step hook.*parameters are stepped"):
             self.step(trainer)
         assert calls == ["average"]
@@ -290,10 +289,7 @@ class TestStepHooks:
         model, optimizer, trainer = self.make()
         before = model.weight.detach().clone()
 
-        def fail(*_):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        optimizer.register_step_pre_hook(fail)
+        optimizer.register_step_pre_hook(out_of_memory)
         with pytest.raises(mk.MemkitOutOfMemoryError, match="as they were before the step"):
             self.step(trainer)
         assert trainer.num_steps == 0
@@ -351,4 +347,4 @@ def test_hooks_run_once_wherever_a_step_is_cut_off():
         assert calls == ["before", "after"] * 2
         assert len(optimizer._optimizer_step_pre_hooks) == len(optimizer._optimizer_step_post_hooks) == 1
         weights.append(weight.detach())
-    torch.testing.assert_close(weights, weights[:1] * len(weights), rtol=0, atol=0)
+    assert_same(weights, weights[:1] * len(weights))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import memkit as mk
 from memkit._machine import random_state
+from tests.helpers import is_same
 from tests.train.faults import MODELS
 from tests.train.interrupts import InterruptedLine
 
@@ -79,14 +80,6 @@ class Training:
         }
 
 
-def same(one, other):
-    try:
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    except AssertionError:
-        return False
-    return True
-
-
 @pytest.fixture(scope="module")
 def expected():
     """State after each number of steps, without the interrupted one too; by model and optimizer."""
@@ -132,12 +125,12 @@ def interrupt(names, place, expected, **settings):
     state = training.state()
     is_done = state["num_steps"] == INTERRUPTED + 1
     way = done if is_done else undone
-    wrong += [name for name in state if name != "gradients" and not same(state[name], way[INTERRUPTED][name])]
+    wrong += [name for name in state if name != "gradients" and not is_same(state[name], way[INTERRUPTED][name])]
     training.trainer.state_dict()  # a save
     for number in range(INTERRUPTED + 1, STEPS):
         training.step(number)
         last = training.state()
-        wrong += [f"{name} after step {number}" for name in last if not same(last[name], way[number][name])]
+        wrong += [f"{name} after step {number}" for name in last if not is_same(last[name], way[number][name])]
     return is_done, [f"{line.where}: {each}" for each in wrong]
 
 
@@ -207,9 +200,9 @@ def test_a_signal_in_the_middle_of_an_optimizer_step_waits_for_its_end(raising_s
         training.step(1)
     handle.remove()
     assert signal.getsignal(raising_signal) is handler
-    assert same(training.state(), done[1])
+    assert is_same(training.state(), done[1])
     training.step(2)
-    assert same(training.state(), done[2])
+    assert is_same(training.state(), done[2])
 
 
 def test_a_signal_in_a_forward_comes_at_once(raising_signal, expected):
@@ -221,9 +214,9 @@ def test_a_signal_in_a_forward_comes_at_once(raising_signal, expected):
     with pytest.raises(KeyboardInterrupt):
         training.step(1)
     handle.remove()
-    assert same(training.state(), undone[1])
+    assert is_same(training.state(), undone[1])
     training.step(2)
-    assert same(training.state(), undone[2])
+    assert is_same(training.state(), undone[2])
 
 
 def test_negative_control_a_plain_loop_mixes_two_batches():

@@ -20,6 +20,7 @@ from memkit._simulation.tensors import Tensors
 from memkit.train.offload import offload_activations
 from memkit.train.offload_files import DiskStore, _Ranges
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 from tests.train.faults import MODELS
 
 
@@ -48,7 +49,7 @@ def test_gradients_are_bit_equal_and_nothing_stays(name, budget):
     model, x = MODELS[name](), torch.randn(13, 6)
     expected = gradients(model, x, never())
     offload = offload_activations(to="disk", budget=budget, min_bytes=1, model=model)
-    torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+    assert_same(gradients(model, x, offload), expected)
     assert offload.held_bytes == 0
     assert not offload._records
     assert (offload.written_bytes > 0) == (budget < 10**9)
@@ -60,7 +61,7 @@ def test_activations_need_a_tenth_of_the_memory():
     expected = [gradient.clone() for gradient in gradients(model, x, never())]
     plain = trace_allocations(lambda: gradients(model, x, never())).peak
     assert trace_allocations(lambda: gradients(model, x, offload)).peak * 10 <= plain
-    torch.testing.assert_close([p.grad for p in model.parameters()], expected, rtol=0, atol=0)
+    assert_same([p.grad for p in model.parameters()], expected)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
@@ -106,7 +107,7 @@ def test_several_views_of_a_storage_are_written_once_and_keep_their_strides():
     for found, expected in zip(
         seen, [base, base[:, 1], base.transpose(0, 2), base.view(torch.int32), base[5:7, :, ::2]], strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert_same(found, expected)
         assert found.stride() == expected.stride()
     assert len({tensor.untyped_storage().data_ptr() for tensor in seen}) == 1
 
@@ -129,7 +130,7 @@ def test_parameters_and_buffers_stay():
     for given_model, at_most in ((model, 0), (None, 64)):
         offload = offload_activations(to="disk", min_bytes=1, model=given_model)
         expected = gradients(model, x, never())
-        torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+        assert_same(gradients(model, x, offload), expected)
         activations = x.nbytes + 2 * 2 * 8 * 30 * 4
         assert activations <= offload.written_bytes <= activations + 2 * 2 * 8 * 30 * 4 + at_most
 
@@ -145,7 +146,7 @@ def test_a_graph_can_be_used_twice(budget, twice):
             first = torch.autograd.grad(loss, x, retain_graph=True, create_graph=twice == "second_order")[0]
             second = torch.autograd.grad(loss if twice == "retain_graph" else first.sum(), x)[0]
         results.append((first.detach(), second))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert_same(results[0], results[1])
 
 
 def test_an_in_place_change_is_refused_as_in_plain_autograd_or_harmless():
@@ -204,7 +205,7 @@ def test_a_full_disk_is_out_of_memory_and_everything_before_it_stays(monkeypatch
     model.zero_grad()
     loss.backward()
     del loss
-    torch.testing.assert_close(gradients(model, x, offload), expected, rtol=0, atol=0)
+    assert_same(gradients(model, x, offload), expected)
 
 
 KILLED = """
@@ -272,7 +273,7 @@ def test_the_wrapper_offloads_on_request(checkpoint):
             trainer.train_step(x, lambda model, micro: model(micro).square().mean())
         results.append([parameter.detach() for parameter in model.parameters()])
         assert bool(trainer._offload and trainer._offload.written_bytes) == bool(offload)
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert_same(results[0], results[1])
 
 
 def test_wrong_settings():
@@ -311,7 +312,7 @@ def test_a_compiler_that_gave_a_layer_up_does_not_compile_the_hooks():
             with Recorder():
                 model(x)
         found.append(gradients(model, x, offload_activations(to="disk")))
-    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert_same(*found)
 
 
 def test_fake_tensors_move_without_being_written():

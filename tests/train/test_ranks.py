@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.helpers import assert_same
 
 
 class Model(nn.Module):
@@ -185,7 +186,7 @@ def checked_worker(rank, folder):
         wrapped().train_step((x, labels), with_padding)
     weights = [torch.empty_like(trainer.model.module.first.weight) for _ in range(2)]
     dist.all_gather(weights, trainer.model.module.first.weight.detach())
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
+    assert_same(*weights)
     leave()
 
 
@@ -201,9 +202,9 @@ def load(folder, name):
 def test_two_ddp_ranks_with_ragged_data_equal_one_process(tmp_path):
     spawn(ddp_worker, tmp_path)
     first, second = load(tmp_path, "")
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert_same(first, second)
     torch.testing.assert_close(first, one_process(), rtol=1e-13, atol=1e-15)
-    torch.testing.assert_close(first["never"], torch.ones(3).double(), rtol=0, atol=0)  # no gradient, no decay
+    assert_same(first["never"], torch.ones(3).double())  # no gradient, no decay
 
 
 def test_averaging_over_ranks_and_micro_batches_is_wrong():
@@ -221,7 +222,7 @@ def test_buffers_follow_the_first_rank(tmp_path):
     spawn(buffer_worker, tmp_path)
     first, second = load(tmp_path, "before")
     assert not torch.equal(first, second)
-    torch.testing.assert_close(load(tmp_path, "after"), [first, first], rtol=0, atol=0)
+    assert_same(load(tmp_path, "after"), [first, first])
 
 
 def test_two_sharded_ranks_equal_one_process(tmp_path):

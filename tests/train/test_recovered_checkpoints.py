@@ -12,9 +12,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import memkit as mk
+from tests.helpers import is_same
+from tests.toys import out_of_memory
 from tests.train.faults import mlp
 from tests.train.test_ranks import join, leave
-from tests.train.test_sharded_recovery import is_same, local
+from tests.train.test_sharded_recovery import local
 
 STEPS, FAULT, STOP, ROWS = 5, 1, 3, 8
 
@@ -41,7 +43,7 @@ class Training:
             def loss_fn(model, micro, step=step):
                 loss = model(micro).square().mean()
                 if rank and step == FAULT and len(micro) == ROWS:
-                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                    out_of_memory()
                 return loss
 
             result = self.trainer.train_step(data[step], loss_fn)

@@ -10,6 +10,7 @@ from memkit._core.errors import StateError
 from memkit.train import transaction
 from memkit.train.guard import StepGuard
 from memkit.train.resume import StepJournal
+from tests.helpers import assert_same
 from tests.train.faults import FailingOperator, Short
 
 SHAPES = [(30, 20), (7,), (), (3, 4, 5)]
@@ -90,7 +91,7 @@ def every(name):
     parameters, optimizer = make(name)
     with FailingOperator() as counter:
         guarded(optimizer)
-    torch.testing.assert_close(bits(parameters, optimizer), expected(name)[0], rtol=0, atol=0)
+    assert_same(bits(parameters, optimizer), expected(name)[0])
     return range(1, counter.num_operators + 1)
 
 
@@ -113,13 +114,13 @@ def test_a_step_that_is_cut_off_at_any_operator_ends_with_the_same_bits(name, fa
         assert "step" not in vars(optimizer)
         assert optimizer.param_groups is groups
         if fault is Interrupting and not guard.has_stepped:
-            torch.testing.assert_close(bits(parameters, optimizer), before, rtol=0, atol=0)
+            assert_same(bits(parameters, optimizer), before)
             continue
         num_steps += 1
-        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+        assert_same(bits(parameters, optimizer), after)
         give_gradients(parameters)
         guarded(optimizer, guard)
-        torch.testing.assert_close(bits(parameters, optimizer), later, rtol=0, atol=0)
+        assert_same(bits(parameters, optimizer), later)
     assert num_faults > num_steps - 1 >= num_faults // 2
 
 
@@ -133,7 +134,7 @@ def test_where_the_whole_does_not_fit_any_more_it_goes_on_in_slices(name, monkey
         with Short(place, 100) as short:  # the largest has 600
             assert guarded(optimizer)
         num_refused += short.num_refused
-        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+        assert_same(bits(parameters, optimizer), after)
     assert num_refused
 
 
@@ -144,7 +145,7 @@ def test_several_faults_in_one_step():
         with FailingOperator(place, place + 9) as planted:
             assert guarded(optimizer)
         assert planted.num_failures >= 1
-        torch.testing.assert_close(bits(parameters, optimizer), after, rtol=0, atol=0)
+        assert_same(bits(parameters, optimizer), after)
 
 
 def test_without_copies_and_with():
@@ -218,7 +219,7 @@ class TestWhereCopiesAreMade:
         twin.step()
         with FailingOperator(12):
             guarded(optimizer, guard)
-        torch.testing.assert_close(bits(parameters, optimizer), bits(twins, twin), rtol=0, atol=0)
+        assert_same(bits(parameters, optimizer), bits(twins, twin))
 
     def test_a_state_that_was_replaced_by_hand_is_refused_where_the_step_is_cut_off(self):
         """Nobody could say how far the step has come."""

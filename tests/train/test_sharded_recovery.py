@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memkit as mk
 from memkit._torch.ranks import missing_for_lockstep
 from memkit.train.lockstep import Lockstep
+from tests.helpers import is_same
+from tests.toys import fits, mean_square, out_of_memory
 from tests.train.faults import FailingOperator
 from tests.train.limit_child import MIB, limit, mlp
 from tests.train.test_ranks import join, leave
@@ -87,10 +89,6 @@ def batches(rank):
     return torch.randn(STEPS, ROWS, 6, generator=generator)
 
 
-def loss_fn(model, x):
-    return model(x).pow(2).mean()
-
-
 def local(value):
     return value.to_local().clone() if hasattr(value, "to_local") else value.clone()
 
@@ -112,7 +110,7 @@ def train(rank, faults, accumulation_steps=2):
             number = 0 if step else -1  # the very first is the rehearsal
             for attempt in trainer.microbatches(batch):
                 with attempt as micro, Fault(faults.get((step, number), 0)) as fault:
-                    trainer.backward(loss_fn(model, micro))
+                    trainer.backward(mean_square(model, micro))
                 num_operators[step, number] = fault.num_operators
                 number += 1
             sizes.append(trainer._batch_run.sizes)
@@ -129,13 +127,9 @@ def undisturbed(rank, sizes):
     accumulator = mk.GradientAccumulator(optimizer, max_grad_norm=0.5)
     for batch, parts in zip(batches(rank), sizes, strict=True):
         for micro in batch.split(parts):
-            accumulator.backward(loss_fn(model, micro), count=len(micro))
+            accumulator.backward(mean_square(model, micro), count=len(micro))
         accumulator.flush()
     return state_of(model, optimizer)
-
-
-def is_same(state, reference):
-    return all(map(torch.equal, state, reference))
 
 
 def check(rank, scenarios):
@@ -178,15 +172,10 @@ def check_growth(rank):
     """After clean steps the size grows back, on both ranks at once."""
     batch = batches(rank)[0]
     with mk.MemoryEfficientTrainingWrapper(*make(), probe=False) as trainer:
-
-        def fails_once(model, x):
-            if rank and len(x) == ROWS:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return loss_fn(model, x)
-
-        assert trainer.train_step(batch, loss_fn).num_ooms == 0
+        fails_once = fits(ROWS - 1, mean_square) if rank else mean_square
+        assert trainer.train_step(batch, mean_square).num_ooms == 0
         assert trainer.train_step(batch, fails_once).num_ooms == 1
-        num_parts = [trainer.train_step(batch, loss_fn).num_microbatches for _ in range(42)]
+        num_parts = [trainer.train_step(batch, mean_square).num_microbatches for _ in range(42)]
         assert num_parts == [2] * 40 + [1] * 2
 
 
@@ -223,36 +212,33 @@ def check_manners(rank):
     batch = batches(rank)[0]
     own = [type(group._all_gather_comm) for group in groups_of(model)]
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, accumulation_steps=4, probe=False) as trainer:
-        trainer.train_step(batch, loss_fn)
+        trainer.train_step(batch, mean_square)
         with Collectives() as with_memkit:
-            trainer.train_step(batch, loss_fn)
+            trainer.train_step(batch, mean_square)
         with Collectives() as plain:
             accumulator = mk.GradientAccumulator(optimizer)
             accumulator._sum.agree_on_weight(2)
             for micro in batch.split(2):
-                accumulator.backward(loss_fn(model, micro), count=2)
+                accumulator.backward(mean_square(model, micro), count=2)
             accumulator.flush()
         assert len(with_memkit.names) == len(plain.names)  # one to agree, but none on the first weight
-        result = trainer.train_step(batch[: 8 if rank else 2], loss_fn)
+        result = trainer.train_step(batch[: 8 if rank else 2], mean_square)
         assert result.sizes == ((4, 4) if rank else (1, 1))
         assert result.num_ooms == 0
-        assert trainer.train_step(batch, loss_fn).num_microbatches == 4
+        assert trainer.train_step(batch, mean_square).num_microbatches == 4
         before = [local(each) for each in model.parameters()]
         with trainer.evaluation():
             model(batch)  # FSDP leaves the root's parameters gathered, and a rank that fails must not gather them anew
 
-        def never_fits(model, x):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
         with pytest.raises(mk.MemkitOutOfMemoryError, match="8 micro-batches"):
-            trainer.train_step(batch, never_fits if rank else loss_fn)
+            trainer.train_step(batch, out_of_memory if rank else mean_square)
         assert is_same(before, [local(each) for each in model.parameters()])
     assert [type(group._all_gather_comm) for group in groups_of(model)] == own
 
     large = nn.Linear(256, 256)  # shards that the guard of the first steps keeps in files
     fully_shard(large, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
     trainer = mk.MemoryEfficientTrainingWrapper(large, torch.optim.SGD(large.parameters()))
-    assert trainer.train_step(torch.randn(4, 256), loss_fn).stepped
+    assert trainer.train_step(torch.randn(4, 256), mean_square).stepped
 
 
 def groups_of(model):
@@ -264,7 +250,7 @@ def check_refusals(rank):
     """Where a rank cannot keep the others company, all are told, and errors pass through as before."""
 
     def with_collective(model, x):
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
         dist.all_reduce(loss.detach().clone())
         return loss
 
@@ -278,16 +264,13 @@ def check_refusals(rank):
     [message] = step(trainer, with_collective)
     assert "exchanges more than FSDP does" in message
     assert "c10d::allreduce_" in message
-    assert step(trainer, loss_fn) == []
-
-    def failing(model, x):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert step(trainer, mean_square) == []
 
     with pytest.raises(torch.OutOfMemoryError):
-        trainer.train_step(batches(rank)[0], failing)
+        trainer.train_step(batches(rank)[0], out_of_memory)
 
     trainer = mk.MemoryEfficientTrainingWrapper(*make(), accumulation_steps=2, probe=False)
-    assert step(trainer, loss_fn) == []
+    assert step(trainer, mean_square) == []
     [message] = step(trainer, lambda model, x: model(x, num_blocks=1).mean())
     assert "its micro-batches do not all exchange the same" in message
 

@@ -11,6 +11,7 @@ from hypothesis import given, strategies as st
 
 import memkit as mk
 from memkit.train.split import count_elements, count_rows, join_rows, measure_batch, shape_key, split_batch, take_rows
+from tests.helpers import assert_same
 
 Pair = namedtuple("Pair", "x y")
 
@@ -35,7 +36,7 @@ def test_parts_hold_every_row_once_and_are_nearly_equal(rows, num_parts):
     assert max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
     whole = batch_of(rows)
-    torch.testing.assert_close(torch.cat([part["x"] for part in parts]), whole["x"], rtol=0, atol=0)
+    assert_same(torch.cat([part["x"] for part in parts]), whole["x"])
     torch.testing.assert_close(torch.cat([part["nested"][0][0] for part in parts]), whole["nested"][0][0])
     np.testing.assert_array_equal(np.concatenate([part["nested"][0][1] for part in parts]), whole["nested"][0][1])
     assert [name for part in parts for name in part["names"]] == whole["names"]

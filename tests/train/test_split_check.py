@@ -19,16 +19,10 @@ from memkit.train.split_check import Examination, check_split
 from memkit.train.split_ways import ways_to_cut
 from memkit.train.wrapper import MemoryEfficientTrainingWrapper
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
+from tests.toys import classify, mean_square
 
 ROWS = 12
-
-
-def square_loss(model, batch):
-    return model(batch).pow(2).mean()
-
-
-def label_loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def net(*layers):
@@ -239,28 +233,28 @@ def evaluated(model, *names):
 
 
 EXACT = {
-    "linear": (net, rows(6), square_loss),
-    "layer norm": (lambda: net(nn.LayerNorm(8)), rows(6), square_loss),
-    "group norm": (lambda: conv(nn.GroupNorm(2, 8)), rows(2, 6, 6), square_loss),
-    "instance norm": (lambda: conv(nn.InstanceNorm2d(8, affine=True)), rows(2, 6, 6), square_loss),
+    "linear": (net, rows(6), mean_square),
+    "layer norm": (lambda: net(nn.LayerNorm(8)), rows(6), mean_square),
+    "group norm": (lambda: conv(nn.GroupNorm(2, 8)), rows(2, 6, 6), mean_square),
+    "instance norm": (lambda: conv(nn.InstanceNorm2d(8, affine=True)), rows(2, 6, 6), mean_square),
     "instance norm with statistics": (
         lambda: conv(nn.InstanceNorm2d(8, track_running_stats=True)),
         rows(2, 6, 6),
-        square_loss,
+        mean_square,
     ),
-    "attention with dropout": (Attention, rows(4, 8), square_loss),
-    "GRU with dropout": (Recurrent, rows(4, 8), square_loss),
-    "dropout": (lambda: net(nn.Dropout(0.5)), rows(6), square_loss),
-    "functional dropout": (lambda: net(FunctionalDropout()), rows(6), square_loss),
-    "float32 inside": (lambda: net(RowNorm32()), rows(6), square_loss),
-    "batch norm in evaluation": (lambda: evaluated(net(nn.BatchNorm1d(8)), "1"), rows(6), square_loss),
-    "hand-written norm in evaluation": (lambda: evaluated(net(HandWrittenNorm()), "1"), rows(6), square_loss),
+    "attention with dropout": (Attention, rows(4, 8), mean_square),
+    "GRU with dropout": (Recurrent, rows(4, 8), mean_square),
+    "dropout": (lambda: net(nn.Dropout(0.5)), rows(6), mean_square),
+    "functional dropout": (lambda: net(FunctionalDropout()), rows(6), mean_square),
+    "float32 inside": (lambda: net(RowNorm32()), rows(6), mean_square),
+    "batch norm in evaluation": (lambda: evaluated(net(nn.BatchNorm1d(8)), "1"), rows(6), mean_square),
+    "hand-written norm in evaluation": (lambda: evaluated(net(HandWrittenNorm()), "1"), rows(6), mean_square),
     "complex weights": (
         lambda: nn.Sequential(nn.Linear(6, 4, dtype=torch.complex64)),
         lambda: torch.randn(ROWS, 6, dtype=torch.complex64),
         lambda model, x: model(x).abs().pow(2).mean(),
     ),
-    "classification": (net, labeled, label_loss),
+    "classification": (net, labeled, classify),
     "dice per sample": (net, rows(6), sample_dice),
     "tokens with count": (Words, make_tokens, token_sum),
     "sparse embedding": (lambda: Words(sparse=True), make_tokens, token_sum),
@@ -272,59 +266,59 @@ EXACT = {
         lambda: {"x": torch.randn(ROWS, 6), "more": (torch.randn(ROWS, 1),), "y": torch.randn(ROWS, 5)},
         dict_loss,
     ),
-    "frozen part": (lambda: nn.Sequential(net().requires_grad_(False), nn.Linear(5, 2)), rows(6), square_loss),
+    "frozen part": (lambda: nn.Sequential(net().requires_grad_(False), nn.Linear(5, 2)), rows(6), mean_square),
 }
 
 # what is at fault: modules, and what of the loss
 INEXACT = {
-    "batch norm": (lambda: net(nn.BatchNorm1d(8)), rows(6), square_loss, ("1",), None),
-    "batch norm 2d": (lambda: conv(nn.BatchNorm2d(8)), rows(2, 6, 6), square_loss, ("1",), None),
+    "batch norm": (lambda: net(nn.BatchNorm1d(8)), rows(6), mean_square, ("1",), None),
+    "batch norm 2d": (lambda: conv(nn.BatchNorm2d(8)), rows(2, 6, 6), mean_square, ("1",), None),
     "batch norm 3d": (
         lambda: nn.Sequential(nn.Conv3d(1, 4, 2), nn.BatchNorm3d(4), nn.Tanh()),
         rows(1, 4, 4, 4),
-        square_loss,
+        mean_square,
         ("1",),
         None,
     ),
     "batch norm with cumulative statistics": (
         lambda: net(nn.BatchNorm1d(8, momentum=None)),
         rows(6),
-        square_loss,
+        mean_square,
         ("1",),
         None,
     ),
     "batch norm without statistics, in evaluation": (
         lambda: evaluated(net(nn.BatchNorm1d(8, track_running_stats=False)), "1"),
         rows(6),
-        square_loss,
+        mean_square,
         ("1",),
         None,
     ),
-    "synchronized batch norm": (lambda: net(nn.SyncBatchNorm(8)), rows(6), square_loss, ("1",), None),
-    "subclass of batch norm": (lambda: net(OwnBatchNorm(8)), rows(6), square_loss, ("1",), None),
+    "synchronized batch norm": (lambda: net(nn.SyncBatchNorm(8)), rows(6), mean_square, ("1",), None),
+    "subclass of batch norm": (lambda: net(OwnBatchNorm(8)), rows(6), mean_square, ("1",), None),
     "two batch norms, one in evaluation": (
         lambda: evaluated(net(nn.BatchNorm1d(8), nn.BatchNorm1d(8)), "2"),
         rows(6),
-        square_loss,
+        mean_square,
         ("1",),
         None,
     ),
     "batch norm behind functional dropout": (
         lambda: net(FunctionalDropout(), nn.BatchNorm1d(8)),
         rows(6),
-        square_loss,
+        mean_square,
         ("2",),
         None,
     ),
-    "hand-written norm": (lambda: net(HandWrittenNorm()), rows(6), square_loss, ("1",), None),
+    "hand-written norm": (lambda: net(HandWrittenNorm()), rows(6), mean_square, ("1",), None),
     "hand-written norm and batch norm": (
         lambda: net(HandWrittenNorm(), nn.BatchNorm1d(8)),
         rows(6),
-        square_loss,
+        mean_square,
         ("2", "1"),
         None,
     ),
-    "centered over the batch": (lambda: net(AlwaysCentred()), rows(6), square_loss, (), "rows"),
+    "centered over the batch": (lambda: net(AlwaysCentred()), rows(6), mean_square, (), "rows"),
     "InfoNCE": (Gram, views, info_nce, (), "rows"),
     "InfoNCE over batch norm": (lambda: Gram(nn.BatchNorm1d(8)), views, info_nce, ("encoder.1",), "rows"),
     "hard triplets": (net, labeled, hard_triplet, (), "rows"),
@@ -339,7 +333,7 @@ INEXACT = {
     "spectral norm": (
         lambda: nn.Sequential(fresh_spectral_norm(nn.Linear(6, 8)), nn.Tanh()),
         rows(6),
-        square_loss,
+        mean_square,
         (),
         "state",
     ),
@@ -413,7 +407,7 @@ def test_half_precision_is_told_from_a_true_difference(name):
 @pytest.mark.parametrize("num_rows", range(2, 8))
 def test_few_rows_are_enough(num_rows):
     x = torch.randn(num_rows, 6)
-    assert check_split(net(), x, square_loss).exact is True
+    assert check_split(net(), x, mean_square).exact is True
     assert check_split(Gram(), (x, x + 1), info_nce).loss == "rows"
 
 
@@ -433,7 +427,7 @@ def test_a_part_without_any_label_is_a_matter_of_weights():
 
 def test_a_permutation_of_the_rows_is_named():
     def mixup(model, x):
-        return square_loss(model, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
+        return mean_square(model, 0.7 * x + 0.3 * x[torch.randperm(len(x))])
 
     verdict = check_split(net(), torch.randn(12, 6), mixup)
     assert verdict.exact is None
@@ -633,7 +627,7 @@ def test_state_that_a_forward_changes_and_that_reaches_the_gradient(kind, state)
     verdict = check_split(model, torch.randn(ROWS, 6), lambda model, x: (model(x) - 0.3).pow(2).mean())
     assert (verdict.exact, verdict.loss) == (False, "state")
     assert state in verdict.advice
-    torch.testing.assert_close(model.state_dict(), before[0], rtol=0, atol=0)
+    assert_same(model.state_dict(), before[0])
     assert vars(getattr(model, "moments", model)) == before[1]
 
 
@@ -658,7 +652,7 @@ def test_state_that_does_not_matter_is_no_alarm_and_is_put_back():
 
     def loss_fn(model, x):
         losses.append(len(x))
-        return square_loss(model, x)
+        return mean_square(model, x)
 
     assert check_split(model, torch.randn(ROWS, 6), loss_fn).exact is True
     assert (model.num_calls, model.seen, int(model.num_rows), losses) == (0, [], 0, [])
@@ -688,7 +682,7 @@ def test_a_count_in_the_loss_function_itself():
 
     def loss_fn(model, x):
         count["calls"] += 1
-        return square_loss(model, x) + 0.1 * count["calls"]
+        return mean_square(model, x) + 0.1 * count["calls"]
 
     verdict = check_split(net(), torch.randn(ROWS, 6), loss_fn)
     assert (verdict.exact, verdict.loss, count) == (False, "state", {"calls": 0})
@@ -747,7 +741,7 @@ def test_nothing_of_the_users_changes():
     verdict = check_split(model, batch, loss_fn)
     assert (verdict.exact, verdict.modules) == (False, ("1",))
     state, gradients, training, kept_batch, random_state, parameters = before
-    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+    assert_same(model.state_dict(), state)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), gradients, strict=True))
     assert [module.training for module in model.modules()] == training
     assert torch.equal(batch, kept_batch)
@@ -760,23 +754,23 @@ def test_nothing_of_the_users_changes():
 
 def test_it_works_where_gradients_are_off():
     with torch.no_grad():
-        assert check_split(net(), torch.randn(ROWS, 6), square_loss).exact is True
+        assert check_split(net(), torch.randn(ROWS, 6), mean_square).exact is True
 
 
 def test_hooks_on_parameters_see_the_gradient_of_each_part():
     model = net()
     handle = model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    assert check_split(model, torch.randn(ROWS, 6), square_loss).exact is True
+    assert check_split(model, torch.randn(ROWS, 6), mean_square).exact is True
     handle.remove()
     model[0].weight.register_hook(lambda gradient: gradient / gradient.abs().max())
-    verdict = check_split(model, torch.randn(ROWS, 6), square_loss)
+    verdict = check_split(model, torch.randn(ROWS, 6), mean_square)
     assert (verdict.exact, verdict.loss) == (False, "hooks")
     assert "max_grad_norm" in verdict.advice
 
 
 def test_a_compiled_model_is_checked_without_compiling():
     model = torch.compile(net(nn.BatchNorm1d(8)), backend=lambda graph, inputs: pytest.fail("compiled"))
-    assert check_split(model, torch.randn(8, 6), square_loss).modules == ("_orig_mod.1",)
+    assert check_split(model, torch.randn(8, 6), mean_square).modules == ("_orig_mod.1",)
 
 
 # ---------------------------------------------------------------------------------------------- where it cannot be told
@@ -805,19 +799,19 @@ class Unrepeatable(nn.Module):
 
 @pytest.mark.parametrize("noise", [NoiseByRow, NoiseByBatch])
 def test_numpys_and_pythons_numbers_are_repeated_where_they_can_be(noise):
-    assert check_split(net(noise()), torch.randn(ROWS, 6), square_loss).exact is True
-    assert check_split(net(noise(), AlwaysCentred()), torch.randn(ROWS, 6), square_loss).exact is not True
+    assert check_split(net(noise()), torch.randn(ROWS, 6), mean_square).exact is True
+    assert check_split(net(noise(), AlwaysCentred()), torch.randn(ROWS, 6), mean_square).exact is not True
 
 
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn", "reason"),
     [
-        (net(), torch.randn(1, 6), square_loss, "the batch has a single row"),
-        (net(), [object()], square_loss, "splitting a batch: got a object in it"),
-        (net().requires_grad_(False), torch.randn(4, 6), square_loss, "no parameter to train"),
-        (net(Unrepeatable()), torch.randn(4, 6), square_loss, "random numbers that cannot be repeated"),
+        (net(), torch.randn(1, 6), mean_square, "the batch has a single row"),
+        (net(), [object()], mean_square, "splitting a batch: got a object in it"),
+        (net().requires_grad_(False), torch.randn(4, 6), mean_square, "no parameter to train"),
+        (net(Unrepeatable()), torch.randn(4, 6), mean_square, "random numbers that cannot be repeated"),
         (net(), torch.randn(4, 6), lambda model, x: x.mean(), "a loss without a graph"),
-        (net(), torch.full((4, 6), torch.nan), square_loss, "is not finite"),
+        (net(), torch.full((4, 6), torch.nan), mean_square, "is not finite"),
         (net(), torch.randn(4, 6), lambda model, x: 0 * model(x).mean(), "is zero"),
         (net(), torch.randn(4, 6), lambda model, x: model(x[:1]).mean() + x.view(4, 2, 3).mean(), "RuntimeError"),
         (net(), torch.randn(4, 6), lambda model, x: (model(x).mean(), 4), "InputError: loss_fn: got a tuple"),
@@ -842,7 +836,7 @@ def test_nothing_is_exchanged_with_other_processes(exchange):
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         verdict = check_split(net(nn.BatchNorm1d(8)), torch.randn(8, 6), loss_fn)
-        alone = check_split(net(), torch.randn(8, 6), square_loss)
+        alone = check_split(net(), torch.randn(8, 6), mean_square)
     finally:
         dist.destroy_process_group()
     assert verdict.exact is None
@@ -855,7 +849,7 @@ def test_out_of_memory_means_fewer_rows(capacity, exact):
     def loss_fn(model, x):
         if len(x) > capacity:
             raise MemoryError
-        return square_loss(model, x)
+        return mean_square(model, x)
 
     verdict = check_split(net(), torch.randn(16, 6), loss_fn)
     assert verdict.exact is exact
@@ -897,7 +891,7 @@ class Seen:
 
     def __call__(self, model, x):
         self.lengths = [*self.lengths, len(x)]
-        return square_loss(model, x)
+        return mean_square(model, x)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -921,9 +915,9 @@ def test_large_parameters_are_compared_in_a_few_numbers_each():
     """The check of a model of 64 MiB takes no second set of gradients."""
     model = nn.Sequential(nn.Linear(2048, 4096), nn.Tanh(), nn.Linear(4096, 2048))
     batch = torch.randn(16, 2048)
-    plain = trace_allocations(lambda: square_loss(model, batch).backward()).peak
+    plain = trace_allocations(lambda: mean_square(model, batch).backward()).peak
     model.zero_grad()
-    assert trace_allocations(lambda: check_split(model, batch, square_loss)).peak < 0.75 * plain
+    assert trace_allocations(lambda: check_split(model, batch, mean_square)).peak < 0.75 * plain
     with_mixing = check_split(nn.Sequential(model, AlwaysCentred()), batch, lambda m, x: (m(x) - 0.1).pow(2).mean())
     assert (with_mixing.exact, with_mixing.loss) == (False, "rows")
 
@@ -941,5 +935,5 @@ def test_a_sketch_is_linear_and_has_about_the_norm(shape):
 def test_a_large_sparse_gradient_is_folded():
     embedding = nn.Embedding(5000, 16, sparse=True)
     words = torch.randint(0, 5000, (32, 4))
-    assert check_split(embedding, words, square_loss).exact is True
+    assert check_split(embedding, words, mean_square).exact is True
     assert check_split(embedding, words, lambda m, x: (m(x) - m(x).mean(0)).pow(2).mean()).loss == "rows"

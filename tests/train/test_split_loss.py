@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memkit as mk
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same, gradients
+from tests.toys import square_error
 from tests.train.faults import MODELS, FailingOperator
 
 ROWS = 13
@@ -27,33 +29,21 @@ def rows(dtype=torch.float64):
     )
 
 
-def loss_fn(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
-
-
 def make(name="mlp", dtype=torch.float64):
     torch.manual_seed(1)
     return MODELS[name]().to(dtype)
-
-
-def gradients(model):
-    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
-
-
-def assert_same(got, want, tolerance=0.0):
-    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5, 50])
 def test_loss_and_gradient_are_those_of_the_whole_batch(name, num_microbatches):
     model = make(name).eval()
-    loss = loss_fn(model, rows())
+    loss = square_error(model, rows())
     (loss * 0.5).backward()
     want = gradients(model)
     model.zero_grad()
     split = mk.SplitLoss(model, num_microbatches=num_microbatches)
-    got = split(rows(), loss_fn)
+    got = split(rows(), square_error)
     (got * 0.5).backward(retain_graph=True)
     (got * 0.0).backward()
     tolerance = 0.0 if num_microbatches == 1 else 1e-15
@@ -66,12 +56,12 @@ def test_loss_and_gradient_are_those_of_the_whole_batch(name, num_microbatches):
 def test_gradients_add_up_over_batches_as_in_any_loop():
     model = make().eval()
     for _ in range(3):
-        loss_fn(model, rows()).backward()
+        square_error(model, rows()).backward()
     want = gradients(model)
     model.zero_grad()
     split = mk.SplitLoss(model, num_microbatches=3)
-    sum(split(rows(), loss_fn) for _ in range(2)).backward()
-    split(rows(), loss_fn).backward()
+    sum(split(rows(), square_error) for _ in range(2)).backward()
+    split(rows(), square_error).backward()
     assert_same(gradients(model), want, 1e-15)
 
 
@@ -85,7 +75,7 @@ def recovered(name, *places, start=None):
         for parameter in model.parameters():
             parameter.grad = None if start is None else torch.full_like(parameter, start)
         with fault:
-            loss = split(batch, loss_fn)
+            loss = split(batch, square_error)
         loss.backward()
         sizes.append(split.sizes)
         states.append((gradients(model), copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()))
@@ -102,7 +92,7 @@ def undisturbed(name, sizes, start):
         for parameter in model.parameters():
             parameter.grad = None if start is None else torch.full_like(parameter, start)
         for x, y in zip(*(each.split(parts) for each in rows()), strict=True):
-            (loss_fn(model, (x, y)) * (len(x) / ROWS)).backward()
+            (square_error(model, (x, y)) * (len(x) / ROWS)).backward()
         states.append((gradients(model), copy.deepcopy(dict(model.named_buffers())), torch.get_rng_state()))
     return states
 
@@ -139,11 +129,11 @@ def test_without_rollback_it_ends_elsewhere(monkeypatch):
 
 def test_weighting_parts_alike_is_not_the_batchs_gradient():
     model = make().eval()
-    loss_fn(model, rows()).backward()
+    square_error(model, rows()).backward()
     want = gradients(model)
     model.zero_grad()
     split = mk.SplitLoss(model, num_microbatches=5, reduction="sum", probe=False)
-    split(rows(), lambda m, b: loss_fn(m, b) / 5).backward()
+    split(rows(), lambda m, b: square_error(m, b) / 5).backward()
     with pytest.raises(AssertionError):
         assert_same(gradients(model), want, 1e-6)
 
@@ -172,12 +162,12 @@ def test_a_sum_with_its_count_is_weighed_by_it_and_a_count_of_zero_adds_nothing(
     assert all(each.abs().max() == 0 for each in gradients(model))
     with torch.no_grad():
         assert_same(split(rows(), masked_loss), whole.detach())
-        assert_same(split(rows(), loss_fn), loss_fn(model, rows()))
+        assert_same(split(rows(), square_error), square_error(model, rows()))
 
 
 def test_losses_that_were_divided_already_add_up():
     model = make().eval()
-    loss_fn(model, rows()).backward()
+    square_error(model, rows()).backward()
     want = gradients(model)
     model.zero_grad()
     split = mk.SplitLoss(model, num_microbatches=4, reduction="sum", probe=True)
@@ -189,17 +179,17 @@ def test_the_probe_speaks_once_where_parts_do_not_add_up():
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     split = mk.SplitLoss(norm, num_microbatches=2)
     with pytest.warns(mk.MemkitWarning, match="SplitLoss.*In training mode 1 would see"):
-        split(rows(), loss_fn)
-    split(rows(), loss_fn)  # once
+        split(rows(), square_error)
+    split(rows(), square_error)  # once
     with pytest.raises(mk.errors.ConfigError, match="do not add up"):
-        mk.SplitLoss(make().eval(), num_microbatches=2, reduction="sum")(rows(), loss_fn)
+        mk.SplitLoss(make().eval(), num_microbatches=2, reduction="sum")(rows(), square_error)
     with pytest.raises(mk.errors.ConfigError, match="compares or mixes the rows"):
         mk.SplitLoss(make().eval(), num_microbatches=2)(rows(), lambda m, b: m(b[0]).var())
 
 
 def test_packed_batches_are_cut_by_split_fn():
     model = make().eval()
-    loss_fn(model, rows()).backward()
+    square_error(model, rows()).backward()
     want = gradients(model)
     model.zero_grad()
 
@@ -221,10 +211,12 @@ def test_half_precision_parts_are_summed_in_float32(dtype):
     torch.manual_seed(0)
     model = nn.Linear(6, 1).to(dtype)
     split = mk.SplitLoss(model, num_microbatches=ROWS, probe=False)
-    split(rows(dtype), loss_fn, scale=1.0).backward()
+    split(rows(dtype), square_error, scale=1.0).backward()
     parts = []
     for x, y in zip(*(each.split(1) for each in rows(dtype)), strict=True):
-        parts.append(torch.autograd.grad(loss_fn(model, (x, y)), model.weight, torch.tensor(1 / ROWS, dtype=dtype))[0])
+        parts.append(
+            torch.autograd.grad(square_error(model, (x, y)), model.weight, torch.tensor(1 / ROWS, dtype=dtype))[0]
+        )
     assert model.weight.grad.dtype == dtype
     assert_same(model.weight.grad, torch.stack(parts).float().sum(0).to(dtype))
     assert not torch.equal(model.weight.grad, sum(parts))  # what sums in half precision would be
@@ -235,7 +227,7 @@ def test_a_scalers_scale_saves_gradients_from_vanishing_on_the_way():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
 
     def tiny(model, batch):
-        return (loss_fn(model, batch).half() * 1e-8).float()  # below float16's smallest number without a scale
+        return (square_error(model, batch).half() * 1e-8).float()  # below float16's smallest number without a scale
 
     scaler.scale(tiny(model, rows())).backward()
     want = model.weight.grad
@@ -253,7 +245,7 @@ def test_a_scalers_scale_saves_gradients_from_vanishing_on_the_way():
     model.zero_grad()
     scaler.scale(split(rows(), tiny)).backward()  # said once
     scaler.scale(mk.SplitLoss(model, probe=False)(rows(), tiny, scale=1.0)).backward()  # it is meant
-    mk.SplitLoss(model, num_microbatches=3, probe=False)(rows(), loss_fn).backward()  # nothing of float16
+    mk.SplitLoss(model, num_microbatches=3, probe=False)(rows(), square_error).backward()  # nothing of float16
 
 
 def run_half(split, loss_fn, context):
@@ -265,17 +257,19 @@ def run_half(split, loss_fn, context):
 def test_autocast_to_float16_without_a_scale_is_warned_of(where):
     model = nn.Linear(6, 1)
     split = mk.SplitLoss(model, num_microbatches=3, probe=False)
-    split(rows(torch.float32), loss_fn)  # in full precision: nothing to say, and another precision later
+    split(rows(torch.float32), square_error)  # in full precision: nothing to say, and another precision later
     half = functools.partial(torch.autocast, "cpu", torch.float16)
 
     def inside(model, batch):
         with half():
-            return loss_fn(model, batch).float()
+            return square_error(model, batch).float()
 
     if where == "inside":
         split = mk.SplitLoss(model, num_microbatches=3, probe=False)
     with pytest.warns(mk.MemkitWarning, match="computed in float16, and no scale is given"):
-        run_half(split, inside if where == "inside" else loss_fn, half if where == "around" else contextlib.nullcontext)
+        run_half(
+            split, inside if where == "inside" else square_error, half if where == "around" else contextlib.nullcontext
+        )
 
 
 class Tied(nn.Module):
@@ -332,23 +326,23 @@ def test_refusals_say_the_way_out():
     for _ in range(2):  # the second call is not let through
         with pytest.raises(mk.errors.InputError, match="use_reentrant=False"):
             split(rows(), lambda m, b: checkpoint(m, b[0].requires_grad_(), use_reentrant=True).sum())
-    loss = split(rows(), loss_fn)
+    loss = split(rows(), square_error)
     with pytest.raises(mk.errors.StateError, match="create_graph=True"):
         torch.autograd.grad(loss, model.weight, create_graph=True)
     with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(model\)\(batch, loss_fn\)"):
-        split(rows(), lambda m, b: loss_fn(m, b).detach())
+        split(rows(), lambda m, b: square_error(m, b).detach())
     with pytest.raises(mk.errors.ConfigError, match=r"SplitLoss: got num_microbatches=0;"):
         mk.SplitLoss(model, num_microbatches=0)
     batch = rows()
     with FailingOperator(*range(3, 400)), pytest.raises(mk.MemkitOutOfMemoryError, match="SplitLoss"):
-        mk.SplitLoss(model)(batch, loss_fn)
+        mk.SplitLoss(model)(batch, square_error)
     with FailingOperator(3), pytest.raises(torch.OutOfMemoryError):
-        mk.SplitLoss(model, on_oom="raise")(batch, loss_fn)
+        mk.SplitLoss(model, on_oom="raise")(batch, square_error)
 
 
 def test_hooks_see_the_batchs_gradient_once():
     model = make().eval()
-    loss_fn(model, rows()).backward()
+    square_error(model, rows()).backward()
     want = gradients(model)[0]
     model.zero_grad()
     weight, seen, stepped = model[0].weight, [], []
@@ -359,7 +353,7 @@ def test_hooks_see_the_batchs_gradient_once():
 
     weight.register_hook(halve)
     weight.register_post_accumulate_grad_hook(lambda each: stepped.append(each.grad.clone()))
-    mk.SplitLoss(model, num_microbatches=4)(rows(), loss_fn).backward()
+    mk.SplitLoss(model, num_microbatches=4)(rows(), square_error).backward()
     assert_same(seen, [want], 1e-15)
     assert_same(stepped, [want / 2], 1e-15)
     (weight.sum() * 3).backward()  # the hooks are back in their place
@@ -369,7 +363,7 @@ def test_hooks_see_the_batchs_gradient_once():
 def test_an_optimizer_in_backward_steps_once_with_the_batchs_gradient():
     plain, model = make().eval(), make().eval()
     split = mk.SplitLoss(model, num_microbatches=4)
-    for each, run in ((plain, lambda: loss_fn(plain, rows())), (model, lambda: split(rows(), loss_fn))):
+    for each, run in ((plain, lambda: square_error(plain, rows())), (model, lambda: split(rows(), square_error))):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         with mk.train.step_in_backward(optimizer):
             for _ in range(3):
@@ -405,7 +399,7 @@ def test_a_gradient_penalty_inside_the_loss_function():
     def penalized(model, batch):
         x = batch[0].detach().requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return loss_fn(model, batch) + slope.square().sum(1).mean()
+        return square_error(model, batch) + slope.square().sum(1).mean()
 
     penalized(model, rows()).backward()
     want = gradients(model)
@@ -418,10 +412,10 @@ def test_sizes_that_fit_are_remembered():
     split = mk.SplitLoss(make(), probe=False)
     batch = rows()
     with FailingOperator(4):
-        split(batch, loss_fn)
+        split(batch, square_error)
     assert split.num_ooms == 1
     again = mk.SplitLoss(make(), probe=False)
     again.load_state_dict(split.state_dict())
-    again(rows(), loss_fn)
+    again(rows(), square_error)
     assert again.num_ooms == 0
     assert max(again.sizes) <= max(split.sizes) < ROWS

@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.helpers import assert_same
+from tests.toys import square_error
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
-from tests.train.test_split_loss import ROWS, assert_same, loss_fn, rows
+from tests.train.test_split_loss import ROWS, rows
 
 
 class Normed(nn.Module):
@@ -39,10 +41,10 @@ def replica_worker(rank, folder):
             for is_last in (False, True):  # two batches for each step: the first without exchange
                 model.require_backward_grad_sync = is_last
                 if kind == "plain":
-                    loss_fn(model, batch).backward()
+                    square_error(model, batch).backward()
                 else:
                     with FailingOperator(*([40] if rank == 1 and is_last and step in (0, 2) else [])):
-                        loss = split(batch, loss_fn)
+                        loss = split(batch, square_error)
                     loss.backward()
             optimizer.step()
         states.append(model.module.state_dict())
@@ -50,7 +52,7 @@ def replica_worker(rank, folder):
             assert split.num_ooms == (2 if rank == 1 else 0)
         with torch.no_grad():
             model.module.seen.zero_()
-    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12)
+    assert_same(*states, 1e-12)
     # A rank none of whose rows counts does not let the other one wait.
     optimizer.zero_grad()
     split(rows(), lambda m, b: mk.Loss(sum=m(b[0]).sum(), count=0 if rank else ROWS)).backward()

@@ -8,12 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import memkit as mk
+from tests.helpers import assert_same
+from tests.toys import square_error
 
 X, Y = torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 24, torch.ones(8, 1, dtype=torch.float64)
-
-
-def loss_fn(model, batch):
-    return F.mse_loss(model(batch[0]), batch[1])
 
 
 @pytest.fixture
@@ -24,7 +22,7 @@ def model():
 
 def test_a_parameter_of_another_module_is_found_at_a_later_batch_too(model):
     split, criterion = mk.SplitLoss(model, num_microbatches=2), nn.Linear(1, 1).double()
-    split((X, Y), loss_fn).backward()
+    split((X, Y), square_error).backward()
     with pytest.raises(mk.errors.InputError, match=r"SplitLoss\(\[model, criterion\]\)"):
         split((X, Y), lambda model, batch: F.mse_loss(criterion(model(batch[0])), batch[1]))
 
@@ -34,8 +32,8 @@ def test_a_batch_whose_own_gradient_would_be_lost_is_refused(model, num_microbat
     split = mk.SplitLoss(model, num_microbatches=num_microbatches)
     x = X.clone().requires_grad_()
     with pytest.raises(mk.errors.InputError, match=r"a tensor of the batch, of shape \(8, 3\).*detach\(\)"):
-        split((x, Y), loss_fn)
-    split((x, Y), lambda model, batch: loss_fn(model, (batch[0].detach(), batch[1]))).backward()
+        split((x, Y), square_error)
+    split((x, Y), lambda model, batch: square_error(model, (batch[0].detach(), batch[1]))).backward()
 
     def forces(model, batch):  # asks for its own
         (slope,) = torch.autograd.grad(model(batch[0].requires_grad_()).sum(), batch[0], create_graph=True)
@@ -49,14 +47,14 @@ class Sac:
         self.log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
 
     def loss(self, model, batch):
-        return loss_fn(model, batch) * self.log_alpha.exp()
+        return square_error(model, batch) * self.log_alpha.exp()
 
 
 def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(model):
     log_alpha = torch.zeros(1, dtype=torch.float64, requires_grad=True)
 
     def loss(model, batch, alpha=None):
-        return loss_fn(model, batch) * (log_alpha if alpha is None else alpha).exp()
+        return square_error(model, batch) * (log_alpha if alpha is None else alpha).exp()
 
     split = mk.SplitLoss(model, num_microbatches=2, probe=False)
     for fn, name in ((loss, "log_alpha"), (functools.partial(loss), "log_alpha"), (Sac().loss, "self.log_alpha")):
@@ -71,7 +69,7 @@ def test_a_plain_tensor_that_trains_in_the_loss_function_is_refused_by_name(mode
 
 def test_a_loss_function_may_name_what_has_no_value_yet_and_keep_its_batch(model):
     def loss(model, batch):
-        return later if batch is None else loss_fn(model, batch)
+        return later if batch is None else square_error(model, batch)
 
     if model is None:
         later = 1.0
@@ -91,32 +89,32 @@ def test_many_modules_in_a_loss_function_are_not_walked_through(model, monkeypat
     criteria = nn.ModuleList(nn.Linear(1, 1).double() for _ in range(9))
     split = mk.SplitLoss(model, probe=False)
     monkeypatch.setattr(criteria, "named_parameters", None)
-    split((X, Y), lambda model, batch: loss_fn(model, batch) + len(criteria)).backward()
+    split((X, Y), lambda model, batch: square_error(model, batch) + len(criteria)).backward()
     assert model.weight.grad is not None
 
 
 def test_parts_of_which_some_have_a_count_are_refused(model):
     with pytest.raises(mk.errors.InputError, match="a count with some parts"):
         mk.SplitLoss(model, num_microbatches=2, probe=False)(
-            (X, Y), lambda m, b: mk.Loss(sum=loss_fn(m, b), count=4) if b[0][0, 0] > 0 else loss_fn(m, b)
+            (X, Y), lambda m, b: mk.Loss(sum=square_error(m, b), count=4) if b[0][0, 0] > 0 else square_error(m, b)
         )
 
 
 def test_a_mean_among_losses_that_add_up_is_refused(model):
     split = mk.SplitLoss(model, num_microbatches=2, reduction="sum", probe=False)
     with pytest.raises(mk.errors.InputError, match=r"reduction='sum'.*mk.Loss\(mean=...\) without its count"):
-        split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b)))
-    split((X, Y), lambda m, b: mk.Loss(mean=loss_fn(m, b), count=len(b[0]))).backward()
+        split((X, Y), lambda m, b: mk.Loss(mean=square_error(m, b)))
+    split((X, Y), lambda m, b: mk.Loss(mean=square_error(m, b), count=len(b[0]))).backward()
 
 
 def test_what_trains_may_change_between_batches_but_something_must(model):
     split = mk.SplitLoss(nn.Sequential(model, nn.Linear(1, 1).double()), num_microbatches=2, probe=False)
     model.requires_grad_(False)
-    split((X, Y), loss_fn).backward()
+    split((X, Y), square_error).backward()
     assert model.weight.grad is None
     split._own.requires_grad_(False)
     with pytest.raises(mk.errors.InputError, match=r"no parameter requires a gradient.*unfreeze"):
-        split((X, Y), loss_fn)
+        split((X, Y), square_error)
 
 
 @pytest.mark.parametrize("wrong", [None, [], "net", nn.Linear(3, 1).parameters(), [torch.ones(3)], F.mse_loss])
@@ -128,8 +126,8 @@ def test_what_is_no_module_is_refused(wrong):
 def test_nothing_to_count_is_a_loss_of_zero(model):
     split = mk.SplitLoss(model, num_microbatches=2)
     with torch.no_grad():
-        assert split((X, Y), lambda m, b: mk.Loss(sum=loss_fn(m, b), count=0)).item() == 0
-    loss = split((X[:0], Y[:0]), loss_fn)
+        assert split((X, Y), lambda m, b: mk.Loss(sum=square_error(m, b), count=0)).item() == 0
+    loss = split((X[:0], Y[:0]), square_error)
     loss.backward()
     assert loss.item() == 0
     assert model.weight.grad.abs().max() == 0
@@ -138,12 +136,12 @@ def test_nothing_to_count_is_a_loss_of_zero(model):
 @pytest.mark.parametrize("scale", [0, 0.0, -2.0, float("nan")])
 def test_a_scale_that_is_no_factor_is_refused(model, scale):
     with pytest.raises(mk.errors.ConfigError, match=r"scale=.*above 0"):
-        mk.SplitLoss(model)((X, Y), loss_fn, scale=scale)
+        mk.SplitLoss(model)((X, Y), square_error, scale=scale)
 
 
 def test_what_is_no_function_is_refused_before_anything_runs(model):
     with pytest.raises(mk.errors.InputTypeError, match=r"loss_fn=.*got a Tensor; expected a function"):
-        mk.SplitLoss(model)((X, Y), loss_fn(model, (X, Y)))
+        mk.SplitLoss(model)((X, Y), square_error(model, (X, Y)))
     with pytest.raises(mk.errors.InputTypeError, match=r"SplitLoss\(split_fn=.*got a str"):
         mk.SplitLoss(model, split_fn="rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,7 +162,7 @@ def test_a_batch_without_common_rows_is_taken_whole_where_it_is_never_cut(model)
     with pytest.raises(mk.errors.InputError, match=r"rows.*split_fn=.*on_oom='raise'"):
         mk.SplitLoss(model)(ragged, loss)
     mk.SplitLoss(model, on_oom="raise")(ragged, loss).backward()
-    torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=0)
+    assert_same(model.weight.grad, expected)
     with pytest.raises(mk.errors.InputError, match="split_fn"):
         mk.SplitLoss(model, num_microbatches=2, on_oom="raise")(ragged, loss)
     weight = model.weight.detach() - 0.1 * expected

@@ -9,6 +9,8 @@ from torch import nn
 
 import memkit as mk
 from memkit.train.split_check import check_split
+from tests.helpers import assert_same
+from tests.toys import classify, fits, out_of_memory
 from tests.train.faults import FailingOperator
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
@@ -23,10 +25,6 @@ def net(*layers):
 
 def square(model, x):
     return (model(x) - 0.3).pow(2).mean()
-
-
-def classify(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def info_nce(model, x):
@@ -139,7 +137,7 @@ def test_nothing_is_trained_by_a_step_that_is_refused(way):
     before = [each.detach().clone() for each in model.parameters()]
     with pytest.raises(mk.errors.ConfigError):
         way(model)(X, info_nce)
-    torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    assert_same(list(model.parameters()), before)
     assert messages(way(model), [(X, square)]) == []
 
 
@@ -157,15 +155,10 @@ def test_what_was_refused_once_is_not_equal_because_another_batch_is():
 
 
 def test_after_an_out_of_memory_the_split_is_checked():
-    def limited(model, x):
-        if len(x) > 8:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return info_nce(model, x)
-
     model = net()
     trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(mk.MemkitOutOfMemoryError, match="splitting the batch changes its gradient") as caught:
-        trainer.train_step(X, limited)
+        trainer.train_step(X, fits(8, info_nce))
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
@@ -333,7 +326,7 @@ def test_a_batch_that_forward_changes_is_not_run_again():
         x.mul_(0.5)
         calls.append(len(x))
         if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
         return square(model, x)
 
     model = net()

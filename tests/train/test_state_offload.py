@@ -10,6 +10,7 @@ import memkit as mk
 from memkit.train import parameterwise, transaction
 from memkit.train.state_offload import offload_state
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 from tests.train.faults import FailingOperator
 from tests.train.test_transaction import MUST, bits, everything, give_gradients, guarded, make, train
 
@@ -29,7 +30,7 @@ def test_steps_are_bit_identical(kind, lent, monkeypatch):
             homes = [value for state in optimizer.state.values() for value in state.values()]
             optimizer.step()
             assert all(map(lambda a, b: a is b, homes, [v for s in optimizer.state.values() for v in s.values()]))
-    torch.testing.assert_close(everything(parameters, optimizer), expected, rtol=0, atol=0)
+    assert_same(everything(parameters, optimizer), expected)
 
 
 @pytest.mark.parametrize("kind", MUST)
@@ -42,7 +43,7 @@ def test_faults_leave_lent_state_whole(kind, monkeypatch):
         parameterwise.materialize_state(optimizer)
         with FailingOperator(place):
             guarded(optimizer)
-        torch.testing.assert_close(everything(parameters, optimizer), expected, rtol=0, atol=0)
+        assert_same(everything(parameters, optimizer), expected)
 
 
 def test_the_state_takes_no_memory_of_the_process_and_comes_back():
@@ -61,7 +62,7 @@ def test_the_state_takes_no_memory_of_the_process_and_comes_back():
         values = [value.clone() for state in optimizer.state.values() for value in state.values()]
     assert trace_allocations(lambda: contexts[0].__exit__(None, None, None)).live[-1] >= 8 * 1000 * 1000
     found = [value for state in optimizer.state.values() for value in state.values()]
-    torch.testing.assert_close(bits(found), bits(values), rtol=0, atol=0)
+    assert_same(bits(found), bits(values))
 
 
 def test_a_loaded_state_is_moved_out_again():
@@ -73,7 +74,7 @@ def test_a_loaded_state_is_moved_out_again():
         before = [value.clone() for value in everything(parameters, optimizer)[len(parameters) :]]
         optimizer.step()
         assert trace_allocations(lambda: optimizer.load_state_dict(saved)).live[-1] < 1000
-        torch.testing.assert_close(everything(parameters, optimizer)[len(parameters) :], before, rtol=0, atol=0)
+        assert_same(everything(parameters, optimizer)[len(parameters) :], before)
 
 
 def test_the_wrapper_does_it_on_request():
@@ -86,7 +87,7 @@ def test_the_wrapper_does_it_on_request():
             for _ in range(3):
                 trainer.train_step(x, lambda model, micro: model(micro).square().mean())
         results.append(everything(list(model.parameters()), optimizer))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    assert_same(results[0], results[1])
 
 
 def test_unknown_optimizers_are_refused_by_name():

@@ -16,6 +16,7 @@ from memkit.train.guard import StepGuard
 from memkit.train.parameterwise import materialize_state, steps_parameterwise, writes_gradients
 from memkit.train.transaction import atomic_steps
 from tests.allocations import trace_allocations
+from tests.helpers import assert_same
 from tests.train.faults import FailingOperator
 
 SHAPES = [(40, 30), (7,), (2, 1000), (), (1,), (3, 4, 5, 2)]
@@ -93,7 +94,7 @@ def test_the_step_is_bit_identical_to_the_plain_one(kind, in_slices, monkeypatch
         monkeypatch.setattr(transaction, "_SMALLEST_SLICE", 16)
     for foreach in (False, True):
         expected = everything(*train(kind, foreach))
-        torch.testing.assert_close(everything(*train(kind, foreach, step=atomically)), expected, rtol=0, atol=0)
+        assert_same(everything(*train(kind, foreach, step=atomically)), expected)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -123,9 +124,7 @@ def test_state_made_before_the_first_step_is_what_that_step_starts_from(kind):
         give_gradients(expected_parameters, generator, 0)
         expected.step()
     assert {parameter: set(state) for parameter, state in optimizer.state.items()} == names
-    torch.testing.assert_close(
-        everything(parameters, optimizer), everything(expected_parameters, expected), rtol=0, atol=0
-    )
+    assert_same(everything(parameters, optimizer), everything(expected_parameters, expected))
 
 
 def count_operators(kind, foreach, number):
@@ -168,7 +167,7 @@ def test_a_fault_at_any_operator_of_a_step_changes_nothing(kind, foreach, in_sli
         for place in range(1, num_operators + 1, num_operators // 4):
             failures, found = one_fault(kind, foreach, number, place)
             num_faults += failures
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            assert_same(found, expected)
     assert num_faults >= 8
 
 
@@ -322,7 +321,7 @@ def test_sparse_gradients(kind):
             table(torch.tensor([1, 2, 2])).square().sum().backward()
             step(optimizer)
         weights.append(table.weight.detach())
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+    assert_same(weights[1], weights[0])
 
 
 def test_other_optimizers_are_refused_by_name():
@@ -378,13 +377,13 @@ def train_small(kind, guarded, num_steps=4, faults=()):
 
 class TestRegisteredOptimizers:
     def test_step_in_chunks_as_they_do_alone(self):
-        torch.testing.assert_close(train_small(registered(Lion), True), train_small(Lion, False), rtol=0, atol=0)
+        assert_same(train_small(registered(Lion), True), train_small(Lion, False))
 
     def test_are_put_back_and_go_on_after_an_out_of_memory(self):
         kind = registered(Lion)
         for place in (3, 9, 20):  # the first is the profiler's
             found = train_small(kind, guarded=True, faults=[place])
-            torch.testing.assert_close(found, train_small(Lion, False), rtol=0, atol=0)
+            assert_same(found, train_small(Lion, False))
 
     def test_may_call_the_step_that_they_inherit(self):
         """Torch calls the hooks around it once more."""
@@ -394,7 +393,7 @@ class TestRegisteredOptimizers:
 
         kind = registered(optim.AdamW, step=step)
         calls = []
-        torch.testing.assert_close(train_small(kind, True), train_small(optim.AdamW, False), rtol=0, atol=0)
+        assert_same(train_small(kind, True), train_small(optim.AdamW, False))
         parameter = nn.Parameter(torch.ones(3))
         optimizer = kind([parameter])
         parameter.grad = torch.ones(3)
@@ -458,7 +457,7 @@ class TestSubclasses:
         assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))
         assert steps_parameterwise(kind([nn.Parameter(torch.ones(2))], lr=1e-2))  # torch has put its own around step
         found = train_small(kind, guarded=True)
-        torch.testing.assert_close(found, train_small(plain or kind, guarded=False), rtol=0, atol=0)
+        assert_same(found, train_small(plain or kind, guarded=False))
 
     @pytest.mark.parametrize(
         "kind",

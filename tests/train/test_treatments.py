@@ -23,6 +23,8 @@ from memkit._recorder.recorder import Recorder
 from memkit._simulation.simulation import hold
 from memkit.train.checkpointing import Checkpointing
 from memkit.train.treatments import TREATMENTS, Elsewhere, _is_kept
+from tests.helpers import assert_same, gradients
+from tests.toys import mean_square
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 
@@ -77,23 +79,15 @@ def build(name):
     return make(), torch.randn(shape), blocks
 
 
-def loss_fn(model, x):
-    return model(x).square().mean()
-
-
 def outcome(model, x, *, steps=2):
     """All that must not depend on the treatment."""
     torch.manual_seed(1)
     losses = []
     for _ in range(steps):
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
         loss.backward()
         losses.append(loss.detach())
-    return losses, [p.grad for p in model.parameters()], list(model.buffers()), torch.rand(1)
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return losses, gradients(model), list(model.buffers()), torch.rand(1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +111,7 @@ def recorded_peak(model, x):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step():
-        loss_fn(model, x).backward()
+        mean_square(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -135,7 +129,7 @@ def test_a_dry_run_foretells_the_peak_to_the_byte(name):
     for treatment in (None, *reversed(TREATMENTS), "mix"):
         choice = dict.fromkeys(blocks, treatment) if treatment in TREATMENTS else {}
         with Checkpointing(model, dict(zip(blocks, MIX, strict=False)) if treatment == "mix" else choice) as applied:
-            estimate = mk.estimate_memory_usage(model, x, loss_fn=loss_fn, optimizer="sgd")
+            estimate = mk.estimate_memory_usage(model, x, loss_fn=mean_square, optimizer="sgd")
             assert not any(offload._stores for offload in offloads(applied))  # of a fake tensor nothing is written
             assert estimate.peak_bytes == recorded_peak(model, x)
         peaks.append(estimate.peak_bytes)
@@ -146,7 +140,7 @@ def test_a_dry_run_foretells_the_peak_to_the_byte(name):
 
 def flops(model, x):
     with FlopCounterMode(display=False) as forward:
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
     with FlopCounterMode(display=False) as backward:
         loss.backward()
     return backward.get_total_flops() / forward.get_total_flops()
@@ -196,7 +190,7 @@ def test_what_waits_for_backward():
     model, x, blocks = build("mlp")
     for treatment, num_batches in ((None, 4 * 7), ("full", 4), ("selective", 4 * (1 + 2 + 1)), ("offload", 1)):
         with Checkpointing(model, dict.fromkeys(blocks, treatment) if treatment else {}), Recorder() as recorder:
-            loss = loss_fn(model, x)
+            loss = mean_square(model, x)
         there = {tensor.untyped_storage() for tensor in (x, loss, *model.parameters())}
         # The first block's input is the batch, which is there anyway; the last block's result is kept by the loss.
         assert recorder.live_bytes() - sum(storage.nbytes() for storage in there) == num_batches * x.nbytes
@@ -210,11 +204,11 @@ def test_a_kept_graph_and_a_second_derivative(treatment):
         with Checkpointing(model, choice):
             x.requires_grad_()
             torch.manual_seed(1)
-            loss = loss_fn(model, x)
+            loss = mean_square(model, x)
             loss.backward(retain_graph=True)
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             slope.square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -237,7 +231,7 @@ def test_a_result_that_changes_after_its_block_is_computed_again():
             first, second = model["block"](x)
             first.add_(1)
             (first.square().sum() + second.sum()).backward()
-        found.append([p.grad.clone() for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -286,8 +280,8 @@ def test_the_ways_out_for_a_block_that_changes_its_input():
         model, x = overwriting_model(beginning_in_place)
         whole = nn.ModuleDict({"whole": model})
         with Checkpointing(whole, {f"whole.{key}".rstrip("."): value for key, value in choice.items()}):
-            loss_fn(whole["whole"], x).backward()
-        found.append([p.grad for p in model.parameters()])
+            mean_square(whole["whole"], x).backward()
+        found.append(gradients(model))
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
 
@@ -321,8 +315,8 @@ def assert_same_gradients(treatment, dtype, compiles):
         model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in "1234")), torch.randn(99, 64)
         with Checkpointing(model, choice), torch.autocast("cpu", dtype, enabled=dtype is not None):
             run = torch.compile(model, backend="aot_eager") if compiles else model
-            loss_fn(run, x).backward()
-        found.append([p.grad for p in model.parameters()])
+            mean_square(run, x).backward()
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -343,7 +337,7 @@ def test_compiled(treatment):
 def test_a_copy_is_treated_by_itself(treatment, how):
     model, x, _ = build("mlp")
     checkpointing = Checkpointing(model, {"[0-3]": treatment})
-    loss_fn(model, x).backward()
+    mean_square(model, x).backward()
     twin = how(model)
     written = [offload.written_bytes for offload in offloads(checkpointing)]
     checkpointing.close()
@@ -373,9 +367,9 @@ def test_the_graph_outlives_the_treatment(treatment):
         model, x, _ = build("unet")
         with Checkpointing(model, choice):
             torch.manual_seed(1)
-            loss = loss_fn(model, x)
+            loss = mean_square(model, x)
         loss.backward()
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
 
 
@@ -383,15 +377,15 @@ def test_the_graph_outlives_the_treatment(treatment):
 def test_out_of_memory_inside_a_block_leaves_nothing(treatment):
     model, x, _ = build("mlp")
     with Checkpointing(model, {"[0-3]": treatment}) as checkpointing:
-        loss_fn(model, x).backward()
+        mean_square(model, x).backward()
         sizes = []
         model.zero_grad()
         with FailingOperator() as counter:
-            loss_fn(model, x).backward()
+            mean_square(model, x).backward()
         for place in range(2, counter.num_operators, 5):
             model.zero_grad()
             with FailingOperator(place), pytest.raises(torch.OutOfMemoryError):
-                loss_fn(model, x).backward()
+                mean_square(model, x).backward()
             assert not _get_current_dispatch_mode_stack()
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
             for offload in offloads(checkpointing):
@@ -415,7 +409,7 @@ def test_the_wrapper_recovers_inside_a_block(treatment):
         )
         assert trainer.checkpointed_blocks == (("0", "1", "2", "3") if choice and treatment != "offload" else ())
         with FailingOperator(*places):
-            results = [trainer.train_step(x.double(), loss_fn) for _ in range(2)]
+            results = [trainer.train_step(x.double(), mean_square) for _ in range(2)]
         assert sum(result.num_ooms for result in results) == len(places)
         found.append([p.detach() for p in model.parameters()])
     torch.testing.assert_close(*found, rtol=0, atol=1e-14)
@@ -425,7 +419,7 @@ def test_blocks_share_what_they_save():
     """The result of one block is the input of the next one: tanh and linear save the same storage."""
     model, x, _ = build("mlp")
     with Checkpointing(model, {"[0-3]": "offload"}) as checkpointing:
-        loss = loss_fn(model, x)
+        loss = mean_square(model, x)
         (offload,) = offloads(checkpointing)
         # Of each block its input, and as wide as two of these: the product, dropout's noise and result. And the end.
         assert offload.written_bytes == x.nbytes * (4 * (1 + 2 + 2 + 2) + 1)
@@ -439,7 +433,7 @@ def ddp_worker(rank, folder):
         model, x, _ = build("mlp")
         with Checkpointing(model, choice):
             outcome(DistributedDataParallel(model), x[128 * rank : 128 * rank + 128])
-        found.append([p.grad for p in model.parameters()])
+        found.append(gradients(model))
     assert_same(*found)
     dist.barrier()
     leave()
@@ -475,5 +469,5 @@ def test_generators_that_a_block_holds_are_replayed(treatment):
             for _ in range(2):
                 model(torch.ones(3, 4)).sum().backward()
         states = [each.noise.get_state() for each in model[:2]] + [model[0].others[1].getstate()]
-        found.append(([each.grad for each in model.parameters()], states))
+        found.append((gradients(model), states))
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memkit as mk
 from memkit._torch import tensors
+from tests.helpers import assert_same
+from tests.toys import classify, fits, mean_square, mlp, out_of_memory
 
 
 def make(width=16, **keywords):
@@ -69,13 +71,10 @@ def test_a_mean_over_tokens_without_its_count_is_told():
     model, _, trainer = make(accumulation_steps=3)
     first, *others = batches()
 
-    def mean_loss(model, micro):
-        return F.cross_entropy(model(micro[0]), micro[1])
-
     with pytest.warns(mk.MemkitWarning, match=r"return mk.Loss\(mean=loss, count=n\)"):
-        trainer.train_step(first, mean_loss)
+        trainer.train_step(first, classify)
     for batch in others:
-        trainer.train_step(batch, mean_loss)
+        trainer.train_step(batch, classify)
     state, _ = train_plainly(token_loss)
     assert (model[0].weight - state["0.weight"]).abs().max() > 1e-5
 
@@ -123,7 +122,7 @@ def test_nothing_of_a_failed_attempt_is_alive_when_the_next_one_starts():
         cycle.append(cycle)
         kept.append(weakref.ref(hidden))
         if len(micro[0]) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
         return model[2](hidden).pow(2).mean()
 
     trainer.train_step(next(batches()), loss_fn)
@@ -204,12 +203,7 @@ class TestPrecision:
         seen = []
         optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad.clone()))
 
-        def loss_fn(model, rows):
-            if way == "out of memory" and len(rows) > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return model(rows).pow(2).mean()
-
-        result = trainer.train_step(x, loss_fn)
+        result = trainer.train_step(x, fits(1, mean_square) if way == "out of memory" else mean_square)
         assert result.num_microbatches > 10
         assert seen[0].dtype == torch.bfloat16
         error = (seen[0] - reference.weight.grad).norm() / reference.weight.grad.norm()
@@ -225,13 +219,13 @@ class TestPrecision:
 
     def test_true_is_looked_at_in_float32_after_a_step_too(self):
         """Sums in float32 leave a parameter with a gradient dtype of its own, to which a look was rounded: refused."""
-        model = nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+        model = mlp(6, 32, 32, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         with mk.MemoryEfficientTrainingWrapper(
             model, optimizer, precision="bf16-true", accumulation_steps=2, probe="require"
         ) as trainer:
             for rows in torch.randn(9, 16, 6):
-                assert trainer.train_step(rows, row_loss_of_tensor).stepped
+                assert trainer.train_step(rows, mean_square).stepped
             dtypes = {tensors.gradient_dtype(each) for each in model.parameters()}
         assert dtypes == {torch.bfloat16}
 
@@ -327,7 +321,7 @@ class TestPackedBatches:
 
         def limited(model, batch):
             if batch[0].numel() > capacity:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                out_of_memory()
             return self.loss(model, batch)
 
         result = trainer.train_step(self.data(), limited)
@@ -345,21 +339,15 @@ class TestPackedBatches:
     def test_a_scene_that_never_fits(self):
         _, _, trainer = make(split_fn=self.split)
 
-        def never(model, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
         with pytest.raises(mk.MemkitOutOfMemoryError, match=r"elements.*give split_fn"):
-            trainer.train_step(self.data(), never)
+            trainer.train_step(self.data(), out_of_memory)
 
     def test_a_split_that_makes_nothing_smaller_ends(self):
         """One scene that cannot be cut: the parts are the scene itself and nothing."""
         _, _, trainer = make(split_fn=lambda batch, n: [batch, (batch[0][:0], batch[1][:0])])
 
-        def never(model, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
         with pytest.raises(mk.MemkitOutOfMemoryError):
-            trainer.train_step(self.data(), never)
+            trainer.train_step(self.data(), out_of_memory)
 
     def test_what_split_fn_returns_is_checked(self):
         _, _, trainer = make(accumulation_steps=2, split_fn=lambda batch, n: None)
@@ -395,11 +383,7 @@ def test_two_wrappers_train_a_gan_with_gradient_penalty():
     d_trainer = mk.MemoryEfficientTrainingWrapper(disc, opt_d, accumulation_steps=2, probe=False)
     g_trainer = mk.MemoryEfficientTrainingWrapper(gen, opt_g, probe=False)
 
-    def g_step(gen, noise):
-        if len(noise) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return F.softplus(-disc(gen(noise))).mean()
-
+    g_step = fits(3, lambda gen, noise: F.softplus(-disc(gen(noise))).mean())
     for real, noise in data:
         d_trainer.train_step((real, noise), lambda disc, micro: d_loss(disc, gen, *micro))
         assert g_trainer.train_step(noise, g_step).num_microbatches == 2
@@ -423,10 +407,10 @@ class TestProbe:
             model, torch.optim.SGD(model.parameters(), lr=0.1), accumulation_steps=2
         )
         with pytest.warns(mk.MemkitWarning, match=r"In training mode 1 would see.*GroupNorm"):
-            trainer.train_step(torch.randn(8, 4), row_loss_of_tensor)
+            trainer.train_step(torch.randn(8, 4), mean_square)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            trainer.train_step(torch.randn(8, 4), row_loss_of_tensor)
+            trainer.train_step(torch.randn(8, 4), mean_square)
 
     def test_a_contrastive_loss_is_refused_and_nothing_was_stepped(self):
         model, _, trainer = make(accumulation_steps=2)
@@ -438,13 +422,13 @@ class TestProbe:
 
         with pytest.raises(mk.errors.ConfigError, match=r"off by .* when the batch is split.*cached_backward"):
             trainer.train_step(next(batches()), contrast)
-        torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+        assert_same(dict(model.state_dict()), dict(before))
         assert all(p.grad is None for p in model.parameters())
 
     def test_a_batch_that_is_not_split_is_not_probed(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert trainer.train_step(torch.randn(8, 4), row_loss_of_tensor).stepped
+        assert trainer.train_step(torch.randn(8, 4), mean_square).stepped
 
     def test_the_loop_that_is_kept_scans_the_modules(self):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -459,10 +443,6 @@ class TestProbe:
 
         with pytest.warns(mk.MemkitWarning, match="In training mode 1 would see"):
             loop()
-
-
-def row_loss_of_tensor(model, x):
-    return model(x).pow(2).mean()
 
 
 class TestMisuse:
@@ -604,13 +584,13 @@ def test_no_host_sync(max_grad_norm):
         model, optimizer, accumulation_steps=2, max_grad_norm=max_grad_norm, probe=False
     )
     x = torch.randn(8, 4)
-    trainer.train_step(x, row_loss_of_tensor)
+    trainer.train_step(x, mean_square)
     with CountReads() as plain:
         model(x).pow(2).mean().backward()
         optimizer.step()
     optimizer.zero_grad()
     with CountReads() as ours:
-        trainer.train_step(x, row_loss_of_tensor)
+        trainer.train_step(x, mean_square)
     assert ours.num_reads == plain.num_reads  # AdamW reads its own step counters, which lie on the host
 
 
@@ -628,19 +608,14 @@ def test_compiled_model_compiles_once_per_shape():
     )
     assert trainer.checkpointed_blocks == ("0",)
     data = [x[:8] for x, _ in batches()]
-    results = [trainer.train_step(x, row_loss_of_tensor) for x in data]
+    results = [trainer.train_step(x, mean_square) for x in data]
     assert counter.frame_count == 1
     assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     state, _ = train_plainly(lambda model, batch: model(batch[0][:8]).pow(2).mean())
     torch.testing.assert_close(dict(plain.state_dict()), state, rtol=1e-10, atol=1e-12)
 
-    def limited(model, x):
-        if len(x) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return row_loss_of_tensor(model, x)
-
     with pytest.warns(mk.MemkitWarning, match=r"could not check that splitting .* CUDA out of memory.*check_split"):
-        results = [trainer.train_step(x, limited) for x in data]
+        results = [trainer.train_step(x, fits(1, mean_square)) for x in data]
     assert counter.frame_count == 2
     assert [result.num_compilations for result in results] == [1] + [0] * (len(data) - 1)
     trainer.close()

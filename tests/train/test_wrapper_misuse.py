@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memkit as mk
+from tests.toys import mean_square
 
 ADAM = torch.optim.Adam
 
@@ -15,10 +16,6 @@ def make(**keywords):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, mk.MemoryEfficientTrainingWrapper(model, ADAM(model.parameters()), **keywords)
-
-
-def square(model, x):
-    return model(x).square().mean()
 
 
 class TestAnOptimizerOfAnotherModel:
@@ -50,20 +47,20 @@ class TestAnOptimizerOfAnotherModel:
     def test_others_go_on_working(self, choose):
         model = make()[0]
         trainer = mk.MemoryEfficientTrainingWrapper(model, choose(model))
-        assert trainer.train_step(torch.randn(6, 4), square).stepped
+        assert trainer.train_step(torch.randn(6, 4), mean_square).stepped
 
     def test_lazy_parameters(self):
         model = nn.Sequential(nn.LazyLinear(3))
         trainer = mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(model.parameters(), lr=0.1))
         model(torch.ones(1, 4))
-        assert trainer.train_step(torch.randn(6, 4), square).stepped
+        assert trainer.train_step(torch.randn(6, 4), mean_square).stepped
 
     def test_adapters_over_a_frozen_model(self):
         """As with LoRA: the adapter's parameters are the only ones that train."""
         model = make()[0].requires_grad_(False)
         model.append(nn.Linear(2, 2))
         trainer = mk.MemoryEfficientTrainingWrapper(model, ADAM(p for p in model.parameters() if p.requires_grad))
-        assert trainer.train_step(torch.randn(6, 4), square).stepped
+        assert trainer.train_step(torch.randn(6, 4), mean_square).stepped
 
     def test_a_prompt_through_a_frozen_model(self):
         model = make()[0]
@@ -92,7 +89,7 @@ class TestAStepThatTrainsNothing:
         model.requires_grad_(False).append(nn.Linear(2, 2))
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
         with pytest.warns(mk.MemkitWarning, match=r"all frozen \(requires_grad=False\)"):
-            trainer.train_step(torch.randn(6, 4), square)
+            trainer.train_step(torch.randn(6, 4), mean_square)
 
     def test_a_group_that_weighs_nothing_is_none(self):
         _, trainer = make()
@@ -112,7 +109,7 @@ class TestAfterClose:
 
     def test_state_and_evaluation_stay(self):
         _, trainer = make()
-        trainer.train_step(torch.randn(6, 4), square)
+        trainer.train_step(torch.randn(6, 4), mean_square)
         trainer.close()
         assert trainer.state_dict()["accumulator"]["num_steps"] == 1
         with trainer.evaluation() as evaluate:
@@ -123,7 +120,7 @@ class TestAfterClose:
         with mk.GradientAccumulator(ADAM(model.parameters())) as accumulator:
             pass
         with pytest.raises(mk.errors.StateError, match=r"GradientAccumulator: got a call after close\(\)"):
-            accumulator.backward(square(model, torch.randn(6, 4)))
+            accumulator.backward(mean_square(model, torch.randn(6, 4)))
 
 
 def test_float16_on_a_cpu_is_warned_of():

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 import memkit as mk
 from memkit._machine import random_state
+from tests.helpers import assert_same, is_same
+from tests.toys import out_of_memory
 from tests.train.faults import MODELS, OPTIMIZERS, FailingOperator
 
 ROWS, STEPS, ACCUMULATION = 13, 3, 2
@@ -63,14 +65,6 @@ def undisturbed(model_name, optimizer_name, sizes):
     return final_state(model, optimizer)
 
 
-def same(got, want):
-    try:
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-    except AssertionError:
-        return False
-    return True
-
-
 def places_to_fail(model_name, optimizer_name, num_places):
     """Spread over every operator of the first step and the second, optimizer steps of the first two included."""
     num_operators = recovered(model_name, optimizer_name)[2].num_operators
@@ -118,7 +112,7 @@ def test_two_faults_in_one_run(model_name):
     places = [num_operators // 20, num_operators // 2]
     state, sizes, fault, _ = recovered(model_name, "adamw", *places)
     assert fault.num_failures == 2
-    torch.testing.assert_close(state, undisturbed(model_name, "adamw", sizes), rtol=0, atol=0)
+    assert_same(state, undisturbed(model_name, "adamw", sizes))
 
 
 def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
@@ -127,10 +121,10 @@ def test_without_rollback_the_run_ends_elsewhere(monkeypatch):
 
     place = 25  # in the second half of the first forward: randomness has been drawn
     state, sizes, *_ = recovered("conv", "adamw", place)
-    assert same(state, undisturbed("conv", "adamw", sizes))
+    assert is_same(state, undisturbed("conv", "adamw", sizes))
     monkeypatch.setattr(snapshot.Rollback, "restore", lambda self: None)
     state, sizes, *_ = recovered("conv", "adamw", place)
-    assert not same(state, undisturbed("conv", "adamw", sizes))
+    assert not is_same(state, undisturbed("conv", "adamw", sizes))
 
 
 def test_on_oom_raise_lets_it_through():
@@ -143,12 +137,9 @@ def test_a_step_that_can_never_fit_ends_with_a_typed_error():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
 
-    def never(model, micro):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     with pytest.raises(mk.MemkitOutOfMemoryError, match=r"micro-batch of 1 rows: OutOfMemoryError.*checkpoint='auto'"):
-        trainer.train_step(batches[0], never)
-    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+        trainer.train_step(batches[0], out_of_memory)
+    assert_same(dict(model.state_dict()), before)
     assert trainer.train_step(batches[0], loss_fn).stepped  # and the loop may go on
 
 
@@ -159,7 +150,7 @@ def test_the_size_that_fits_is_remembered_and_grows_back():
 
     def limited(model, micro):
         if len(micro[0]) > capacity:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
         return loss_fn(model, micro)
 
     first = trainer.train_step(batches[0], limited)
@@ -186,7 +177,7 @@ def kept(trainer, model, batch, capacity):
     for attempt in trainer.microbatches(batch):
         with attempt as (x, y):
             if len(x) > capacity:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                out_of_memory()
             trainer.backward(F.mse_loss(model(x), y))
         if attempt.counts:
             num_rows += len(x)
@@ -215,7 +206,7 @@ def test_a_batch_that_was_not_stepped_is_dropped_as_if_it_had_never_come():
             kept(trainer, model, batches[1], ROWS)
             trainer.step()
         states.append(final_state(model, optimizer))
-    torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+    assert_same(states[1], states[0])
 
 
 class Attention(torch.nn.Module):

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memkit as mk
+from tests.helpers import assert_same
+from tests.toys import mean_square, out_of_memory
 from tests.train.faults import FailingOperator
 from tests.train.test_ranks import join, leave
 from tests.versions import has
@@ -38,7 +40,7 @@ def ddp_worker(rank, folder):
     def loss_fn(model, x):
         loss = model(x).pow(2).mean()
         if rank == 1 and len(x) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            out_of_memory()
         return loss
 
     for batch in data:
@@ -90,7 +92,7 @@ def ddp_folder(tmp_path_factory):
 
 def check_against_one_process(folder, optimizer_of, max_grad_norm):
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
-    torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
+    assert_same(dict(first), dict(second))
     torch.testing.assert_close(dict(first), one_process(optimizer_of, max_grad_norm), rtol=1e-10, atol=1e-13)
 
 
@@ -111,7 +113,7 @@ def check_uneven_batches(rank):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with mk.MemoryEfficientTrainingWrapper(model, optimizer, scheduler=schedule) as trainer:
         for batch in data[:2] if rank else data:
-            trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], loss_fn)
+            trainer.train_step(batch[rank * ROWS : (rank + 1) * ROWS], mean_square)
         assert trainer.flush() == bool(rank)
         assert trainer.num_steps == STEPS
     expected, data = make()
@@ -119,7 +121,7 @@ def check_uneven_batches(rank):
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for step, batch in enumerate(data):
         optimizer.zero_grad()
-        loss_fn(expected, batch if step < 2 else batch[:ROWS]).backward()
+        mean_square(expected, batch if step < 2 else batch[:ROWS]).backward()
         optimizer.step()
         schedule.step()
     torch.testing.assert_close(plain.state_dict(), expected.state_dict(), rtol=1e-13, atol=1e-15)
@@ -132,7 +134,7 @@ def check_a_loop_with_batches_on_one_rank(rank, folder):
     with mk.MemoryEfficientTrainingWrapper(model, torch.optim.SGD(plain.parameters(), lr=0.1)) as trainer:
         with mk.TrainingStateManager(folder / "states") as state:
             batches = [] if rank else list(data)
-            mk.MemoryEfficientTrainLoop(trainer, batches, loss_fn, state=state, progress=False).run()
+            mk.MemoryEfficientTrainLoop(trainer, batches, mean_square, state=state, progress=False).run()
             assert state.steps == (STEPS,)
         assert trainer.num_steps == STEPS
 
@@ -194,7 +196,7 @@ def check_nothing_fits_on_one_rank(rank, folder):
 
         def never_fits(model, x):
             with memory.phase("loss"):
-                raise torch.OutOfMemoryError("CUDA out of memory.")
+                out_of_memory()
 
         batch = data[0][rank * ROWS : (rank + 1) * ROWS]
         own, told = "a micro-batch of 1 rows: .*CUDA out of memory", "out of memory on 1 of the 2 ranks"
@@ -205,17 +207,13 @@ def check_nothing_fits_on_one_rank(rank, folder):
             memory.post_mortem(folder / "last"),
             memory.phase("step"),
         ):
-            trainer.train_step(batch, never_fits if rank else loss_fn)
+            trainer.train_step(batch, never_fits if rank else mean_square)
         trainer = mk.MemoryEfficientTrainingWrapper(model, optimizer)
         for attempt in trainer.microbatches(batch):  # each out-of-memory that is recovered, where it is asked for
             with attempt as micro, memory.post_mortem(folder / "recovered"):
-                trainer.backward((never_fits if rank and len(micro) == ROWS else loss_fn)(model, micro))
+                trainer.backward((never_fits if rank and len(micro) == ROWS else mean_square)(model, micro))
         assert trainer.step()
     torch.save(plain.state_dict(), folder / f"after{rank}.pt")
-
-
-def loss_fn(model, x):
-    return model(x).pow(2).mean()
 
 
 def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes_what_it_saw(ddp_folder):
@@ -231,5 +229,5 @@ def test_a_rank_that_runs_out_of_memory_for_good_tells_the_other_and_each_writes
         assert record["phase"] == phases[0]
     assert [path.name for path in (ddp_folder / "recovered").iterdir()] == ["out-of-memory.rank1.json"]
     first, second = (torch.load(ddp_folder / f"after{rank}.pt", weights_only=True) for rank in range(2))
-    torch.testing.assert_close(dict(first), dict(second), rtol=0, atol=0)
+    assert_same(dict(first), dict(second))
     assert not torch.equal(first["0.weight"], make()[0].state_dict()["0.weight"])

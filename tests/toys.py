@@ -1,0 +1,74 @@
+"""Toy models and losses that the tests of several packages share; `zoo.py` has small real models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+    """Linear layers with an activation between them."""
+    layers = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), activation())]
+    return nn.Sequential(*layers[:-1])
+
+
+class Residual(nn.Module):
+    """A block as transformers have them: LayerNorm and a perceptron, added to the input."""
+
+    def __init__(self, width: int, inner: int | None = None) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(width), mlp(width, inner or 4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class SmallRoom(nn.Linear):
+    """A layer that runs out of memory with more than `room` rows, and notes how many came."""
+
+    def __init__(self, num_in: int, num_out: int, *, room: int = 10, dtype: torch.dtype | None = None) -> None:
+        super().__init__(num_in, num_out, dtype=dtype)
+        self.room, self.seen = room, []
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.seen.append(len(rows))
+        if len(rows) > self.room:
+            out_of_memory()
+        return self.whole(rows)
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """The result, as with memory for any number of rows."""
+        return super().forward(rows)
+
+
+def out_of_memory(*_: object) -> NoReturn:
+    """Fail as CUDA does; fits as a loss function and as a hook."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (a planted fault).")
+
+
+def fits(most: int, loss_fn: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Any]:
+    """A loss function for which memory suffices up to so many rows."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if len(batch[0] if isinstance(batch, (tuple, list)) else batch) > most:
+            out_of_memory()
+        return loss_fn(model, batch)
+
+    return loss
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def square_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
