@@ -165,18 +165,18 @@ def process_peak(row: Row) -> int | None:
     return row[f"result/figures/kdtree_process_peak_bytes/{size}"] if row["way"] == "kdtree" and size else None
 
 
-def only_here(row: Row) -> dict[str, str]:
+def only_here(figures: dict[str, Any], version: str) -> dict[str, str]:
     """Tests that a version of PyTorch skips and the one that CI runs does not, with the reasons."""
-    usual = row.get(f"result/figures/{OF_CI}/skipped") or {}
-    return {name: reason for name, reason in row["skipped"].items() if name not in usual}
+    usual = figures.get(OF_CI, {"skipped": {}})["skipped"]
+    return {name: reason for name, reason in figures[version]["skipped"].items() if name not in usual}
 
 
 def lacks(result: Any) -> Rows:
     found: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows_at(result, "{version}"):
-        for reason in only_here(row).values():
+    for version in result["figures"]:
+        for reason in only_here(result["figures"], version).values():
             lack = re.sub(r"^PyTorch has no ", "", re.sub(r"^Skipped: ", "", reason)).partition(" (")[0]
-            found[lack][row["version"]] += 1
+            found[lack][version] += 1
     for lack, counts in sorted(found.items()):
         yield {"lack": lack, "versions": ", ".join(f"{version} ({count})" for version, count in counts.items())}
 
@@ -250,7 +250,7 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
         "{version}",
         "version | build | commit | Python | passed | skipped | ... for this version | failed",
         "{version} | {build} | {commit} | {python} | {num_passed:,} | {skipped:num} | {only_here:num} | {failed:num}",
-        {"only_here": only_here},
+        {"only_here": lambda row: only_here(row["result/figures"], row["version"])},
     ),
     "torch_versions.skipped": Table(
         lacks, "what is missing | versions (tests)", "`{lack}` | {versions}", empty="None.\n"

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import result, tables
-from benchmarks.tables_versions import only_here
 
 ROOT = Path(__file__).parents[2]
 CASE = "torch_versions"
@@ -121,7 +120,7 @@ def unexplained(figures: dict[str, Any], version: str) -> list[str]:
     """Tests that a version skips, the one that CI runs does not, and whose reason names nothing that is lacking."""
     return [
         f"skipped without naming what is lacking: {name}: {reason}"
-        for name, reason in only_here(figures, version).items()
+        for name, reason in tables.only_here(figures, version).items()
         if not LACKS.match(reason)
     ]
 
