@@ -6,7 +6,6 @@ file. Run: python -m benchmarks.tables
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections import Counter, defaultdict
@@ -17,9 +16,9 @@ from typing import Any
 from benchmarks import tables_patches, tables_peers
 from benchmarks.acceptance.project import all_projects
 from benchmarks.markdown import Across, Row, Table, rows_at
+from benchmarks.result import RESULTS, read_result
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _TABLE = re.compile(r"(<!-- result: ([\w.]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 OF_CI = "2.13.0"
@@ -621,8 +620,8 @@ TABLES: dict[str, Table | tuple[Table, ...]] = {
 def load(case: str) -> dict[str, Any]:
     """A case's result file; of "all" every one, by its case."""
     if case == "all":
-        return {path.stem: load(path.stem) for path in RESULTS.glob("*.json")}
-    return json.loads((RESULTS / f"{case}.json").read_text())
+        return {path.stem: read_result(path.stem) for path in RESULTS.glob("*.json")}
+    return read_result(case)
 
 
 def render_tables(name: str) -> str:

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks.markdown import Across, Table
-from benchmarks.tables import DOCS, RESULTS, TABLES, render, render_tables
+from benchmarks.result import RESULTS
+from benchmarks.tables import DOCS, TABLES, render, render_tables
 
 RESULT = {"figures": {"cases": [{"rows": 1024, "ways": {"plain": {"bytes": 3 * 2**20}, "memkit": {"bytes": 0}}}]}}
 

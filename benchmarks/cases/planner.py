@@ -16,7 +16,6 @@ Run: python -m benchmarks.cases.planner [MODEL ...]   (with names only these, ke
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 import memkit as mk
 from benchmarks.models import DecoderBlock, Task, UNet, transformer
-from benchmarks.result import FOLDER, write_result
+from benchmarks.result import read_result, write_result
 from benchmarks.timing import in_turns
 from memkit.predict.plan.plan import TrainingPlan
 from memkit.predict.plan.search import micro_batch_counts
@@ -287,8 +286,7 @@ def describe(settings: Settings) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
-    path = FOLDER / "planner.json"
-    figures = json.loads(path.read_text())["figures"] if path.exists() and sys.argv[1:] else {}
+    figures = read_result("planner")["figures"] if sys.argv[1:] else {}
     for name in sys.argv[1:] or TASKS:
         figures[name] = measure(TASKS[name]())
         for row in figures[name]["budgets"]:
